@@ -1,0 +1,60 @@
+// Column sums (the gradient of a bias) taken while an elementwise backward walks over its tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "rows.h"
+
+namespace parallel_ops::cpu {
+
+// Rows are summed 16 at a time, those sums within a chunk, and the chunks 8 at a time. The grouping is set
+// by the shape alone, so the bits do not depend on the thread count; three levels keep the rounding error
+// at that of PyTorch's cascade summation.
+constexpr int64_t kSumGroup = 16;
+constexpr int64_t kSumChunks = 64;
+
+// Calls f(row, col, n, acc) for every tile of a rows x cols array, in parallel; f adds the n values it
+// wants summed to acc[0..n). The sums over all rows go to out[0..cols).
+template <class T, class F>
+void for_each_tile_summing_columns(Shape2d shape, T* out, const F& f) {
+  using A = acc_t<T>;
+  if (shape.cols == 0) return;
+  const int64_t chunks = std::max<int64_t>(1, std::min(kSumChunks, ceil_div(shape.rows, kSumGroup)));
+  const int64_t chunk_rows = ceil_div(ceil_div(shape.rows, chunks), kSumGroup) * kSumGroup;
+  const int64_t per_row = ceil_div(shape.cols, kTileCols);
+  std::vector<A> partial(static_cast<size_t>(chunks * shape.cols));
+
+  const int64_t task_elements = std::max<int64_t>(1, chunk_rows * std::min(shape.cols, kTileCols));
+  const int64_t grain = std::max<int64_t>(1, kGrain / task_elements);
+  torch::stable::parallel_for(0, chunks * per_row, grain, [&](int64_t begin, int64_t end) {
+    alignas(64) A group[kTileCols];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t chunk = task / per_row;
+      const int64_t col = (task % per_row) * kTileCols;
+      const int64_t n = std::min(kTileCols, shape.cols - col);
+      A* sum = partial.data() + chunk * shape.cols + col;  // zero from the vector's constructor
+      const int64_t last = std::min(shape.rows, (chunk + 1) * chunk_rows);
+      for (int64_t row = chunk * chunk_rows; row < last; row += kSumGroup) {
+        std::fill_n(group, n, A(0));
+        for (int64_t r = row; r < std::min(last, row + kSumGroup); ++r) f(r, col, n, group);
+        for (int64_t i = 0; i < n; ++i) sum[i] += group[i];
+      }
+    }
+  });
+
+  constexpr int64_t kChunkGroup = 8;
+  for (int64_t c = 0; c < shape.cols; ++c) {
+    A total = 0;
+    for (int64_t g = 0; g < chunks; g += kChunkGroup) {
+      A sum = 0;
+      for (int64_t k = g; k < std::min(chunks, g + kChunkGroup); ++k)
+        sum += partial[static_cast<size_t>(k * shape.cols + c)];
+      total += sum;
+    }
+    out[c] = from_acc<T>(total);
+  }
+}
+
+}  // namespace parallel_ops::cpu

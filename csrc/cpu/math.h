@@ -1,0 +1,82 @@
+// Elementary functions as straight-line code, so that loops over them vectorise on every target.
+//
+// fp32: within about two units in the last place of the exact value; NaN and infinities as in libm.
+// fp64: libm itself (fp64 is for checking, not for speed).
+#pragma once
+
+#include <cmath>
+
+#include "dtype.h"
+
+namespace parallel_ops::cpu {
+
+// exp(x) = 2^k exp(r), |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial.
+PARALLEL_OPS_INLINE float exp_(float x) {
+  x = x < -104.0f ? -104.0f : x;
+  x = x > 89.0f ? 89.0f : x;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float shifted = x * 1.44269504f + kRound;
+  const float k = shifted - kRound;
+  const float r = (x - k * 0.693145751953125f) - k * 1.42860677e-6f;
+  float p = 1.3887316e-3f;
+  p = p * r + 8.3331104e-3f;
+  p = p * r + 4.1666798e-2f;
+  p = p * r + 1.6666672e-1f;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.0f;
+  // 2^k in two factors, since k reaches from -150 (a subnormal result) to 128 (infinity).
+  const int32_t ki = bits_as<int32_t>(shifted) - bits_as<int32_t>(kRound);
+  const int32_t half = ki >> 1;
+  const float lo = bits_as<float>((half + 127) << 23);
+  const float hi = bits_as<float>((ki - half + 127) << 23);
+  return p * lo * hi;
+}
+PARALLEL_OPS_INLINE double exp_(double x) { return std::exp(x); }
+
+// The logistic function and its derivative. Written in exp(-|x|), since 1 - value would lose all its digits
+// where value is near 1.
+template <class A>
+struct Sigmoid {
+  A value;
+  A slope;
+};
+
+template <class A>
+PARALLEL_OPS_INLINE Sigmoid<A> sigmoid(A x) {
+  const A t = exp_(-std::fabs(x));
+  const A r = A(1) / (A(1) + t);
+  return {x < A(0) ? t * r : r, t * r * r};
+}
+
+// The standard normal's distribution function and density at x.
+template <class A>
+struct Normal {
+  A cdf;
+  A pdf;
+};
+
+// For a = |x|, cdf(-a) = exp(-a^2/2) R(a), where R is smooth; a degree-9 minimax polynomial in
+// (a - 4) / (a + 4) has R to 1.9e-8 for all a up to 15, beyond which exp(-a^2/2) is zero in fp32.
+PARALLEL_OPS_INLINE Normal<float> normal(float x) {
+  const float a = std::fabs(x);
+  const float bounded = a > 15.0f ? 15.0f : a;
+  const float t = (bounded - 4.0f) / (bounded + 4.0f);
+  float p = -6.428786845915191e-05f;
+  p = p * t + -1.661462699013547e-04f;
+  p = p * t + 6.577040063640089e-04f;
+  p = p * t + 5.014270541967068e-04f;
+  p = p * t + -8.498101736021096e-03f;
+  p = p * t + 3.086575094661065e-02f;
+  p = p * t + -7.170670656836022e-02f;
+  p = p * t + 1.243791820453451e-01f;
+  p = p * t + -1.703977423738499e-01f;
+  p = p * t + 9.441064239659652e-02f;
+  const float e = exp_(-0.5f * (x * x));
+  const float tail = e * p;
+  return {x > 0.0f ? 1.0f - tail : tail, e * 0.3989422804f};
+}
+PARALLEL_OPS_INLINE Normal<double> normal(double x) {
+  return {0.5 * std::erfc(-x * 0.70710678118654752440), std::exp(-0.5 * x * x) * 0.39894228040143267794};
+}
+
+}  // namespace parallel_ops::cpu

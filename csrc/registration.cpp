@@ -1,0 +1,16 @@
+// Every op's schema, in one place. Kernels register themselves: csrc/cpu for the CPU, parallel_ops/ops for
+// CUDA (Triton), autograd, autocast and shape inference.
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(parallel_ops, m) {
+  m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
+  m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
+}
+
+// `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,7 @@
+"""Fused kernels and parallel layers for training Megatron-style language models in PyTorch."""
+
+from parallel_ops.ops import bias_gelu
+
+__version__ = "0.1.0"
+
+__all__ = ["bias_gelu"]

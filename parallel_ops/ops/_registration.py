@@ -1,0 +1,99 @@
+"""How an op gets its pieces: one call per op, the same for all.
+
+The schema and the CPU kernel are compiled (``csrc``). Here the op gets its CUDA kernel (Triton, imported at the
+first CUDA tensor), its fake (shape inference for ``torch.compile``), its autograd formula and its autocast rule,
+all under torch's own dispatch keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import parallel_ops._extension  # noqa: F401  (defines the schemas)
+
+_library = torch.library.Library("parallel_ops", "IMPL")
+
+
+def register(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
+) -> Callable[..., Any]:
+    """Registers the pieces of ``parallel_ops::<name>`` and returns the op, ready to call.
+
+    Args:
+        fake: gives outputs of the right shape, dtype and device without computing.
+        cuda: allocates the outputs and launches the Triton kernels.
+        setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
+            asking for its gradient raises.
+        autocast: maps (autocast dtype, arguments) to the arguments to run with; absent, autocast changes nothing.
+    """
+    qualified = f"parallel_ops::{name}"
+    op = getattr(torch.ops.parallel_ops, name).default
+    torch.library.register_fake(qualified, fake)
+    _library.impl(name, _on_its_device(cuda), "CUDA")
+    if backward is not None:
+        torch.library.register_autograd(qualified, once_differentiable(name, backward), setup_context=setup_context)
+    if autocast is not None:
+        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            _library.impl(name, _autocast(op, device_type, autocast), key)
+    return op
+
+
+def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, so make it the one that the first argument lives on."""
+
+    @functools.wraps(cuda)
+    def launch(first: Tensor, *args: Any) -> Any:
+        if first.device.index == torch.cuda.current_device():
+            return cuda(first, *args)
+        with torch.cuda.device(first.device):
+            return cuda(first, *args)
+
+    return launch
+
+
+def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, refusing ``create_graph=True``, which would otherwise drop second derivatives silently."""
+
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: second derivatives are not implemented; with create_graph=True use {name}_reference"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def _autocast(op: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        cast = rule(torch.get_autocast_dtype(device_type), args)
+        with torch.autocast(device_type, enabled=False):
+            return op(*cast)
+
+    return run
+
+
+def cast_to_autocast_dtype(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule of ops that sit between two matrix products: everything in the autocast dtype.
+
+    fp64 stays fp64, as under torch's own autocast.
+    """
+    if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
+        return promote_to_widest(dtype, args)
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def promote_to_widest(_: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule of ops that join a residual stream: the widest of the dtypes given, as PyTorch's ``+`` does."""
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return tuple(a.to(widest) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

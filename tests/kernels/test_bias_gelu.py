@@ -1,0 +1,68 @@
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from parallel_ops.ops import bias_gelu_reference
+from support import aot, suite
+from support.kernels import aot_cases, check_compiled, differentiable, meta, poisoned
+from support.suite import DTYPES, randn
+
+
+def launches(dtype, cols):
+    from parallel_ops.triton_kernels import bias_gelu as kernels
+
+    x, b = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype)
+    with aot.recorded() as recorded:
+        for tanh in (True, False):
+            for bias, dbias in ((b, b), (None, b[:0])):
+                kernels.forward(x, bias, x, tanh=tanh)
+                kernels.backward(x, x, bias, x, dbias, tanh=tanh)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols), cols, capability)
+
+
+@pytest.mark.aot
+def test_a_spilling_kernel_would_be_seen():
+    """The checks read real code: the same kernel with its block widened 8 times does spill."""
+    launch = next(l for l in launches(torch.bfloat16, 4096) if l.name == "_backward_kernel")
+    constants = {**dict(launch.constants), "BLOCK_COLS": 8192}
+    code = aot.compile_for(dataclasses.replace(launch, constants=tuple(constants.items())), 90)
+    assert code.spill_instructions and code.local_bytes + code.stack_bytes > 0
+
+
+def interpreted(tanh):
+    from parallel_ops.triton_kernels import bias_gelu as kernels
+
+    def forward(x, bias):
+        y = poisoned(x.shape, x)
+        kernels.forward(x, bias, y, tanh=tanh)
+        return y
+
+    def backward(grad, x, bias):
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x)
+        kernels.backward(grad, x, bias, dx, dbias, tanh=tanh)
+        return dx, None if bias is None else dbias
+
+    return differentiable(forward, backward)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 70), (600, 9), (2, 1030), (0, 4)])
+def test_interpreted(shape, dtype, approximate):
+    x, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape[-1:]]))
+    grad = randn(*shape, dtype=dtype, seed=2).detach()
+    kernels = interpreted(approximate == "tanh")
+    reference = functools.partial(bias_gelu_reference, approximate=approximate)
+    suite.check_numerics(kernels, reference, [x, bias], grad, slack_ulps=2)
+    suite.check_numerics(kernels, reference, [x, None], grad, slack_ulps=2)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    suite.check_numerics(kernels, reference, [transposed, bias], None, slack_ulps=2)

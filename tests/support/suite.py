@@ -1,0 +1,156 @@
+"""The promises that every op makes, as checks that each op's test file calls on its own inputs.
+
+``op`` and ``reference`` take the same arguments. Arguments that are floating-point tensors with ``requires_grad``
+are differentiated; everything else is passed through.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+Op = Callable[..., Tensor]
+
+
+def forward_backward(op: Op, args: Sequence[Any], grad: Tensor | None = None) -> list[Tensor]:
+    """The output and the gradients of ``args`` that require one. ``grad`` defaults to ones expanded to the output."""
+    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    y = op(*args)
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    if grad is None:
+        grad = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+    if leaves:
+        y.backward(grad.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _as_double(args: Sequence[Any]) -> list[Any]:
+    return [
+        a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+
+
+def _error(got: Tensor, oracle: Tensor) -> float:
+    """The largest absolute error; NaN and infinities must be in the same places."""
+    got, oracle = got.double(), oracle.double()
+    # A finite oracle value may be past the largest number of the dtype.
+    same = (got == oracle) | (got.isnan() & oracle.isnan()) | (got.isinf() & (oracle.abs() > 6.5e4))
+    return torch.where(same, 0.0, (got - oracle).abs()).nan_to_num(nan=torch.inf).max().item() if got.numel() else 0.0
+
+
+def check_numerics(
+    op: Op, reference: Op, args: Sequence[Any], grad: Tensor | None = None, *, slack_ulps: float = 0.5
+) -> None:
+    """Against the fp64 oracle, the error is at most twice PyTorch's own at the same dtype.
+
+    ``slack_ulps`` is added, in units of the last place of the largest value: half a unit is the one rounding that no
+    implementation can avoid; tiny tensors, where PyTorch may happen to be exact, take a little more.
+    """
+    ours = forward_backward(op, args, grad)
+    theirs = forward_backward(reference, args, grad)
+    oracle = forward_backward(reference, _as_double(args), None if grad is None else grad.double())
+    for index, (got, peer, true) in enumerate(zip(ours, theirs, oracle, strict=True)):
+        name = "output" if index == 0 else f"gradient {index}"
+        assert got.shape == true.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(true.shape)}"
+        assert got.dtype == peer.dtype, f"{name}: {got.dtype}, PyTorch gives {peer.dtype}"
+        finite = true[true.isfinite()]
+        scale = finite.abs().max().item() if finite.numel() else 0.0
+        slack = slack_ulps * torch.finfo(got.dtype).eps * scale + torch.finfo(got.dtype).smallest_normal
+        error, bound = _error(got, true), 2 * _error(peer, true) + slack
+        assert error <= bound, f"{name}: error {error:.3e}, PyTorch's is {_error(peer, true):.3e} (bound {bound:.3e})"
+
+
+def check_op(op: Any, args: Sequence[Any]) -> None:
+    """torch's own checks of a custom op: schema, autograd registration, fake, AOTAutograd with dynamic shapes."""
+    torch.library.opcheck(op, tuple(args))
+
+
+def check_gradient(op: Op, args: Sequence[Any]) -> None:
+    """The analytic gradient against finite differences, in fp64."""
+    assert torch.autograd.gradcheck(op, tuple(_as_double(args)), fast_mode=False)
+
+
+def check_second_derivative_raises(op: Op, args: Sequence[Any]) -> None:
+    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    y = op(*args)
+    leaf = next(a for a in args if isinstance(a, Tensor) and a.requires_grad)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(y.sum(), leaf, create_graph=True)
+
+
+def check_deterministic(op: Op, args: Sequence[Any], grad: Tensor | None = None) -> None:
+    """The same bits again, and at every thread count."""
+    first = forward_backward(op, args, grad)
+    threads = torch.get_num_threads()
+    try:
+        for count in (threads, 1, 2, 3):
+            torch.set_num_threads(count)
+            for a, b in zip(first, forward_backward(op, args, grad), strict=True):
+                assert torch.equal(a, b), f"differs at {count} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_compiles(op: Op, cases: Sequence[Sequence[Any]], *, backend: str = "aot_eager") -> None:
+    """One graph, no break, serves every case (which differ in sizes), forward and backward, with eager's result."""
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, dynamic=True, backend=backend)
+    for args in cases:
+        for a, b in zip(forward_backward(op, args), forward_backward(compiled, args), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def check_checkpointing(op: Op, args: Sequence[Any]) -> None:
+    """Recomputed under activation checkpointing, the gradients are the same bits."""
+    for reentrant in (False, True):
+        checkpointed = lambda *a: checkpoint(op, *a, use_reentrant=reentrant)  # noqa: B023, E731
+        torch.manual_seed(0)
+        plain = forward_backward(op, args)
+        torch.manual_seed(0)
+        for a, b in zip(plain, forward_backward(checkpointed, args), strict=True):
+            assert torch.equal(a, b)
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """``x`` in every memory layout that callers have: the values are those of ``x``, the strides differ."""
+    out = {"contiguous": x.contiguous()}
+    if x.dim() >= 2:
+        out["transposed"] = x.transpose(0, -1).contiguous().transpose(0, -1)
+        out["rows apart"] = torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+    out["columns apart"] = torch.stack([x, x], dim=-1)[..., 0]
+    out["offset"] = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() else x
+    return {name: t.detach().requires_grad_(x.requires_grad) for name, t in out.items()}
+
+
+def check_layouts(op: Op, args: Sequence[Any], index: int = 0) -> None:
+    """Argument ``index`` and the incoming gradient in every layout give the bits that contiguous ones give."""
+    grad = torch.randn(op(*args).shape, generator=torch.Generator().manual_seed(1)).to(args[index])
+    expected = forward_backward(op, args, grad)
+    for name, tensor in layouts(args[index]).items():
+        varied = [*args[:index], tensor, *args[index + 1 :]]
+        for grad_name, g in layouts(grad).items():
+            for a, b in zip(expected, forward_backward(op, varied, g), strict=True):
+                assert torch.equal(a, b), f"argument {name}, gradient {grad_name}"
+    ones = forward_backward(op, args, torch.ones_like(grad))
+    for a, b in zip(ones, forward_backward(op, args), strict=True):  # the gradient of .sum(): stride 0
+        assert torch.equal(a, b), "expanded gradient"
+
+
+def shapes(max_cols: int = 2100) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of one to four dimensions, up to a few thousand elements, columns across the kernels' block sizes."""
+    cols = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 1023, 1024, 1025, 2049, max_cols]))
+    return st.tuples(st.lists(st.integers(1, 5), max_size=3), cols).map(lambda s: (*s[0], s[1]))
+
+
+def randn(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal values that require a gradient, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator)).to(device, dtype).requires_grad_()

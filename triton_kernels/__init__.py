@@ -1,0 +1,6 @@
+"""Triton kernels and their launchers, one file an op.
+
+A launcher takes tensors, derives sizes and strides, and writes into outputs that the caller allocated. It knows
+nothing of autograd, modules or process groups, and makes no host synchronisation. Importing a file here imports
+triton; nothing in ``parallel_ops`` does so before the first CUDA tensor.
+"""
