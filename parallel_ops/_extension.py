@@ -1,11 +1,12 @@
 """Loads the compiled extension, which registers the ``torch.ops.parallel_ops`` schemas and CPU kernels."""
 
+import importlib
 from pathlib import Path
 
 import torch  # noqa: F401  (the extension links against the libraries that this loads)
 
 try:
-    from parallel_ops import _C  # type: ignore[attr-defined]  # noqa: F401
+    importlib.import_module("parallel_ops._C")
 except ImportError as error:
     source_tree = (Path(__file__).parent.parent / "setup.py").exists()
     hint = (

@@ -45,16 +45,18 @@ void for_each_tile_summing_columns(Shape2d shape, T* out, const F& f) {
   });
 
   constexpr int64_t kChunkGroup = 8;
-  for (int64_t c = 0; c < shape.cols; ++c) {
-    A total = 0;
-    for (int64_t g = 0; g < chunks; g += kChunkGroup) {
-      A sum = 0;
-      for (int64_t k = g; k < std::min(chunks, g + kChunkGroup); ++k)
-        sum += partial[static_cast<size_t>(k * shape.cols + c)];
-      total += sum;
+  for_each_tile({1, shape.cols}, [&](int64_t, int64_t col, int64_t n) {
+    alignas(64) A total[kTileCols] = {};
+    for (int64_t first = 0; first < chunks; first += kChunkGroup) {
+      alignas(64) A group[kTileCols] = {};
+      for (int64_t chunk = first; chunk < std::min(chunks, first + kChunkGroup); ++chunk) {
+        const A* sum = partial.data() + chunk * shape.cols + col;
+        for (int64_t i = 0; i < n; ++i) group[i] += sum[i];
+      }
+      for (int64_t i = 0; i < n; ++i) total[i] += group[i];
     }
-    out[c] = from_acc<T>(total);
-  }
+    for (int64_t i = 0; i < n; ++i) out[col + i] = from_acc<T>(total[i]);
+  });
 }
 
 }  // namespace parallel_ops::cpu

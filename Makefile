@@ -1,0 +1,55 @@
+# Every target sets up what it needs: a virtual environment in .venv with the pinned versions of
+# constraints.txt and the package itself, built in place. Set-up is skipped when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
+
+# Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
+TEST_ENV := OMP_NUM_THREADS=1
+PYTEST := $(BIN)/pytest -n 2
+
+.PHONY: venv demo test bench lint format clean
+
+venv: $(VENV)/.installed
+
+# torch goes first and alone, so that nothing else chooses its build.
+$(VENV)/.requirements: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -r constraints.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	touch $@
+
+# The main job. TEXT=path trains on your own file or folder; ARGS passes options through (see --help).
+demo: venv
+	@$(BIN)/python -m parallel_ops.train $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
+
+test: venv
+	$(TEST_ENV) $(PYTEST)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/kernels
+
+# OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
+bench: venv
+	$(BIN)/python -m benchmarks $(OPS) $(ARGS)
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+clean:
+	rm -rf $(VENV) build *.egg-info parallel_ops/_C*.so
