@@ -1,0 +1,99 @@
+"""What installing and importing the package promise."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel_ops
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, **env: str) -> str:
+    """The output of ``code`` in a fresh interpreter, started outside the source tree."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd="/", env={**os.environ, **env}, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_brings_in_no_triton_and_touches_no_gpu():
+    code = """
+import sys, torch
+torch.cuda._lazy_init = None  # calling it would raise
+before = set(sys.modules)
+import parallel_ops
+new = {name.partition('.')[0] for name in set(sys.modules) - before}
+print(sorted(new & {'triton', 'numpy', 'matplotlib', 'rich', 'typer'}), torch.cuda.is_initialized())
+"""
+    assert python(code) == "[] False"
+
+
+def test_cpu_ops_work_without_triton():
+    code = """
+import sys
+sys.modules['triton'] = None  # importing it would raise
+import torch, parallel_ops
+x = torch.randn(3, 8, requires_grad=True)
+parallel_ops.bias_gelu(x, torch.zeros(8)).sum().backward()
+print(tuple(x.grad.shape))
+"""
+    assert python(code) == "(3, 8)"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None or sys.platform != "linux", reason="needs nm (binutils) on Linux")
+def test_extension_uses_the_stable_abi_alone():
+    """Every symbol taken from torch is one of its C shims, and from Python one of the limited API."""
+    extension = Path(parallel_ops.__file__).parent / "_C.abi3.so"
+    output = subprocess.run(["nm", "-D", "--undefined-only", extension], capture_output=True, text=True, check=True)
+    symbols = [line.split()[-1] for line in output.stdout.splitlines()]
+    torch_symbols = [s for s in symbols if "torch" in s or "c10" in s or "_ZN2at" in s]
+    assert any(s.startswith("torch_library_impl") for s in torch_symbols)
+    assert [s for s in torch_symbols if not s.startswith(("aoti_torch_", "torch_"))] == []
+    assert [s for s in symbols if s.startswith("Py")] == ["PyModule_Create2"]
+
+
+def test_a_missing_compiler_is_one_clear_sentence(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path],
+        cwd=ROOT, env={**os.environ, "CXX": "no-such-compiler"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    lines = result.stderr.strip().splitlines()
+    assert lines[-1].startswith("parallel_ops: no C++ compiler found (looked for 'no-such-compiler')")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+@pytest.mark.parametrize(("force", "outcome"), [("", "[]"), ("0", "[]"), ("1", "FORCE_CUDA=1 needs a CUDA toolkit")])
+def test_cuda_sources_are_built_only_when_possible_or_forced(tmp_path, force, outcome):
+    (tmp_path / "csrc/cuda").mkdir(parents=True)
+    (tmp_path / "csrc/cuda/kernel.cu").touch()
+    code = f"""
+import runpy, setuptools
+setuptools.setup = lambda **k: print([s for s in k['ext_modules'][0].sources if 'cuda' in s])
+runpy.run_path({str(ROOT / "setup.py")!r})
+"""
+    env = {k: v for k, v in os.environ.items() if k not in ("FORCE_CUDA", "TORCH_CUDA_ARCH_LIST")}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=env | ({"FORCE_CUDA": force} if force else {}), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert outcome in result.stdout + result.stderr
+    assert (result.returncode == 0) == (force != "1")
+
+
+def test_source_tree_without_the_extension_says_what_to_do(tmp_path):
+    """The most common mistake: starting Python in a fresh clone after installing the package elsewhere."""
+    shutil.copytree(ROOT / "parallel_ops", tmp_path / "parallel_ops", ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "setup.py").touch()
+    # Without the finder of an editable install, which would lead to the built extension.
+    code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]; import parallel_ops"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "imported from its source tree, where the extension is not built" in result.stderr
