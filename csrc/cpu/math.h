@@ -10,11 +10,10 @@
 
 namespace parallel_ops::cpu {
 
-// exp(x) = 2^k exp(r), |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial.
-PARALLEL_OPS_INLINE float exp_(float x) {
-  x = x < -104.0f ? -104.0f : x;
-  x = x > 89.0f ? 89.0f : x;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+// exp(x) for x <= 0, which is all that sigmoids, densities and softmaxes need: exp(x) = 2^k exp(r) with
+// |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial. Results under 2^-125 are zero.
+PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
   const float shifted = x * 1.44269504f + kRound;
   const float k = shifted - kRound;
   const float r = (x - k * 0.693145751953125f) - k * 1.42860677e-6f;
@@ -24,14 +23,10 @@ PARALLEL_OPS_INLINE float exp_(float x) {
   p = p * r + 1.6666672e-1f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  // 2^k in two factors, since k reaches from -150 (a subnormal result) to 128 (infinity).
-  const int32_t ki = bits_as<int32_t>(shifted) - bits_as<int32_t>(kRound);
-  const int32_t half = ki >> 1;
-  const float lo = bits_as<float>((half + 127) << 23);
-  const float hi = bits_as<float>((ki - half + 127) << 23);
-  return p * lo * hi;
+  const float scale = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^k
+  return x < -87.0f ? 0.0f : p * scale;
 }
-PARALLEL_OPS_INLINE double exp_(double x) { return std::exp(x); }
+PARALLEL_OPS_INLINE double exp_nonpositive(double x) { return std::exp(x); }
 
 // The logistic function and its derivative. Written in exp(-|x|), since 1 - value would lose all its digits
 // where value is near 1.
@@ -43,7 +38,7 @@ struct Sigmoid {
 
 template <class A>
 PARALLEL_OPS_INLINE Sigmoid<A> sigmoid(A x) {
-  const A t = exp_(-std::fabs(x));
+  const A t = exp_nonpositive(-std::fabs(x));
   const A r = A(1) / (A(1) + t);
   return {x < A(0) ? t * r : r, t * r * r};
 }
@@ -71,7 +66,7 @@ PARALLEL_OPS_INLINE Normal<float> normal(float x) {
   p = p * t + 1.243791820453451e-01f;
   p = p * t + -1.703977423738499e-01f;
   p = p * t + 9.441064239659652e-02f;
-  const float e = exp_(-0.5f * (x * x));
+  const float e = exp_nonpositive(-0.5f * (x * x));
   const float tail = e * p;
   return {x > 0.0f ? 1.0f - tail : tail, e * 0.3989422804f};
 }
