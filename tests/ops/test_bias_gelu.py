@@ -89,6 +89,7 @@ def test_autocast_runs_in_the_autocast_dtype(device):
     assert wide.dtype is torch.float64
     y.float().sum().backward()
     assert bias.grad is not None and bias.grad.dtype is torch.float32
+    suite.check_compiles_under_autocast(bias_gelu, [x, bias])
 
 
 @approximations

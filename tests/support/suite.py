@@ -154,3 +154,14 @@ def randn(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0, s
     """Normal values that require a gradient, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(*shape, generator=generator)).to(device, dtype).requires_grad_()
+
+
+def check_compiles_under_autocast(op: Op, args: Sequence[Any]) -> None:
+    """Inside a compiled autocast region the op gives what it gives in an eager one."""
+
+    def run(*inputs: Any) -> Tensor:
+        device = next(a for a in inputs if isinstance(a, Tensor)).device.type
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return op(*inputs)
+
+    check_compiles(run, [args])
