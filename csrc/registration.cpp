@@ -7,6 +7,8 @@
 STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
+  m.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
+  m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

@@ -54,8 +54,9 @@ def _backward_kernel(
     HAS_BIAS: tl.constexpr, TANH: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0)
-    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    # Column blocks on the first axis of the grid, the only one that may be longer than 65,535.
+    split = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     in_cols = col < cols
     if HAS_BIAS:
         bias = to_acc(tl.load(bias_ptr + col, mask=in_cols, other=0.0))
@@ -100,7 +101,7 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Te
     bias = None if bias is None else bias.contiguous()
     partial = None if bias is None else partial_sums(cols, x)
     block_cols = vector_cols(x.dtype, NUM_WARPS)
-    _backward_kernel[(ROW_SPLITS, triton.cdiv(cols, block_cols))](
+    _backward_kernel[(triton.cdiv(cols, block_cols), ROW_SPLITS)](
         grad, x, bias, dx, partial, rows, cols, grad_stride, x_stride,
         HAS_BIAS=bias is not None, TANH=tanh, SPLITS=ROW_SPLITS,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,

@@ -1,5 +1,6 @@
 """Fused ops on one device. One file an op: public function, reference twin, autograd, fake, autocast."""
 
 from parallel_ops.ops.bias_gelu import bias_gelu, bias_gelu_reference
+from parallel_ops.ops.bias_swiglu import bias_swiglu, bias_swiglu_reference
 
-__all__ = ["bias_gelu", "bias_gelu_reference"]
+__all__ = ["bias_gelu", "bias_gelu_reference", "bias_swiglu", "bias_swiglu_reference"]

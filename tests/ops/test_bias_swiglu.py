@@ -1,0 +1,137 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import bias_swiglu
+from parallel_ops.ops import bias_swiglu_reference
+from support import suite
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+raw_op = torch.ops.parallel_ops.bias_swiglu.default
+
+
+def inputs(*shape, dtype=torch.float32, device="cpu", seed=0, scale=1.0):
+    """x of ``[..., 2F]`` and its bias, from the shape of the output."""
+    width = 2 * shape[-1]
+    x = randn(*shape[:-1], width, dtype=dtype, device=device, seed=seed, scale=scale)
+    return [x, randn(width, dtype=dtype, device=device, seed=seed + 1)]
+
+
+@given(
+    shape=suite.shapes(),
+    dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, shape, dtype, with_bias, scale, seed):
+    x, bias = inputs(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 2).detach()
+    args = [x, bias if with_bias else None]
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, args, grad, slack_ulps=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, dtype):
+    args = inputs(2048, 384, dtype=dtype, device=device, scale=2)
+    grad = randn(2048, 384, dtype=dtype, device=device, seed=2).detach()
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, args, grad)
+
+
+def test_gate_is_the_first_half(device):
+    x = torch.tensor([[-100.0, 3.0]], device=device)
+    assert bias_swiglu(x).item() == pytest.approx(0.0, abs=1e-30)
+    assert bias_swiglu(x.flip(-1)).item() == pytest.approx(-100 * 3 / (1 + 2.718281828**-3), rel=1e-6)
+
+
+def test_gradient_matches_finite_differences(device):
+    x, bias = inputs(3, 2, 5, dtype=torch.float64, device=device)
+    suite.check_gradient(bias_swiglu, [x, bias])
+    suite.check_gradient(bias_swiglu, [x])
+
+
+def test_custom_op_contract(device):
+    x, bias = inputs(3, 2, 5, device=device)
+    for args in ([x, bias], [x, None], [x.detach(), bias], [x.transpose(0, 1).detach(), None]):
+        suite.check_op(raw_op, args)
+    suite.check_second_derivative_raises(bias_swiglu, [x, bias])
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    grad = randn(700, 1100, dtype=torch.float32, device=device, seed=3).detach()
+    suite.check_deterministic(bias_swiglu, inputs(700, 1100, device=device), grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype):
+    x, bias = inputs(4, 3, 1030, dtype=dtype, device=device)
+    suite.check_layouts(bias_swiglu, [x, bias], index=0)
+    suite.check_layouts(bias_swiglu, [x, None], index=0)
+    for layout in suite.layouts(bias).values():
+        assert torch.equal(bias_swiglu(x, layout), bias_swiglu(x, bias))
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    cases = [inputs(n, 3, h, device=device) for n, h in [(4, 8), (6, 10)]]
+    suite.check_compiles(bias_swiglu, cases)
+    suite.check_compiles(bias_swiglu, cases, backend="inductor")
+
+
+def test_activation_checkpointing(device):
+    suite.check_checkpointing(bias_swiglu, inputs(6, 8, device=device))
+
+
+def test_autocast_runs_in_the_autocast_dtype(device):
+    x, bias = inputs(6, 8, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = bias_swiglu(x.bfloat16(), bias)
+        wide = bias_swiglu(x.double(), bias)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, bias_swiglu(x.bfloat16(), bias.bfloat16()))
+    assert wide.dtype is torch.float64
+    y.float().sum().backward()
+    assert bias.grad is not None and bias.grad.dtype is torch.float32
+
+
+def test_special_values_flow_as_in_pytorch(device):
+    values = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 88.0, -88.0, 1e-40]
+    x = torch.cartesian_prod(*[torch.tensor(values, device=device)] * 2).requires_grad_()
+    ours, theirs = (suite.forward_backward(f, [x]) for f in (bias_swiglu, bias_swiglu_reference))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4), (1, 1), (1, 70000), (70000, 1)])
+def test_extreme_shapes(device, shape):
+    grad = torch.ones(shape, device=device)
+    suite.check_numerics(bias_swiglu, bias_swiglu_reference, inputs(*shape, device=device), grad, slack_ulps=2)
+
+
+def test_bad_arguments_are_named(device):
+    x, bias = torch.randn(4, 8, device=device), torch.randn(8, device=device)
+    with pytest.raises(TypeError, match=r"bias_swiglu: x must be a tensor, got list"):
+        bias_swiglu([1.0])
+    with pytest.raises(TypeError, match=r"bias_swiglu: x must be float32.*got torch.int64"):
+        bias_swiglu(x.long(), bias)
+    with pytest.raises(ValueError, match=r"bias_swiglu: the last dimension of x must be even.*got shape \[4, 7\]"):
+        bias_swiglu(x[:, :7])
+    with pytest.raises(TypeError, match=r"bias_swiglu: bias is torch.bfloat16, but x is torch.float32"):
+        bias_swiglu(x, bias.bfloat16())
+    with pytest.raises(ValueError, match=r"bias_swiglu: bias must have shape \[8\].*got \[4\]"):
+        bias_swiglu(x, bias[:4])
+    with pytest.raises(ValueError, match=r"bias_swiglu: bias is on meta"):
+        bias_swiglu(x, bias.to("meta"))
+    with pytest.raises(ValueError, match=r"bias_swiglu: x must have at least one dimension"):
+        bias_swiglu(x[0, 0])
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x = torch.randn(4, 8, device="cpu")
+    with pytest.raises(RuntimeError, match="bias_swiglu: bias must have one element"):
+        raw_op(x, torch.randn(7))
+    with pytest.raises(RuntimeError, match="bias_swiglu: the last dimension of x must be even"):
+        raw_op(x[:, :7], None)
+    with pytest.raises(RuntimeError, match="bias_swiglu_backward: grad must have the shape"):
+        torch.ops.parallel_ops.bias_swiglu_backward.default(x, x, None)
