@@ -11,7 +11,7 @@
 namespace parallel_ops::cpu {
 
 // exp(x) for x <= 0, which is all that sigmoids, densities and softmaxes need: exp(x) = 2^k exp(r) with
-// |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial. Results under 2^-125 are zero.
+// |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial. Subnormal results are rounded as such.
 PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
   const float shifted = x * 1.44269504f + kRound;
@@ -23,8 +23,9 @@ PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
   p = p * r + 1.6666672e-1f;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  const float scale = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^k
-  return x < -87.0f ? 0.0f : p * scale;
+  // 2^(k + 64), then 2^-64: k reaches down to -150, where 2^k itself would not be a normal number.
+  const float scale = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + ((127u + 64u) << 23));
+  return x < -104.0f ? 0.0f : p * scale * 0x1p-64f;
 }
 PARALLEL_OPS_INLINE double exp_nonpositive(double x) { return std::exp(x); }
 
