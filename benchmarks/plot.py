@@ -1,4 +1,4 @@
-"""One chart an op: effective bandwidth of each provider, with clone as the line that none is expected to pass."""
+"""One chart an op: effective bandwidth of each provider, with clone as the line to reach."""
 
 import math
 from collections.abc import Sequence

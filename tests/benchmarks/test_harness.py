@@ -13,6 +13,7 @@ from benchmarks import bench_bias_gelu, harness, report, results, timing
 from benchmarks.__main__ import app, load, ops_available, run
 from benchmarks.harness import Settings
 from benchmarks.memory import peak_bytes
+from support.suite import DEVICES
 
 CPU = torch.device("cpu")
 
@@ -106,17 +107,20 @@ def test_peak_memory_counts_what_is_alive_at_once():
     assert peak_bytes(x.sum, CPU) == exactly(0)
 
 
-def tiny_run(folder, **changes):
+def tiny_run(folder, device=CPU, **changes):
     tiny = dataclasses.replace(bench_bias_gelu.BENCHMARK, shapes=lambda *_: [(64, 2, 32)], **changes)
     dtypes = (torch.float32, torch.bfloat16)
-    settings = Settings(CPU, dtypes, backend="aot_eager", min_rounds=2, max_rounds=2, budget_s=0, input_bytes=1 << 18)
+    settings = Settings(
+        device, dtypes, backend="aot_eager", min_rounds=2, max_rounds=2, budget_s=0, input_bytes=1 << 18
+    )
     out = io.StringIO()
     done = run([tiny], settings, folder, Console(file=out, width=120))
     return done, out.getvalue()
 
 
-def test_run_of_one_op_end_to_end(tmp_path):
-    done, out = tiny_run(tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_run_of_one_op_end_to_end(tmp_path, device):
+    done, out = tiny_run(tmp_path, torch.device(device))
     assert done
     (table,) = tmp_path.glob("*.csv")
     (chart,) = tmp_path.glob("*.png")
