@@ -1,0 +1,80 @@
+"""One chart an op: effective bandwidth of each provider, with clone as the line to reach."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.report import Group, groups
+from benchmarks.results import PROVIDERS, Row
+from benchmarks.spec import DIRECTIONS
+
+_COLORS = {"parallel_ops": "#0b6e4f", "eager": "#b8bfc6", "compile": "#6b9bd1", "liger": "#e3a857"}
+_LABELS = {"compile": "torch.compile", "eager": "PyTorch eager", "liger": "Liger-Kernel"}
+_MAX_COLUMNS = 3
+_INK = "#2b2f33"
+_PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # keeps a number readable on the clone line
+
+
+def plot_op(rows: Sequence[Row], path: Path) -> None:
+    """Draws all shapes and dtypes of one op, a panel each."""
+    panels: dict[tuple[str, str], dict[str, Group]] = {}
+    for group in groups(rows):
+        row = next(iter(group.values()))
+        if row.direction in DIRECTIONS:
+            panels.setdefault((row.dtype, row.shape), {})[row.direction] = group
+    if not panels:
+        return
+    columns = min(_MAX_COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.2 * columns + 0.6, 3.1 * lines + 1.2), dpi=150, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten().tolist()
+    present = {row.provider for row in rows}
+    providers = [p for p in PROVIDERS if p in present and p != "clone"]
+    for axis, ((dtype, shape), directions) in zip(axes, panels.items(), strict=False):
+        _panel(axis, directions, providers)
+        axis.set_title(f"{dtype}  {shape}", fontsize=9, color=_INK)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[::columns]:
+        axis.set_ylabel("GB/s of necessary traffic", fontsize=9, color=_INK)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    last = rows[-1]
+    figure.suptitle(f"{last.op}  on {last.device}, torch {last.torch}", fontsize=11, color=_INK)
+    figure.savefig(path)
+
+
+def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -> None:
+    width = 0.8 / len(providers)
+    present = [d for d in DIRECTIONS if d in directions]
+    for index, provider in enumerate(providers):
+        bars = [(x, directions[d][provider]) for x, d in enumerate(present) if provider in directions[d]]
+        left = [x - 0.4 + (index + 0.5) * width for x, _ in bars]
+        heights = [row.gb_per_s or 0.0 for _, row in bars]
+        drawn = axis.bar(left, heights, 0.94 * width, color=_COLORS[provider], label=_LABELS.get(provider, provider))
+        axis.bar_label(drawn, [_short(h) for h in heights], padding=2, fontsize=6.5, color=_INK, bbox=_PLATE)
+    clones = [(x, directions[d]["clone"].gb_per_s) for x, d in enumerate(present) if "clone" in directions[d]]
+    axis.hlines(
+        [rate or 0.0 for _, rate in clones],
+        [x - 0.46 for x, _ in clones],
+        [x + 0.46 for x, _ in clones],
+        colors=_INK,
+        linewidth=1.4,
+        linestyles=(0, (3, 1.5)),
+        label="torch.clone",
+    )
+    axis.set_xticks(range(len(present)), present, fontsize=9, color=_INK)
+    axis.tick_params(axis="both", length=0, labelsize=8, labelcolor=_INK)
+    axis.grid(axis="y", color="#e4e7ea", linewidth=0.7)
+    axis.set_axisbelow(True)
+    axis.margins(y=0.08)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color("#c9ced3")
+
+
+def _short(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"

@@ -1,0 +1,200 @@
+import csv
+import dataclasses
+import functools
+import io
+import itertools
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import bench_bias_gelu, harness, report, results, timing
+from benchmarks.__main__ import app, load, ops_available, run
+from benchmarks.harness import Settings
+from benchmarks.memory import peak_bytes
+from support.suite import DEVICES
+
+CPU = torch.device("cpu")
+
+
+def row(**changes):
+    values = {
+        "op": "bias_gelu", "direction": "full", "shape": "4x8", "dtype": "float32", "provider": "eager",
+        "ms_median": 2.0, "ms_p25": 1.5, "ms_p75": 2.5, "gb_per_s": 10.0, "percent_of_clone": 50.0, "peak_mib": 3.0,
+        "overhead_us": None, "bytes": 640, "device": "a-cpu", "driver": "", "threads": 2, "torch": "2.13.0",
+        "triton": "", "version": "0.1.0", "commit": "abc", "date": "2026-11-20",
+    }  # fmt: skip
+    return results.Row(**{**values, **changes})
+
+
+def test_stats_are_median_and_quartiles():
+    assert timing.Stats.of([5.0, 1.0, 3.0, 2.0, 4.0]) == timing.Stats(median=3.0, p25=2.0, p75=4.0)
+    assert timing.Stats.of([7.0]) == timing.Stats(7.0, 7.0, 7.0)
+
+
+class RecordingTimer:
+    repeat = 2
+
+    def __init__(self):
+        self.rounds = []
+
+    def round(self, batches):
+        self.rounds.append([[call() for call in batch] for batch in batches])
+        return [1.0 if number else 100.0 for number in [len(self.rounds) - 1] * len(batches)]
+
+
+def test_providers_take_turns_in_changing_order_on_changing_inputs():
+    timer = RecordingTimer()
+    calls = {name: [functools.partial(str, f"{name}{i}") for i in range(5)] for name in "abc"}
+    stats = timing.take_turns(calls, timer, min_rounds=3, max_rounds=6, budget_s=60)
+    assert set(stats) == set("abc")
+    assert stats["a"] == timing.Stats(1.0, 1.0, 1.0)  # the first round, which fills the pools, does not count
+    assert len(timer.rounds) == 7
+    orders = ["".join(batch[0][0] for batch in r) for r in timer.rounds]
+    assert orders[:6] == ["abc", "bca", "cab", "cba", "acb", "bac"]
+    inputs = [call[1] for r in timer.rounds for batch in r for call in batch]
+    assert all(a != b for a, b in itertools.pairwise(inputs))
+
+
+def test_the_budget_ends_the_rounds_but_not_before_the_least():
+    timer = RecordingTimer()
+    timing.take_turns({"a": [str]}, timer, min_rounds=3, max_rounds=50, budget_s=0)
+    assert len(timer.rounds) == 1 + 3
+
+
+def test_a_new_row_replaces_the_old_one_of_its_case(tmp_path):
+    path = tmp_path / "results" / "a-cpu.csv"
+    first = [row(), row(provider="clone", peak_mib=None), row(direction="overhead", bytes=None, overhead_us=12.5)]
+    assert results.merge(path, first) == first
+    assert results.read(path) == first
+    newer = row(ms_median=1.0, commit="def")
+    other = row(shape="8x8")
+    assert results.merge(path, [newer, other]) == [newer, *first[1:], other]
+    assert results.read(path) == [newer, *first[1:], other]
+    with path.open() as file:
+        assert next(csv.reader(file)) == [field.name for field in dataclasses.fields(results.Row)]
+
+
+# Counted by hand for 2 x 3 x 8 activations of 4 bytes an element.
+@pytest.mark.parametrize(
+    ("op", "shape", "forward", "backward"),
+    [
+        ("bias_gelu", (2, 3, 8), 4 * (48 + 8 + 48), 4 * (48 + 48 + 8 + 48 + 8)),
+    ],
+)
+def test_necessary_bytes(op, shape, forward, backward):
+    traffic = load(op).traffic(shape, torch.float32)
+    assert [traffic.of(d) for d in ("forward", "backward", "full")] == [forward, backward, forward + backward]
+
+
+@pytest.mark.parametrize("op", ops_available())
+def test_every_op_computes_what_the_composite_computes(op):
+    benchmark = load(op)
+    inputs = benchmark.build(benchmark.tiny, torch.float32, CPU)
+    ours, eager = benchmark.ours(*inputs), benchmark.eager(*inputs)
+    assert ours.shape == eager.shape
+    assert ours.dtype == eager.dtype
+    if op != "bias_dropout_add":  # random
+        torch.testing.assert_close(ours, eager)
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    x = torch.randn(1 << 20)
+    exactly = functools.partial(pytest.approx, abs=1024)  # scalars are tensors too
+    assert peak_bytes(lambda: x * 2 + 1, CPU) == exactly(2 * x.nbytes)
+    assert peak_bytes(lambda: [x.clone() for _ in range(3)], CPU) == exactly(3 * x.nbytes)
+    assert peak_bytes(x.sum, CPU) == exactly(0)
+
+
+def tiny_run(folder, device=CPU, **changes):
+    tiny = dataclasses.replace(bench_bias_gelu.BENCHMARK, shapes=lambda *_: [(64, 2, 32)], **changes)
+    dtypes = (torch.float32, torch.bfloat16)
+    settings = Settings(
+        device, dtypes, backend="aot_eager", min_rounds=2, max_rounds=2, budget_s=0, input_bytes=1 << 18
+    )
+    out = io.StringIO()
+    done = run([tiny], settings, folder, Console(file=out, width=120))
+    return done, out.getvalue()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_run_of_one_op_end_to_end(tmp_path, device):
+    done, out = tiny_run(tmp_path, torch.device(device))
+    assert done
+    (table,) = tmp_path.glob("*.csv")
+    (chart,) = tmp_path.glob("*.png")
+    assert chart.name == f"{table.stem}-bias_gelu.png"
+    assert chart.stat().st_size > 10_000
+    rows = {row.key[1:]: row for row in results.read(table)}
+    providers = {"parallel_ops", "eager", "compile", "clone"}
+    assert {key[-1] for key in rows} == providers
+    # four providers in three directions and two dtypes, three providers of overhead
+    assert len(rows) == len(providers) * 3 * 2 + 3
+    full = rows["full", "64x2x32", "float32", "parallel_ops"]
+    assert full.bytes == 4 * (5 * 64 * 2 * 32 + 3 * 32)
+    assert full.ms_p25 <= full.ms_median <= full.ms_p75
+    assert full.gb_per_s == pytest.approx(full.bytes / full.ms_median / 1e6, rel=1e-3)
+    clone = rows["full", "64x2x32", "float32", "clone"]
+    assert clone.bytes == pytest.approx(full.bytes, abs=8)
+    assert clone.percent_of_clone == 100
+    assert full.percent_of_clone == pytest.approx(100 * full.gb_per_s / clone.gb_per_s, rel=1e-3)
+    assert full.peak_mib > 0
+    assert rows["overhead", "2x2x8", "float32", "eager"].overhead_us > 0
+    assert "geometric mean" in out
+    assert "farthest from clone" in out
+
+
+def test_a_provider_that_fails_is_named_and_the_rest_measured(tmp_path, capsys):
+    def broken(x, bias):
+        raise RuntimeError("no such kernel\nlong trace")
+
+    done, _ = tiny_run(tmp_path, eager=broken)
+    assert not done
+    assert "bias_gelu: eager left out: RuntimeError: no such kernel\n" in capsys.readouterr().err
+    (table,) = tmp_path.glob("*.csv")
+    assert {row.provider for row in results.read(table)} == {"parallel_ops", "clone"}
+
+
+def test_speedup_is_a_ratio_of_medians():
+    (group,) = report.groups([row(ms_median=6.0), row(provider="parallel_ops", ms_median=2.0)])
+    assert report.speedup(group, "eager") == 3.0
+    assert report.speedup(group, "compile") is None
+
+
+def test_input_sets_differ_in_address_and_not_in_value():
+    build = functools.partial(bench_bias_gelu.build, (8, 2, 16), torch.float32, CPU)
+    case = harness.Case("bias_gelu", (8, 2, 16), torch.float32, "full", build, {"eager": bench_bias_gelu.eager}, 1)
+    sets = harness._input_sets(case, Settings(CPU, (torch.float32,), input_bytes=10_000))
+    (x, bias), grad = sets[0]
+    assert len(sets) == 10_000 // (2 * x.nbytes + bias.nbytes)
+    assert len({inputs[0].data_ptr() for inputs, _ in sets}) == len(sets)
+    assert all(torch.equal(inputs[0], x) and inputs[0].requires_grad and torch.equal(g, grad) for inputs, g in sets)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bias_gleu"], "benchmarks: unknown op 'bias_gleu'; choose from"),
+        (["--device", "tpu"], "benchmarks: unknown device 'tpu'; choose from auto, cpu, cuda"),
+        (["--dtype", "int8"], "benchmarks: unknown dtype 'int8'; choose from float32, bfloat16, float16"),
+    ],
+)
+def test_bad_arguments_give_one_line_and_exit_2(arguments, message):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_missing_gpu_gives_one_line_and_exit_2():
+    result = CliRunner().invoke(app, ["--device", "cuda"])
+    assert result.exit_code == 2
+    assert result.stderr == "benchmarks: no CUDA device is there; use --device cpu\n"
+
+
+def test_list_names_the_ops():
+    result = CliRunner().invoke(app, ["--list"])
+    assert result.exit_code == 0
+    assert result.stdout.split() == ops_available()
