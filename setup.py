@@ -81,4 +81,5 @@ setup(
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     packages=["parallel_ops", "parallel_ops.ops", "parallel_ops.triton_kernels"],
     package_dir={"parallel_ops.triton_kernels": "triton_kernels"},
+    package_data={"parallel_ops": ["py.typed"]},
 )

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import parallel_ops._extension  # noqa: F401  (defines the schemas)
-
 _library = torch.library.Library("parallel_ops", "IMPL")
 
 
