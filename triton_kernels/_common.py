@@ -82,7 +82,12 @@ def column_sum(partial: Tensor, out: Tensor) -> None:
     )
 
 
-def partial_sums(cols: int, like: Tensor) -> Tensor:
+def row_splits(rows: int, block_rows: int) -> int:
+    """How many programs share the rows: ``ROW_SPLITS``, or fewer where there is not a block for each."""
+    return min(ROW_SPLITS, triton.cdiv(rows, block_rows))
+
+
+def partial_sums(cols: int, like: Tensor, splits: int = ROW_SPLITS) -> Tensor:
     """The buffer for ``column_sum``: fp32, or fp64 for fp64 data."""
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    return torch.empty((ROW_SPLITS, cols), dtype=dtype, device=like.device)
+    return torch.empty((splits, cols), dtype=dtype, device=like.device)

@@ -5,10 +5,10 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import (
-    ROW_SPLITS,
     as_rows,
     column_sum,
     partial_sums,
+    row_splits,
     sigmoid,
     to_acc,
     vector_cols,
@@ -41,8 +41,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, grad_stride, x_stride,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    grad_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, splits, grad_stride, x_stride,
+    HAS_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     # Column blocks on the first axis of the grid, the only one that may be longer than 65,535.
     split = tl.program_id(1)
@@ -53,7 +53,7 @@ def _backward_kernel(
         up_bias = to_acc(tl.load(bias_ptr + cols + col, mask=in_cols, other=0.0))
         gate_total = tl.zeros((1, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
         up_total = tl.zeros((1, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
-    for first in range(split * BLOCK_ROWS, rows, SPLITS * BLOCK_ROWS):
+    for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         mask = (row < rows) & in_cols
         grad = to_acc(tl.load(grad_ptr + row * grad_stride + col, mask=mask, other=0.0))
@@ -100,11 +100,12 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Te
     x, rows, width, x_stride = as_rows(x)
     grad, _, cols, grad_stride = as_rows(grad)
     bias = None if bias is None else bias.contiguous()
-    partial = None if bias is None else partial_sums(width, x)
+    splits = row_splits(rows, BLOCK_ROWS)
+    partial = None if bias is None else partial_sums(width, x, splits)
     block_cols = vector_cols(x.dtype, NUM_WARPS)
-    _backward_kernel[(triton.cdiv(cols, block_cols), ROW_SPLITS)](
-        grad, x, bias, dx, partial, rows, cols, grad_stride, x_stride,
-        HAS_BIAS=bias is not None, SPLITS=ROW_SPLITS, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols,
+    _backward_kernel[(triton.cdiv(cols, block_cols), splits)](
+        grad, x, bias, dx, partial, rows, cols, splits, grad_stride, x_stride,
+        HAS_BIAS=bias is not None, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     if partial is not None:

@@ -19,6 +19,12 @@ def aot_cases() -> list:
     return [pytest.param(*case, id=f"{case[0]}-{case[1]}-sm_{case[2]}".replace("torch.", "")) for case in cases]
 
 
+def interpreted_cases(*shapes: tuple[int, ...]) -> list:
+    """(shape, dtype): every shape in fp32, the first in the other dtypes too. The interpreter is slow."""
+    cases = [*((shape, torch.float32) for shape in shapes), *((shapes[0], dtype) for dtype in DTYPES[1:])]
+    return [pytest.param(*case, id=f"{case[0]}-{case[1]}".replace("torch.", "")) for case in cases]
+
+
 # Kernels whose traffic is a rounding error beside that of the kernel they follow.
 SMALL = {"_column_sum_kernel"}
 
