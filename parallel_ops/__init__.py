@@ -1,7 +1,7 @@
 """Fused kernels and parallel layers for training Megatron-style language models in PyTorch."""
 
-from parallel_ops.ops import bias_gelu, bias_swiglu
+from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu
 
 __version__ = "0.1.0"
 
-__all__ = ["bias_gelu", "bias_swiglu"]
+__all__ = ["bias_dropout_add", "bias_gelu", "bias_swiglu"]
