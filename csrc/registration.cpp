@@ -7,6 +7,12 @@
 STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
+  m.def(
+      "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, SymInt index_offset)"
+      " -> Tensor");
+  m.def(
+      "bias_dropout_add_backward(Tensor grad, bool bias, float p, Tensor? seed, SymInt index_offset)"
+      " -> (Tensor, Tensor)");
   m.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
   m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
 }

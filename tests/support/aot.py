@@ -97,7 +97,11 @@ def _specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, An
     bound.apply_defaults()
     signature, constants, aligned = {}, {}, []
     for index, (param, value) in enumerate(zip(kernel.params, bound.arguments.values(), strict=True)):
-        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        if param.annotation_type and not param.is_constexpr:  # its type is fixed, whatever the value
+            unspecialised = param.do_not_specialize or param.annotation_type.startswith("fp")
+            assert unspecialised, f"{kernel.__name__}: {param.name} is typed, so leave it unspecialised"
+            signature[param.name] = param.annotation_type
+        elif param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]

@@ -1,0 +1,153 @@
+// bias_dropout_add on the CPU: y = residual + keep * (x + bias) / (1 - p); dx = keep * dy / (1 - p),
+// dbias = sum of dx over the rows. The keep mask is drawn again from the seed in backward.
+#include <optional>
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+
+#include "check.h"
+#include "column_sum.h"
+#include "output.h"
+#include "philox.h"
+#include "rows.h"
+
+namespace parallel_ops::cpu {
+namespace {
+
+// What a tile needs to draw its part of the mask. An element is kept when its word is above last_dropped.
+struct Dropout {
+  bool on = false;
+  uint64_t seed = 0;
+  uint64_t index_offset = 0;
+  uint32_t last_dropped = 0;
+  double scale = 1.0;
+};
+
+Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int64_t index_offset) {
+  STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": p must be between 0 and 1, got ", p);
+  STD_TORCH_CHECK(index_offset >= 0, op, ": index_offset must not be negative");
+  Dropout d;
+  if (!seed) return d;
+  STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
+                  ": seed must be one int64 element on the device of the input");
+  // Words below the threshold are dropped; at p = 1 it is 2^32, which 32 bits do not hold, hence one less.
+  const auto threshold = static_cast<uint64_t>(p * 4294967296.0 + 0.5);
+  STD_TORCH_CHECK(threshold > 0, op, ": p = ", p, " drops nothing, so seed must be None");
+  d.on = true;
+  d.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
+  d.index_offset = static_cast<uint64_t>(index_offset);
+  d.last_dropped = static_cast<uint32_t>(threshold - 1);
+  d.scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
+  return d;
+}
+
+// A dropped element is the residual's own bits whatever x holds: chosen, not multiplied by zero.
+template <class T>
+PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const T* __restrict bias, const T* __restrict residual,
+                                      T* __restrict y, int64_t n, const Dropout& d, uint64_t index) {
+  if (!d.on) {
+    for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(to_acc(residual[i]) + (to_acc(x[i]) + to_acc(bias[i])));
+    return;
+  }
+  PhiloxWords buffer;
+  const uint32_t* __restrict words = philox_words(d.seed, d.index_offset + index, n, buffer);
+  const auto scale = static_cast<acc_t<T>>(d.scale);
+  const uint32_t last_dropped = d.last_dropped;
+  for (int64_t i = 0; i < n; ++i) {
+    const acc_t<T> r = to_acc(residual[i]);
+    const acc_t<T> kept = r + (to_acc(x[i]) + to_acc(bias[i])) * scale;
+    y[i] = from_acc<T>(words[i] > last_dropped ? kept : r);
+  }
+}
+
+template <class T>
+PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, T* __restrict dx, acc_t<T>* __restrict sum, int64_t n,
+                                       const Dropout& d, uint64_t index) {
+  if (!d.on) {
+    for (int64_t i = 0; i < n; ++i) sum[i] += to_acc(dy[i]);
+    return;
+  }
+  PhiloxWords buffer;
+  const uint32_t* __restrict words = philox_words(d.seed, d.index_offset + index, n, buffer);
+  const auto scale = static_cast<acc_t<T>>(d.scale);
+  const uint32_t last_dropped = d.last_dropped;
+  for (int64_t i = 0; i < n; ++i) {
+    const acc_t<T> kept = to_acc(dy[i]) * scale;
+    const acc_t<T> g = words[i] > last_dropped ? kept : acc_t<T>(0);
+    dx[i] = from_acc<T>(g);
+    sum[i] += g;
+  }
+}
+
+#define DEFINE_TILES(T)                                                                                        \
+  PARALLEL_OPS_MULTIVERSION void forward_tile(const T* x, const T* bias, const T* residual, T* y, int64_t n,   \
+                                              const Dropout& d, uint64_t index) {                              \
+    forward_loop(x, bias, residual, y, n, d, index);                                                           \
+  }                                                                                                            \
+  PARALLEL_OPS_MULTIVERSION void backward_tile(const T* dy, T* dx, acc_t<T>* sum, int64_t n, const Dropout& d, \
+                                               uint64_t index) {                                               \
+    backward_loop(dy, dx, sum, n, d, index);                                                                   \
+  }
+PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
+#undef DEFINE_TILES
+
+Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, double p,
+               const std::optional<Tensor>& seed, int64_t index_offset) {
+  check_bias("bias_dropout_add", x, bias);
+  check_like("bias_dropout_add", "residual", residual, x);
+  const Dropout drop = dropout("bias_dropout_add", p, seed, index_offset);
+  Tensor y = empty_output(x, x.sizes());
+  dispatch("bias_dropout_add", x.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    const Rows<T> xs(x), residuals(residual);
+    const BiasTiles<T> biases(bias);
+    T* out = static_cast<T*>(y.mutable_data_ptr());
+    const bool flat = !bias && x.is_contiguous() && residual.is_contiguous();
+    const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
+    for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
+      Scratch<T> sx, sb, sr;
+      const int64_t index = row * shape.cols + col;
+      forward_tile(xs.tile(row, col, n, sx.data), biases.tile(col, n, sb.data), residuals.tile(row, col, n, sr.data),
+                   out + index, n, drop, static_cast<uint64_t>(index));
+    });
+  });
+  return y;
+}
+
+// Without dropout dx is dy, which the caller has: an empty tensor stands for it. Without a bias, dbias is empty.
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, bool bias, double p, const std::optional<Tensor>& seed,
+                                    int64_t index_offset) {
+  const Dropout drop = dropout("bias_dropout_add_backward", p, seed, index_offset);
+  const Shape2d shape = !bias && dy.is_contiguous() ? Shape2d{1, dy.numel()} : rows_and_cols(dy);
+  Tensor dx = seed ? empty_output(dy, dy.sizes()) : torch::stable::new_empty(dy, {0});
+  Tensor dbias = torch::stable::new_empty(dy, {bias ? shape.cols : 0});
+  dispatch("bias_dropout_add_backward", dy.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    const Rows<T> dys(dy);
+    T* out = static_cast<T*>(dx.mutable_data_ptr());
+    const auto tile = [&](int64_t row, int64_t col, int64_t n, acc_t<T>* sum) {
+      Scratch<T> sdy;
+      const int64_t index = row * shape.cols + col;
+      backward_tile(dys.tile(row, col, n, sdy.data), drop.on ? out + index : out, sum, n, drop,
+                    static_cast<uint64_t>(index));
+    };
+    if (bias) {
+      for_each_tile_summing_columns(shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
+    } else {
+      for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
+        Scratch<acc_t<T>> unused;
+        tile(row, col, n, unused.data);
+      });
+    }
+  });
+  return {dx, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
+  m.impl("bias_dropout_add", TORCH_BOX(&forward));
+  m.impl("bias_dropout_add_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace parallel_ops::cpu

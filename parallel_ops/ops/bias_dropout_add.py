@@ -1,0 +1,174 @@
+"""Bias, dropout and residual addition in one pass, with a mask that is never stored.
+
+    y        = r + m (x + b) / (1 - p)
+    dx       = m dy / (1 - p)                     dr = dy, the tensor itself
+    db[j]    = sum over rows i of dx[i, j]        (fp32 partial sums in an order set by the shape)
+
+    m[i]     = Philox4x32-10(key = seed, counter = i >> 2)[i & 3] >= round(p 2^32)
+    i        = index_offset + position of the element in contiguous order
+
+Saved for backward: the seed, 8 bytes; backward draws m again. Since m depends on the seed and the global index only,
+a shard with the right index_offset draws exactly what the whole tensor would have drawn, on any device. Where m = 0,
+x contributes nothing, not even a NaN. The fusion is Megatron-LM's (arXiv:2104.04473); the generator is from
+Salmon et al., SC 2011, doi:10.1145/2063384.2063405.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops.ops._check import check_bias, check_floating, check_rows, check_same_device, check_same_dtype
+from parallel_ops.ops._philox import SMALLEST_P, keep_mask, kept_scale
+from parallel_ops.ops._registration import promote_to_widest, register
+
+
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    *,
+    training: bool = True,
+    seed: int | Tensor | None = None,
+    index_offset: int = 0,
+) -> Tensor:
+    """``residual + dropout(x + bias, p)``, forward and backward fused, no mask stored.
+
+    Args:
+        x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
+        bias: ``[H]``, dtype and device of ``x``, or ``None``.
+        residual: shape, dtype and device of ``x``, any strides.
+        p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - p)``.
+        training: ``False`` turns dropout off, as ``p = 0`` does.
+        seed: what the mask is drawn from: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
+            read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
+            ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it as they treat ``F.dropout``.
+        index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
+
+    Returns:
+        ``[..., H]``, contiguous, dtype of ``x``. Under autocast the widest dtype given, as PyTorch's ``+`` would.
+
+    Raises:
+        TypeError: unsupported or differing dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
+        ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``.
+
+    Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
+    sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
+    ``index_offset = r * x.numel()``. The gradient of bias is then partial over these ranks.
+    """
+    check_rows("bias_dropout_add", x)
+    check_bias("bias_dropout_add", bias, x)
+    check_floating("bias_dropout_add", "residual", residual)
+    check_same_device("bias_dropout_add", "residual", residual, "x", x)
+    check_same_dtype("bias_dropout_add", "residual", residual, "x", x)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"bias_dropout_add: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
+        )
+    drawn = _seed(x, p, training, seed, index_offset)
+    return _forward(x, bias, residual, 0.0 if drawn is None else p, drawn, index_offset)
+
+
+def bias_dropout_add_reference(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    p: float,
+    *,
+    training: bool = True,
+    seed: int | Tensor | None = None,
+    index_offset: int = 0,
+) -> Tensor:
+    """The same in plain PyTorch, mask included."""
+    z = x if bias is None else x + bias
+    drawn = _seed(x, p, training, seed, index_offset)
+    if drawn is None:
+        return residual + z
+    return residual + torch.where(keep_mask(x.shape, p, drawn, index_offset), z * kept_scale(p), 0.0)
+
+
+def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_offset: int) -> Tensor | None:
+    """The seed as one int64 element on the device of ``x``, or ``None`` if nothing will be dropped."""
+    if not isinstance(p, (float, int)) or isinstance(p, bool):
+        raise TypeError(f"bias_dropout_add: p must be a number from 0 to 1, got {type(p).__name__}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
+    if not isinstance(index_offset, (int, torch.SymInt)) or isinstance(index_offset, bool):
+        raise TypeError(f"bias_dropout_add: index_offset must be an int, got {type(index_offset).__name__}")
+    if index_offset < 0:
+        raise ValueError(f"bias_dropout_add: index_offset must be at least 0, got {index_offset}")
+    if seed is not None:
+        seed = _as_tensor(seed, x)
+    if not training or p < SMALLEST_P:
+        return None
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    return seed
+
+
+def _as_tensor(seed: int | Tensor, x: Tensor) -> Tensor:
+    if isinstance(seed, Tensor):
+        if seed.dtype is not torch.int64:
+            raise TypeError(f"bias_dropout_add: seed must be an int64 tensor, got {seed.dtype}")
+        if seed.numel() != 1:
+            raise ValueError(f"bias_dropout_add: seed must have one element, got shape {list(seed.shape)}")
+        check_same_device("bias_dropout_add", "seed", seed, "x", x)
+        return seed
+    if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool):
+        raise TypeError(f"bias_dropout_add: seed must be None, an int or an int64 tensor, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"bias_dropout_add: seed must fit 64 bits, got {seed}")
+    # A fill, unlike a copy from the host, neither synchronises nor breaks the capture of a CUDA graph.
+    return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=x.device)
+
+
+def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, index_offset: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(grad: Tensor, bias: bool, p: float, seed: Tensor | None, index_offset: int) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(0 if seed is None else grad.shape), grad.new_empty(grad.shape[-1] if bias else 0)
+
+
+def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, index_offset: int) -> Tensor:
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset)
+    return y
+
+
+def _cuda_backward(grad: Tensor, bias: bool, p: float, seed: Tensor | None, index_offset: int) -> tuple[Tensor, Tensor]:
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    dx = torch.empty(0 if seed is None else grad.shape, dtype=grad.dtype, device=grad.device)
+    dbias = grad.new_empty(grad.shape[-1] if bias else 0)
+    kernels.backward(grad, dx, dbias, p=p, seed=seed, index_offset=index_offset)
+    return dx, dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, _, ctx.p, seed, ctx.index_offset = inputs
+    ctx.save_for_backward(seed)
+
+
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (seed,) = ctx.saved_tensors
+    for_x, for_bias, for_residual = ctx.needs_input_grad[:3]
+    dx, dbias = (grad if for_x else None), None
+    if for_bias or (for_x and seed is not None):
+        scaled, dbias = _backward(grad, for_bias, ctx.p, seed, ctx.index_offset)
+        dx = dx if seed is None else scaled
+    return dx, dbias if for_bias else None, grad if for_residual else None, None, None, None
+
+
+_backward = register("bias_dropout_add_backward", fake=_fake_backward, cuda=_cuda_backward)
+_forward = register(
+    "bias_dropout_add",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    autocast=promote_to_widest,
+)

@@ -1,0 +1,136 @@
+import functools
+
+import pytest
+import torch
+
+from parallel_ops.ops import bias_dropout_add_reference
+from support import aot, suite
+from support.kernels import aot_cases, check_compiled, differentiable, meta, poisoned
+from support.suite import randn
+
+SEED = 0x0123_4567_89AB_CDEF
+
+
+def launches(dtype, cols, offsets=(0, 2)):
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    x, b, seed = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype), meta(1, dtype=torch.int64)
+    with aot.recorded() as recorded:
+        for bias, dbias in ((b, b), (None, b[:0])):
+            for offset in offsets:
+                kernels.forward(x, bias, x, x, p=0.1, seed=seed, index_offset=offset)
+                kernels.backward(x, x, dbias, p=0.1, seed=seed, index_offset=offset)
+            kernels.forward(x, bias, x, x, p=0.0, seed=None, index_offset=0)
+        kernels.backward(x, x, b, p=0.0, seed=None, index_offset=0)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols, offsets=(0,)), cols, capability)
+
+
+@pytest.mark.aot
+def test_compiled_code_where_blocks_start_before_the_tensor():
+    """Such accesses are narrower; nothing else may be worse."""
+    for launch in launches(torch.bfloat16, 4096, offsets=(1, 2)):
+        code = aot.compile_for(launch, 90)
+        assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch}: {code}"
+
+
+@pytest.mark.aot
+def test_call_by_call_values_do_not_recompile():
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    x, seed = meta(64, 4096, dtype=torch.bfloat16), meta(1, dtype=torch.int64)
+    with aot.recorded() as recorded:
+        for p in (0.1, 0.5, 0.9, 1.0):
+            for index_offset in (0, 16, 2**20 + 4, 2**40):
+                kernels.forward(x, None, x, x, p=p, seed=seed, index_offset=index_offset)
+    assert len(recorded) == 1
+
+
+@pytest.mark.aot
+def test_grids_of_very_wide_rows_fit_the_device():
+    """recorded() checks every grid: only its first axis may be longer than 65,535 programs."""
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    x, seed = meta(1, 2**28, dtype=torch.float32), meta(1, dtype=torch.int64)
+    with aot.recorded():
+        kernels.forward(x, None, x, x, p=0.1, seed=seed, index_offset=0)
+        kernels.backward(x, x, x[0, :0], p=0.1, seed=seed, index_offset=0)
+
+
+def interpreted(p, seed, index_offset):
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    seed = None if seed is None else torch.tensor([seed])
+    draw = {"p": p, "seed": seed, "index_offset": index_offset}
+
+    def forward(x, bias, residual):
+        y = poisoned(x.shape, x)
+        kernels.forward(x, bias, residual, y, **draw)
+        return y
+
+    def backward(grad, x, bias, residual):
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x)
+        if seed is None:
+            dx = grad
+        kernels.backward(grad, dx, dbias, **draw)
+        return dx, None if bias is None else dbias, grad
+
+    return differentiable(forward, backward)
+
+
+def reference(p, seed, index_offset):
+    return functools.partial(bias_dropout_add_reference, p=p, seed=seed, index_offset=index_offset)
+
+
+DRAWS = [
+    (0.3, SEED, 0),
+    (0.3, -2, 4),
+    (0.9, 2**33, 2**34 + 3),  # counters and blocks that straddle 32 bits and start before the tensor
+    (0.3, 7, 2**50 + 2),
+    (1.0, SEED, 1),
+    (0.0, None, 0),
+]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("p", "seed", "index_offset"), DRAWS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((3, 5, 72), torch.bfloat16), ((30, 9), torch.float32), ((2, 1030), torch.float16), ((2, 516), torch.float32)],
+)
+def test_interpreted(shape, dtype, p, seed, index_offset):
+    x, bias, residual = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape[-1:], shape]))
+    grad = randn(*shape, dtype=dtype, seed=3).detach()
+    ours, theirs = (make(p, seed, index_offset) for make in (interpreted, reference))
+    suite.check_numerics(ours, theirs, [x, bias, residual], grad, slack_ulps=2)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    suite.check_numerics(ours, theirs, [transposed, None, residual], None, slack_ulps=2)
+
+
+@pytest.mark.interpret
+def test_interpreted_when_programs_take_several_blocks_of_rows():
+    x, bias, residual = (randn(*s, dtype=torch.float32, seed=i) for i, s in enumerate([(520, 4), (4,), (520, 4)]))
+    ours, theirs = (make(0.3, SEED, 2) for make in (interpreted, reference))
+    suite.check_numerics(ours, theirs, [x, bias, residual], randn(520, 4, dtype=torch.float32, seed=3), slack_ulps=2)
+
+
+@pytest.mark.interpret
+def test_interpreted_without_elements():
+    x, bias, residual = (randn(*s, dtype=torch.float32) for s in [(0, 4), (4,), (0, 4)])
+    suite.check_numerics(interpreted(0.3, SEED, 0), reference(0.3, SEED, 0), [x, bias, residual])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("p", "seed", "index_offset"), DRAWS[:4])
+@pytest.mark.parametrize("cols", [1028, 1030])
+def test_same_mask_as_the_cpu_kernel(cols, p, seed, index_offset):
+    """Zeros where dropped, so equal bits mean equal masks."""
+    x, zero = torch.full((3, cols), 2.0), torch.zeros(3, cols)
+    compiled = torch.ops.parallel_ops.bias_dropout_add(x, None, zero, p, torch.tensor([seed]), index_offset)
+    assert torch.equal(interpreted(p, seed, index_offset)(x, None, zero), compiled)
+    assert 0 < compiled.count_nonzero() < x.numel()

@@ -1,0 +1,275 @@
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import bias_dropout_add
+from parallel_ops.ops import bias_dropout_add_reference
+from support import suite
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+raw_op = torch.ops.parallel_ops.bias_dropout_add.default
+raw_backward = torch.ops.parallel_ops.bias_dropout_add_backward.default
+
+
+def inputs(*shape, dtype=torch.float32, device="cpu", seed=0, scale=1.0):
+    sizes = (shape, shape[-1:], shape)
+    return [randn(*s, dtype=dtype, device=device, seed=seed + i, scale=scale) for i, s in enumerate(sizes)]
+
+
+def both(p, **options):
+    """The op and its reference as functions of x, bias and residual."""
+    return [functools.partial(f, p=p, **options) for f in (bias_dropout_add, bias_dropout_add_reference)]
+
+
+@given(
+    shape=suite.shapes(),
+    dtype=st.sampled_from(DTYPES),
+    p=st.sampled_from([0.0, 0.1, 0.5, 0.99, 1.0]),
+    with_bias=st.booleans(),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    index_offset=st.one_of(st.integers(0, 9), st.integers(0, 2**62)),
+)
+def test_numerics_of_any_shape(device, shape, dtype, p, with_bias, seed, index_offset):
+    x, bias, residual = inputs(*shape, dtype=dtype, device=device)
+    grad = randn(*shape, dtype=dtype, device=device, seed=3).detach()
+    op, reference = both(p, seed=seed, index_offset=index_offset)
+    suite.check_numerics(op, reference, [x, bias if with_bias else None, residual], grad, slack_ulps=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, dtype):
+    grad = randn(2048, 384, dtype=dtype, device=device, seed=3).detach()
+    args = inputs(2048, 384, dtype=dtype, device=device, scale=2)
+    for p in (0.0, 0.1):
+        suite.check_numerics(*both(p, seed=5, index_offset=3), args, grad)
+
+
+@pytest.mark.parametrize("index_offset", [1, 2, 3, 4, 2**34 - 2, 2**34 + 1])
+def test_a_shard_draws_what_the_whole_would(device, index_offset):
+    """Split at any element, also where no four elements share a draw, and where counters pass 32 bits."""
+    whole = inputs(12, 3, 35, device=device)
+    y, *grads = suite.forward_backward(both(0.4, seed=2**40 + 1, index_offset=index_offset)[0], whole)
+    for start, end in ((0, 5), (5, 6), (6, 12)):
+        shard = [t if t.dim() == 1 else t.detach()[start:end].requires_grad_() for t in whole]
+        op, _ = both(0.4, seed=2**40 + 1, index_offset=index_offset + start * 3 * 35)
+        ours = suite.forward_backward(op, shard)
+        assert torch.equal(ours[0], y[start:end])
+        assert torch.equal(ours[1], grads[0][start:end])
+    flat = y.flatten()[7:]
+    x, bias, residual = (t.expand(whole[0].shape).flatten()[7:] for t in whole)
+    part = bias_dropout_add(x + bias, None, residual, 0.4, seed=2**40 + 1, index_offset=index_offset + 7)
+    torch.testing.assert_close(part, flat)
+
+
+def test_keep_rate_and_independence(device):
+    """Fixed seeds, so a fixed outcome; the bounds are five standard deviations."""
+    n, p = 1 << 20, 0.3
+    x, zero = torch.ones(n, device=device), torch.zeros(n, device=device)
+    masks = [bias_dropout_add(x, None, zero, p, seed=seed) > 0 for seed in (0, 1, 2**32)]
+    centred = torch.stack([m.double() - (1 - p) for m in masks])
+    bound = 5 * (p * (1 - p)) / n**0.5
+    assert centred.mean(dim=1).abs().max() < 5 * (p * (1 - p) / n) ** 0.5
+    for lag in (1, 2, 3, 4, 5, 64, 1024):
+        assert (centred[:, lag:] * centred[:, :-lag]).mean(dim=1).abs().max() < 1.01 * bound, f"lag {lag}"
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert (centred[i] * centred[j]).mean().abs() < bound, "seeds are correlated"
+    for word in range(4):
+        assert centred[:, word::4].mean(dim=1).abs().max() < 5 * (p * (1 - p) / (n / 4)) ** 0.5
+
+
+def test_a_drawn_seed_follows_the_generator(device):
+    x, bias, residual = inputs(8, 64, device=device)
+    draw = functools.partial(bias_dropout_add, x, bias, residual, 0.5)
+    torch.manual_seed(1)
+    first, second = draw(), draw()
+    torch.manual_seed(1)
+    assert torch.equal(draw(), first)
+    assert not torch.equal(second, first)
+    state = torch.get_rng_state()
+    bias_dropout_add(x, bias, residual, 0.5, training=False)
+    bias_dropout_add(x, bias, residual, 0.0)
+    bias_dropout_add(x, bias, residual, 0.5, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "a call that draws no seed moved the generator"
+
+
+def test_integer_and_tensor_seeds_agree(device):
+    args = inputs(8, 64, device=device)
+    for seed in (0, -1, 2**63, 2**64 - 1, -(2**63)):
+        wrapped = (seed + 2**63) % 2**64 - 2**63
+        expected = bias_dropout_add(*args, 0.5, seed=seed)
+        for tensor in (torch.tensor([wrapped], device=device), torch.tensor(wrapped, device=device)):
+            assert torch.equal(bias_dropout_add(*args, 0.5, seed=tensor), expected)
+    assert torch.equal(bias_dropout_add(*args, 0.5, seed=-1), bias_dropout_add(*args, 0.5, seed=2**64 - 1))
+
+
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 1e-12}, {"p": 0.5, "training": False}])
+def test_without_dropout(device, options):
+    x, bias, residual = inputs(6, 8, device=device)
+    assert torch.equal(bias_dropout_add(x, bias, residual, **options), residual + (x + bias))
+    grad = torch.randn(6, 8, device=device)
+    y = bias_dropout_add(x, bias, residual, **options)
+    dx, dresidual = torch.autograd.grad(y, [x, residual], grad)
+    assert dx.data_ptr() == dresidual.data_ptr() == grad.data_ptr(), "a gradient was copied"
+
+
+def test_dropping_everything_gives_the_residual_whatever_x_holds(device):
+    x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]], device=device).requires_grad_()
+    bias, residual = torch.ones(4, device=device).requires_grad_(), torch.randn(1, 4, device=device)
+    y = bias_dropout_add(x, bias, residual, 1.0)
+    assert torch.equal(y, residual)
+    dx, dbias = torch.autograd.grad(y, [x, bias], torch.full_like(y, torch.inf))
+    assert not dx.any() and not dbias.any()
+
+
+def test_dropped_elements_contribute_nothing_and_kept_ones_flow(device):
+    x = torch.full((64,), torch.nan, device=device)
+    y = bias_dropout_add(x, None, torch.zeros(64, device=device), 0.5, seed=1)
+    ones = bias_dropout_add(torch.ones_like(x), None, torch.zeros(64, device=device), 0.5, seed=1)
+    assert torch.equal(y.isnan(), ones == 2.0) and torch.equal(y == 0.0, ones == 0.0)
+
+
+def test_saves_only_the_seed(device):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        bias_dropout_add(*inputs(64, 64, device=device), 0.1)
+    assert [(t.dtype, t.numel()) for t in saved] == [(torch.int64, 1)]
+
+
+def test_gradient_matches_finite_differences(device):
+    x, bias, residual = inputs(3, 2, 5, dtype=torch.float64, device=device)
+    for p in (0.3, 0.0, 1.0):
+        suite.check_gradient(both(p, seed=3)[0], [x, bias, residual])
+        suite.check_gradient(both(p, seed=3)[0], [x, None, residual])
+
+
+def test_custom_op_contract(device):
+    x, bias, residual = inputs(3, 2, 5, device=device)
+    seed = torch.tensor([3], device=device)
+    apart = residual.detach().transpose(0, 1).contiguous().transpose(0, 1)
+    for args in ([x, bias, residual], [x, None, residual], [x.detach(), bias, apart]):
+        suite.check_op(raw_op, [*args, 0.3, seed, 7])
+        suite.check_op(raw_op, [*args, 0.0, None, 0])
+    suite.check_second_derivative_raises(both(0.3)[0], [x, bias, residual])
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_the_gradients_asked_for(device, wanted):
+    for p in (0.0, 0.3):
+        args = [t.detach().requires_grad_(w) for t, w in zip(inputs(6, 8, device=device), wanted, strict=True)]
+        op, reference = both(p, seed=1)
+        suite.check_numerics(op, reference, args, slack_ulps=2)
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    grad = randn(700, 1100, dtype=torch.float32, device=device, seed=3).detach()
+    for p in (0.0, 0.3):
+        suite.check_deterministic(both(p, seed=1, index_offset=2)[0], inputs(700, 1100, device=device), grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype):
+    x, bias, residual = inputs(4, 3, 1030, dtype=dtype, device=device)
+    for p in (0.0, 0.3):
+        op, _ = both(p, seed=1, index_offset=1)
+        for index in (0, 2):
+            suite.check_layouts(op, [x, bias, residual], index=index)
+            suite.check_layouts(op, [x, None, residual], index=index)
+        for layout in suite.layouts(bias).values():
+            assert torch.equal(op(x, layout, residual), op(x, bias, residual))
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    cases = [inputs(n, 3, h, device=device) for n, h in [(4, 8), (6, 10)]]
+    for op in (both(0.3, seed=2**40, index_offset=5)[0], both(0.0)[0]):
+        suite.check_compiles(op, cases)
+        suite.check_compiles(op, cases, backend="inductor")
+
+
+def test_compiles_with_a_drawn_seed(device):
+    x, bias, residual = inputs(64, 64, device=device)
+    compiled = torch.compile(both(0.5)[0], fullgraph=True)
+    y = compiled(x, bias, residual)
+    y.sum().backward()
+    kept = y != residual
+    assert 0.4 < kept.float().mean() < 0.6
+    assert torch.equal(x.grad != 0, kept), "backward drew another mask"
+    assert not torch.equal(compiled(x, bias, residual), y)
+
+
+def test_activation_checkpointing(device):
+    suite.check_checkpointing(both(0.5)[0], inputs(6, 8, device=device))
+    suite.check_checkpointing(both(0.5, seed=1)[0], inputs(6, 8, device=device))
+
+
+def test_autocast_keeps_the_width_of_the_residual(device):
+    x, bias, residual = inputs(6, 8, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = bias_dropout_add(x.bfloat16(), bias, residual, 0.5, seed=1)
+        narrow = bias_dropout_add(*(t.bfloat16() for t in (x, bias, residual)), 0.5, seed=1)
+    assert y.dtype is torch.float32 and narrow.dtype is torch.bfloat16
+    assert torch.equal(y, bias_dropout_add(x.bfloat16().float(), bias, residual, 0.5, seed=1))
+    y.sum().backward()
+    assert bias.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4), (1, 1), (1, 70000), (70000, 1)])
+def test_extreme_shapes(device, shape):
+    for p in (0.0, 0.3):
+        args = inputs(*shape, device=device)
+        suite.check_numerics(*both(p, seed=1), args, torch.ones(shape, device=device), slack_ulps=2)
+
+
+def test_bad_arguments_are_named(device):
+    x, bias, r = torch.randn(4, 8, device=device), torch.randn(8, device=device), torch.randn(4, 8, device=device)
+    call = bias_dropout_add
+    with pytest.raises(TypeError, match=r"bias_dropout_add: x must be a tensor, got list"):
+        call([1.0], bias, r, 0.1)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: residual must be a tensor, got NoneType"):
+        call(x, bias, None, 0.1)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: residual is torch.float64, but x is torch.float32"):
+        call(x, bias, r.double(), 0.1)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: bias is torch.bfloat16, but x is torch.float32"):
+        call(x, bias.bfloat16(), r, 0.1)
+    with pytest.raises(ValueError, match=r"residual must have the shape of x, \[4, 8\], got \[1, 8\]"):
+        call(x, bias, r[:1], 0.1)
+    with pytest.raises(ValueError, match=r"bias_dropout_add: residual is on meta"):
+        call(x, bias, r.to("meta"), 0.1)
+    with pytest.raises(ValueError, match=r"bias_dropout_add: bias must have shape \[8\].*got \[7\]"):
+        call(x, bias[:7], r, 0.1)
+    for p in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"bias_dropout_add: p must be from 0 to 1, got"):
+            call(x, bias, r, p)
+    for p in ("0.1", None, True):
+        with pytest.raises(TypeError, match=r"bias_dropout_add: p must be a number"):
+            call(x, bias, r, p)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=r"bias_dropout_add: seed must fit 64 bits"):
+            call(x, bias, r, 0.1, seed=seed)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be None, an int or an int64 tensor, got float"):
+        call(x, bias, r, 0.1, seed=1.0)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: seed must be an int64 tensor, got torch.int32"):
+        call(x, bias, r, 0.1, seed=torch.tensor([1], dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"bias_dropout_add: seed must have one element, got shape \[2\]"):
+        call(x, bias, r, 0.1, seed=torch.tensor([1, 2], device=device))
+    with pytest.raises(ValueError, match=r"bias_dropout_add: seed is on meta"):
+        call(x, bias, r, 0.1, seed=torch.empty(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match=r"bias_dropout_add: index_offset must be at least 0, got -1"):
+        call(x, bias, r, 0.1, index_offset=-1)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: index_offset must be an int, got float"):
+        call(x, bias, r, 0.1, index_offset=1.0)
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x, seed = torch.randn(4, 8), torch.tensor([1])
+    with pytest.raises(RuntimeError, match="bias_dropout_add: bias must have one element"):
+        raw_op(x, torch.randn(7), x, 0.1, seed, 0)
+    with pytest.raises(RuntimeError, match="bias_dropout_add: residual must have the shape"):
+        raw_op(x, None, x[:2], 0.1, seed, 0)
+    with pytest.raises(RuntimeError, match="bias_dropout_add: seed must be one int64 element"):
+        raw_op(x, None, x, 0.1, seed[:0], 0)
+    with pytest.raises(RuntimeError, match="bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"):
+        raw_backward(x, False, 0.0, seed, 0)
