@@ -15,6 +15,10 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       " -> (Tensor, Tensor)");
   m.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
   m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
+  m.def("scaled_masked_softmax(Tensor scores, Tensor? mask, float scale) -> Tensor");
+  m.def("scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor");
+  m.def("scaled_causal_softmax(Tensor scores, float scale, int? window) -> Tensor");
+  m.def("scaled_causal_softmax_backward(Tensor grad, Tensor y, float scale, int? window) -> Tensor");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

@@ -10,9 +10,13 @@
 
 namespace parallel_ops::cpu {
 
-// exp(x) for x <= 0, which is all that sigmoids, densities and softmaxes need: exp(x) = 2^k exp(r) with
-// |r| <= ln(2)/2 (Cody and Waite), then a degree-6 minimax polynomial. Subnormal results are rounded as such.
-PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
+// exp(x) for x <= 0 as value * 2^k: exp(x) = 2^k exp(r) with |r| <= ln(2)/2 (Cody and Waite), then a degree-6
+// minimax polynomial for exp(r). Sigmoids, densities and softmaxes need no other arguments.
+struct ScaledExp {
+  float value;
+  uint32_t k;  // in the low bits, as two's complement
+};
+PARALLEL_OPS_INLINE ScaledExp scaled_exp(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
   const float shifted = x * 1.44269504f + kRound;
   const float k = shifted - kRound;
@@ -22,12 +26,26 @@ PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
   p = p * r + 4.1666798e-2f;
   p = p * r + 1.6666672e-1f;
   p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
-  // 2^(k + 64), then 2^-64: k reaches down to -150, where 2^k itself would not be a normal number.
-  const float scale = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + ((127u + 64u) << 23));
-  return x < -104.0f ? 0.0f : p * scale * 0x1p-64f;
+  return {p * r * r + r + 1.0f, bits_as<uint32_t>(shifted)};
+}
+
+// Subnormal results are rounded as such: 2^(k + 64), then 2^-64, since k reaches down to -150.
+PARALLEL_OPS_INLINE float exp_nonpositive(float x) {
+  const auto [p, k] = scaled_exp(x);
+  const float e = p * bits_as<float>((k << 23) + ((127u + 64u) << 23)) * 0x1p-64f;
+  return x < -104.0f ? 0.0f : e;
 }
 PARALLEL_OPS_INLINE double exp_nonpositive(double x) { return std::exp(x); }
+
+// Results below the smallest normal number are zero. For softmaxes, where masked logits (-inf) are as common as any
+// others, and products that underflow would cost x86 a microcode trap each.
+PARALLEL_OPS_INLINE float exp_or_zero(float x) {
+  constexpr float kLogSmallestNormal = -87.3365f;
+  const auto [p, k] = scaled_exp(x);
+  const float e = p * bits_as<float>((k << 23) + (127u << 23));
+  return x < kLogSmallestNormal ? 0.0f : e;
+}
+PARALLEL_OPS_INLINE double exp_or_zero(double x) { return std::exp(x); }
 
 // The logistic function and its derivative. Written in exp(-|x|), since 1 - value would lose all its digits
 // where value is near 1.

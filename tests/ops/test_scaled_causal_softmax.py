@@ -1,0 +1,170 @@
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import scaled_causal_softmax
+from parallel_ops.ops import scaled_causal_softmax_reference
+from support import suite
+from support.softmax import check_numerics
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+windows = pytest.mark.parametrize("window", [None, 1, 3, 1000])
+raw_op = torch.ops.parallel_ops.scaled_causal_softmax.default
+raw_backward = torch.ops.parallel_ops.scaled_causal_softmax_backward.default
+
+
+def both(**options):
+    return [functools.partial(f, **options) for f in (scaled_causal_softmax, scaled_causal_softmax_reference)]
+
+
+@st.composite
+def squares(draw):
+    """[..., sq, sk] with sq <= sk."""
+    queries = draw(st.integers(1, 20))
+    keys = queries + draw(st.one_of(st.integers(0, 40), st.sampled_from([100, 1024, 1025])))
+    return (*draw(st.lists(st.integers(1, 4), max_size=2)), queries, keys)
+
+
+@given(
+    shape=squares(),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1.0, 0.125, -0.7, 0.0]),
+    spread=st.sampled_from([0.1, 1.0, 30.0, 3000.0]),
+    window=st.one_of(st.none(), st.integers(1, 50), st.sampled_from([1023, 1024, 5000])),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, shape, dtype, scale, spread, window, seed):
+    x = randn(*shape, dtype=dtype, device=device, seed=seed, scale=spread)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 2).detach()
+    check_numerics(*both(scale=scale, window=window), [x], grad, scale)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, dtype, window):
+    x = randn(2, 3, 300, 500, dtype=dtype, device=device, scale=3)
+    grad = randn(2, 3, 300, 500, dtype=dtype, device=device, seed=2).detach()
+    suite.check_numerics(*both(scale=0.3, window=window), [x], grad)
+
+
+def test_fp64_is_computed_in_fp64(device):
+    x = randn(30, 50, dtype=torch.float64, device=device, scale=10)
+    op, reference = both(scale=1 / 3)
+    torch.testing.assert_close(op(x), reference(x), rtol=1e-14, atol=1e-15)
+
+
+@windows
+def test_gradient_matches_finite_differences(device, window):
+    x = randn(2, 4, 6, dtype=torch.float64, device=device)
+    suite.check_gradient(functools.partial(scaled_causal_softmax, scale=0.7, window=window), [x])
+
+
+@windows
+def test_custom_op_contract(device, window):
+    x = randn(2, 3, 4, 5, dtype=torch.float32, device=device)
+    for scores in (x, x.detach(), x.transpose(0, 1).detach()):
+        suite.check_op(raw_op, [scores, 0.5, window])
+    suite.check_second_derivative_raises(scaled_causal_softmax, [x])
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    x, grad = (randn(2, 3, 101, 300, dtype=torch.float32, device=device, seed=i) for i in (0, 3))
+    suite.check_deterministic(scaled_causal_softmax, [x], grad)
+
+
+@windows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype, window):
+    x = randn(2, 3, 40, 70, dtype=dtype, device=device)
+    suite.check_layouts(functools.partial(scaled_causal_softmax, window=window), [x])
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    cases = [[randn(n, 3, n, k, dtype=torch.float32, device=device), 0.5] for n, k in [(4, 8), (6, 10)]]
+    for window in (None, 3):
+        suite.check_compiles(functools.partial(scaled_causal_softmax, window=window), cases)
+    suite.check_compiles(scaled_causal_softmax, cases, backend="inductor")
+
+
+def test_activation_checkpointing(device):
+    suite.check_checkpointing(scaled_causal_softmax, [randn(2, 3, 4, 8, dtype=torch.float32, device=device)])
+
+
+def test_autocast_leaves_dtypes_alone(device):
+    for dtype in (*DTYPES, torch.float64):
+        x = randn(4, 8, dtype=dtype, device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = scaled_causal_softmax(x)
+        assert y.dtype is dtype and torch.equal(y, scaled_causal_softmax(x))
+
+
+@windows
+def test_what_a_query_does_not_see_is_not_read(device, window):
+    """NaN and inf beyond the diagonal and before the window, in scores and in the incoming gradient."""
+    x, grad = (randn(2, 33, 47, dtype=torch.float32, device=device, seed=i).detach() for i in (0, 1))
+    seen = scaled_causal_softmax_reference(torch.zeros_like(x), window=window) > 0
+    expected = suite.forward_backward(scaled_causal_softmax_reference, [x.requires_grad_()], grad)
+    if window is not None:
+        expected = suite.forward_backward(both(window=window)[1], [x.requires_grad_()], grad)
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        args = [x.detach().masked_fill(~seen, poison).requires_grad_()]
+        got = suite.forward_backward(both(window=window)[0], args, grad.masked_fill(~seen, poison))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+            assert not a[~seen].any()
+
+
+def test_special_values_stay_in_the_visible_part_of_their_row(device):
+    x = torch.zeros(4, 4, device=device)
+    x[1, :2] = -torch.inf  # every visible score: zeros
+    x[2, 0] = torch.nan
+    x[3, 1] = torch.inf
+    y, dx = suite.forward_backward(scaled_causal_softmax, [x.requires_grad_()], torch.ones_like(x))
+    assert y[0].tolist() == [1, 0, 0, 0]
+    assert not y[1].any() and not dx[1].any()
+    assert y[2].isnan().tolist() == [True, True, True, False] and y[2, 3] == 0
+    assert y[3].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 4), (0, 0), (1, 1), (1, 70000), (2, 3, 70000), (70000, 1, 1)])
+def test_extreme_shapes(device, shape):
+    x = randn(*shape, dtype=torch.float32, device=device)
+    grad = randn(*shape, dtype=torch.float32, device=device, seed=1).detach()
+    for window in (None, 5):
+        check_numerics(*both(window=window), [x], grad, 1.0)
+
+
+def test_bad_arguments_are_named(device):
+    x = torch.randn(2, 3, 4, 8, device=device)
+    with pytest.raises(TypeError, match=r"scaled_causal_softmax: scores must be a tensor, got list"):
+        scaled_causal_softmax([1.0])
+    with pytest.raises(TypeError, match=r"scaled_causal_softmax: scores must be float32.*got torch.int64"):
+        scaled_causal_softmax(x.long())
+    with pytest.raises(ValueError, match=r"scores must have at least two dimensions.*got \[8\]"):
+        scaled_causal_softmax(x[0, 0, 0])
+    with pytest.raises(ValueError, match=r"scores has 8 queries for 4 keys"):
+        scaled_causal_softmax(x.transpose(-1, -2))
+    with pytest.raises(ValueError, match=r"window must be at least 1.*got 0"):
+        scaled_causal_softmax(x, window=0)
+    for window in (True, 2.0, "3"):
+        with pytest.raises(TypeError, match=r"window must be an int or None"):
+            scaled_causal_softmax(x, window=window)
+    with pytest.raises(ValueError, match=r"scale must be finite, got nan"):
+        scaled_causal_softmax(x, float("nan"))
+    for scale in (True, "1", None):
+        with pytest.raises(TypeError, match=r"scale must be a Python float"):
+            scaled_causal_softmax(x, scale)
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="scaled_causal_softmax: there must be at least as many keys"):
+        raw_op(x.T, 1.0, None)
+    with pytest.raises(RuntimeError, match="scaled_causal_softmax: window must be at least 1"):
+        raw_op(x, 1.0, 0)
+    with pytest.raises(RuntimeError, match="scaled_causal_softmax_backward: grad must have the shape"):
+        raw_backward(x[:2], x, 1.0, None)

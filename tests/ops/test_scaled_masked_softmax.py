@@ -1,0 +1,233 @@
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import scaled_masked_softmax
+from parallel_ops.ops import scaled_masked_softmax_reference
+from support import suite
+from support.softmax import check_numerics
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+raw_op = torch.ops.parallel_ops.scaled_masked_softmax.default
+raw_backward = torch.ops.parallel_ops.scaled_masked_softmax_backward.default
+
+KINDS = ["none", "bool", *(f"additive {d}" for d in ("float32", "bfloat16", "float16", "float64")), "additive -inf"]
+
+
+def masked(kind, shape, device, seed=0):
+    """A mask of the given kind and shape; "additive -inf" masks as a boolean one would."""
+    if kind == "none":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(shape, generator=generator) < 0.4
+    if kind == "bool":
+        return mask.to(device)
+    if kind == "additive -inf":
+        return torch.where(mask, -torch.inf, 0.0).to(device)
+    # A grid of eighths is exact in every dtype: what is tested is the sum, not the rounding of the mask.
+    eighths = torch.randint(-40, 40, tuple(shape), generator=generator) / 8
+    return eighths.to(device, getattr(torch, kind.split()[1]))
+
+
+@st.composite
+def broadcast(draw, shape):
+    """A shape that broadcasts to ``shape``: any dimension may be 1, any leading ones may be missing."""
+    kept = tuple(size if draw(st.booleans()) else 1 for size in shape)
+    return kept[draw(st.integers(0, len(shape))) :]
+
+
+@given(data=st.data(), shape=suite.shapes(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(KINDS))
+def test_numerics_of_any_shape_and_mask(device, data, shape, dtype, kind):
+    scale = data.draw(st.sampled_from([1.0, 0.125, -0.7, 0.0]))
+    spread = data.draw(st.sampled_from([0.1, 1.0, 30.0, 3000.0]))
+    seed = data.draw(st.integers(0, 1000))
+    x = randn(*shape, dtype=dtype, device=device, seed=seed, scale=spread)
+    mask = masked(kind, data.draw(broadcast(shape)), device, seed)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 2).detach()
+    op, reference = (
+        functools.partial(f, scale=scale) for f in (scaled_masked_softmax, scaled_masked_softmax_reference)
+    )
+    check_numerics(op, reference, [x, mask], grad, scale)
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "additive float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, dtype, kind):
+    x = randn(2, 4, 128, 1024, dtype=dtype, device=device, scale=3)
+    mask = masked(kind, (2, 1, 128, 1024), device)
+    grad = randn(2, 4, 128, 1024, dtype=dtype, device=device, seed=2).detach()
+    op, reference = (functools.partial(f, scale=0.3) for f in (scaled_masked_softmax, scaled_masked_softmax_reference))
+    suite.check_numerics(op, reference, [x, mask], grad)
+
+
+def test_fp64_is_computed_in_fp64(device):
+    x = randn(3, 50, dtype=torch.float64, device=device, scale=10)
+    for kind in KINDS:
+        mask = masked(kind, (50,), device)
+        expected = scaled_masked_softmax_reference(x, mask, 1 / 3)
+        torch.testing.assert_close(scaled_masked_softmax(x, mask, 1 / 3), expected, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "additive -inf", "additive float64"])
+def test_gradient_matches_finite_differences(device, kind):
+    x = randn(2, 3, 2, 5, dtype=torch.float64, device=device)
+    mask = masked(kind, (2, 1, 1, 5), device)
+    suite.check_gradient(lambda x: scaled_masked_softmax(x, mask, 0.7), [x])
+
+
+def test_custom_op_contract(device):
+    x = randn(2, 3, 2, 5, dtype=torch.float32, device=device)
+    for scores in (x, x.detach(), x.transpose(0, 1).detach()):
+        for kind in ("none", "bool", "additive float32"):
+            suite.check_op(raw_op, [scores, masked(kind, (2, 5), device), 0.5])
+    suite.check_second_derivative_raises(scaled_masked_softmax, [x, None])
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    x = randn(2, 3, 100, 1100, dtype=torch.float32, device=device)
+    grad = randn(2, 3, 100, 1100, dtype=torch.float32, device=device, seed=3)
+    for kind in ("none", "bool", "additive float32"):
+        suite.check_deterministic(scaled_masked_softmax, [x, masked(kind, (2, 1, 1, 1100), device)], grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype):
+    x = randn(2, 3, 4, 1030, dtype=dtype, device=device)
+    for kind in ("none", "bool", "additive float32"):
+        mask = masked(kind, (2, 1, 4, 1030), device)
+        suite.check_layouts(scaled_masked_softmax, [x, mask])
+        if mask is not None:
+            expected = scaled_masked_softmax(x, mask)
+            for layout in [
+                *suite.layouts(mask).values(),
+                mask.expand(2, 3, 4, 1030),
+                mask.expand(2, 3, 4, 1030).clone(),
+            ]:
+                assert torch.equal(scaled_masked_softmax(x, layout), expected)
+
+
+def test_masks_broadcast_in_every_dimension(device):
+    x = randn(2, 3, 2, 3, 2, 5, dtype=torch.float32, device=device)
+    shapes = [(2, 1, 2, 1, 2, 5), (3, 1, 3, 1, 5), (1, 1, 1, 1, 1, 5), (2, 1), (5,), (1,), ()]
+    for shape in shapes:
+        for kind in ("bool", "additive float32"):
+            mask = masked(kind, shape, device)
+            expected = scaled_masked_softmax(x, mask.expand(x.shape).clone())
+            assert torch.equal(scaled_masked_softmax(x, mask), expected), shape
+
+
+def test_a_masked_key_is_zero_whatever_its_score(device):
+    x = torch.tensor([[torch.nan, 1.0, torch.inf, -1e30, 2.0]], device=device, requires_grad=True)
+    hidden = torch.tensor([True, False, True, False, False], device=device)
+    for mask in (hidden, torch.where(hidden, -torch.inf, 0.0)):
+        y = scaled_masked_softmax(x, mask)
+        assert torch.equal(y[0, hidden], torch.zeros(2, device=device))
+        torch.testing.assert_close(y[0, ~hidden], x.detach()[0, ~hidden].softmax(-1))
+        grad = torch.tensor([[torch.inf, 1.0, torch.nan, 2.0, 3.0]], device=device)
+        (dx,) = torch.autograd.grad(y, x, grad)
+        assert torch.equal(dx[0, hidden], torch.zeros(2, device=device))  # though sum(dy y) is NaN
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_rows_that_see_no_key_are_zeros(device, dtype):
+    x = randn(4, 40, dtype=dtype, device=device)
+    hidden = torch.zeros(4, 40, dtype=torch.bool, device=device)
+    hidden[1] = True
+    hidden[2, 1:] = True  # one key only
+    by_scores = x.detach().masked_fill(hidden, -torch.inf).requires_grad_()
+    for scores, mask in ((x, hidden), (x, torch.where(hidden, -torch.inf, 0.0)), (by_scores, None)):
+        y, dx = suite.forward_backward(scaled_masked_softmax, [scores, mask], torch.randn_like(x))
+        assert not y[1].any() and not dx[1].any()
+        assert y[2, 0] == 1 and not y[2, 1:].any()
+        torch.testing.assert_close(y[0], x[0].softmax(-1))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_inf_flow_to_the_unmasked_part_of_their_row(device, bad):
+    x = randn(3, 70, dtype=torch.float32, device=device).detach()
+    x[1, 5] = bad
+    hidden = torch.zeros(3, 70, dtype=torch.bool, device=device)
+    hidden[:, 60:] = True
+    for mask in (hidden, torch.where(hidden, -torch.inf, 0.0)):
+        y = scaled_masked_softmax(x, mask)
+        assert y[1, :60].isnan().all() and not y[1, 60:].any()
+        assert y[[0, 2]].isfinite().all()
+    x[1] = torch.nan
+    assert scaled_masked_softmax(x, None)[1].isnan().all()
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    for kind in ("none", "bool", "additive float32"):
+        cases = [
+            [randn(n, 3, 4, k, dtype=torch.float32, device=device), masked(kind, (n, 1, 1, k), device), 0.5]
+            for n, k in [(4, 8), (6, 10)]
+        ]
+        suite.check_compiles(scaled_masked_softmax, cases)
+    suite.check_compiles(scaled_masked_softmax, cases, backend="inductor")
+
+
+def test_activation_checkpointing(device):
+    x = randn(2, 3, 4, 8, dtype=torch.float32, device=device)
+    suite.check_checkpointing(scaled_masked_softmax, [x, masked("bool", (2, 1, 1, 8), device)])
+
+
+def test_autocast_leaves_dtypes_alone(device):
+    mask = masked("additive float32", (8,), device)
+    for dtype in (*DTYPES, torch.float64):
+        x = randn(2, 8, dtype=dtype, device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = scaled_masked_softmax(x, mask)
+        assert y.dtype is dtype and torch.equal(y, scaled_masked_softmax(x, mask))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4), (1, 1), (5,), (2, 70000), (70000, 1)])
+def test_extreme_shapes(device, shape):
+    x = randn(*shape, dtype=torch.float32, device=device)
+    for kind in ("none", "bool", "additive float32"):
+        mask = masked(kind, shape[-1:], device)
+        grad = randn(*shape, dtype=torch.float32, device=device, seed=1).detach()
+        check_numerics(scaled_masked_softmax, scaled_masked_softmax_reference, [x, mask], grad, 1.0)
+
+
+def test_bad_arguments_are_named(device):
+    x, mask = torch.randn(2, 3, 4, 8, device=device), torch.zeros(4, 8, dtype=torch.bool, device=device)
+    with pytest.raises(TypeError, match=r"scaled_masked_softmax: scores must be a tensor, got list"):
+        scaled_masked_softmax([1.0], None)
+    with pytest.raises(TypeError, match=r"scaled_masked_softmax: scores must be float32.*got torch.int64"):
+        scaled_masked_softmax(x.long(), mask)
+    with pytest.raises(ValueError, match=r"scores must have at least one dimension"):
+        scaled_masked_softmax(x[0, 0, 0, 0], None)
+    with pytest.raises(TypeError, match=r"mask must be bool .*got torch.int32.*mask.bool\(\)"):
+        scaled_masked_softmax(x, mask.int())
+    with pytest.raises(TypeError, match=r"mask must be a tensor or None, got float"):
+        scaled_masked_softmax(x, 0.5)
+    with pytest.raises(ValueError, match=r"mask \[4, 7\] is not broadcastable to scores \[2, 3, 4, 8\]"):
+        scaled_masked_softmax(x, mask[:, :7])
+    with pytest.raises(ValueError, match=r"mask \[1, 4, 8\] is not broadcastable to scores \[4, 8\]"):
+        scaled_masked_softmax(x[0, 0], mask[None])
+    with pytest.raises(ValueError, match=r"scaled_masked_softmax: mask is on meta"):
+        scaled_masked_softmax(x, mask.to("meta"))
+    with pytest.raises(ValueError, match=r"mask requires a gradient.*mask.detach\(\)"):
+        scaled_masked_softmax(x, mask.float().requires_grad_())
+    for scale in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"scale must be finite"):
+            scaled_masked_softmax(x, mask, scale)
+    for scale in (True, "1", None, torch.ones(())):
+        with pytest.raises(TypeError, match=r"scale must be a Python float"):
+            scaled_masked_softmax(x, mask, scale)
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax: mask must be broadcastable"):
+        raw_op(x, torch.zeros(7, dtype=torch.bool), 1.0)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax: mask must not have more dimensions"):
+        raw_op(x, torch.zeros(1, 4, 8, dtype=torch.bool), 1.0)
+    with pytest.raises(RuntimeError, match="mask: expected float32"):
+        raw_op(x, torch.zeros(8, dtype=torch.int32), 1.0)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax_backward: grad must have the shape"):
+        raw_backward(x[:2], x, 1.0)
