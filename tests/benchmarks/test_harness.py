@@ -82,6 +82,7 @@ def test_a_new_row_replaces_the_old_one_of_its_case(tmp_path):
     [
         ("bias_gelu", (2, 3, 8), 4 * (48 + 8 + 48), 4 * (48 + 48 + 8 + 48 + 8)),
         ("bias_swiglu", (2, 3, 8), 4 * (48 + 24), 4 * (24 + 48 + 48)),
+        ("bias_dropout_add", (2, 3, 8), 4 * (48 + 48 + 8 + 48), 4 * (48 + 48 + 8)),
     ],
 )
 def test_necessary_bytes(op, shape, forward, backward):
