@@ -76,11 +76,16 @@ def test_a_new_row_replaces_the_old_one_of_its_case(tmp_path):
         assert next(csv.reader(file)) == [field.name for field in dataclasses.fields(results.Row)]
 
 
-# Counted by hand for 2 x 3 x 8 activations of 4 bytes an element.
+# Counted by hand for 2 x 3 x 8 activations, or for scores of 2 samples, 3 heads, 2 queries and 4 keys, of which the
+# queries see 3 and 4; 4 bytes an element and 1 byte a mask element.
 @pytest.mark.parametrize(
     ("op", "shape", "forward", "backward"),
     [
         ("bias_gelu", (2, 3, 8), 4 * (48 + 8 + 48), 4 * (48 + 48 + 8 + 48 + 8)),
+        ("bias_swiglu", (2, 3, 8), 4 * (48 + 24), 4 * (24 + 48 + 48)),
+        ("bias_dropout_add", (2, 3, 8), 4 * (48 + 48 + 8 + 48), 4 * (48 + 48 + 8)),
+        ("scaled_masked_softmax", (2, 3, 2, 4), 4 * (48 + 48) + 2 * 2 * 4, 4 * (48 + 48 + 48)),
+        ("scaled_causal_softmax", (2, 3, 2, 4), 4 * (6 * 7 + 48), 4 * (6 * 7 + 6 * 7 + 48)),
     ],
 )
 def test_necessary_bytes(op, shape, forward, backward):
