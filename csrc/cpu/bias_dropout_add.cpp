@@ -60,6 +60,15 @@ PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const T* __restrict
   }
 }
 
+// v or zero, by a mask of bits: a choice would let the compiler branch around the rounding of zero to fp16, and the
+// loop would not vectorise.
+PARALLEL_OPS_INLINE float if_kept(bool kept, float v) {
+  return bits_as<float>(bits_as<uint32_t>(v) & -static_cast<uint32_t>(kept));
+}
+PARALLEL_OPS_INLINE double if_kept(bool kept, double v) {
+  return bits_as<double>(bits_as<uint64_t>(v) & -static_cast<uint64_t>(kept));
+}
+
 template <class T>
 PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, T* __restrict dx, acc_t<T>* __restrict sum, int64_t n,
                                        const Dropout& d, uint64_t index) {
@@ -72,8 +81,7 @@ PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, T* __restrict dx,
   const auto scale = static_cast<acc_t<T>>(d.scale);
   const uint32_t last_dropped = d.last_dropped;
   for (int64_t i = 0; i < n; ++i) {
-    const acc_t<T> kept = to_acc(dy[i]) * scale;
-    const acc_t<T> g = words[i] > last_dropped ? kept : acc_t<T>(0);
+    const acc_t<T> g = if_kept(words[i] > last_dropped, to_acc(dy[i]) * scale);
     dx[i] = from_acc<T>(g);
     sum[i] += g;
   }
