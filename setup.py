@@ -79,7 +79,13 @@ setup(
     ext_modules=[extension()],
     cmdclass={"build_ext": cpp_extension.BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    packages=["parallel_ops", "parallel_ops.ops", "parallel_ops.triton_kernels"],
+    packages=[
+        "parallel_ops",
+        "parallel_ops.models",
+        "parallel_ops.ops",
+        "parallel_ops.train",
+        "parallel_ops.triton_kernels",
+    ],
     package_dir={"parallel_ops.triton_kernels": "triton_kernels"},
     package_data={"parallel_ops": ["py.typed"]},
 )

@@ -1,0 +1,161 @@
+"""The command line of ``python -m parallel_ops.train``."""
+
+import enum
+import os
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from parallel_ops.models import GPTConfig
+from parallel_ops.train import report
+from parallel_ops.train.config import TrainConfig
+from parallel_ops.train.data import batches, load_text
+from parallel_ops.train.lockstep import Run, train
+
+
+class Which(str, enum.Enum):
+    both = "both"
+    plain = "plain"
+    fused = "fused"
+
+
+class Device(str, enum.Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(str, enum.Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Activation(str, enum.Enum):
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="python -m parallel_ops.train")
+
+
+@app.command()
+def command(
+    text: Annotated[
+        Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 80,
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
+    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    seq_length: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    ffn_hidden: Annotated[int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden")] = None,
+    activation: Annotated[Activation, typer.Option(help="Activation of the MLP.")] = Activation.gelu,
+    dropout: Annotated[
+        float, typer.Option(help="Dropout probability. Above 0 the two models draw different masks.")
+    ] = 0.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
+    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU, float32 on a CPU.")] = Dtype.auto,
+    ops: Annotated[Which, typer.Option(help="Which ops to train with.")] = Which.both,
+    output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
+    json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
+) -> None:
+    """Trains a small GPT on the bytes of a text, once with plain PyTorch ops and once with the fused ones.
+
+    Both start from the same weights and see the same batches; they take turns step by step, each in its own process.
+    Prints one table that compares them and saves a picture of the loss curves and step times.
+    """
+    try:
+        place = _device(device)
+        model = GPTConfig(
+            vocab_size=256,
+            seq_length=seq_length,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            ffn_hidden=ffn_hidden,
+            dropout=dropout,
+            activation=activation.value,
+        )
+        config = TrainConfig(
+            model=model,
+            text=text,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            seed=seed,
+            device=place,
+            dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
+        )
+        batches(load_text(text), seq_length=seq_length, batch=batch, seed=seed)
+        for path in (output, json):
+            _check_writable(path)
+        if output.suffix.lower() not in report.PICTURE_FORMATS:
+            raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
+    except (ValueError, OSError) as error:
+        _fail(error, code=2)
+    names = ["plain", "fused"] if ops is Which.both else [ops.value]
+    try:
+        runs = _train(config, names)
+        Console().print(report.table(config, runs))
+        report.picture(config, runs, output)
+        if json is not None:
+            json.write_text(report.as_json(config, runs))
+    except (RuntimeError, OSError) as error:
+        _fail(error, code=1)
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+
+
+def _train(config: TrainConfig, names: list[str]) -> list[Run]:
+    """Trains behind a progress bar, where there is a terminal to show it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=config.steps)
+
+        def show(runs: list[Run]) -> None:
+            losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+            progress.update(task, advance=1, description=f"loss: {losses}")
+
+        return train(config, names, show)
+
+
+def _device(device: Device) -> str:
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA GPU")
+    return device.value
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of training, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} does not exist; create it, or name a file elsewhere")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def _fail(error: Exception | str, *, code: int) -> NoReturn:
+    """One line, no traceback."""
+    if isinstance(error, OSError) and error.strerror:
+        error = f"{error.filename}: {error.strerror}"
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,65 @@
+"""What a training run is: the model, the text, the schedule, the device."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallel_ops.models import GPTConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run; the same configuration gives the same weights and batches every time.
+
+    Attributes:
+        model: shape of the GPT; ``vocab_size`` is at least 256, since tokens are bytes.
+        text: a file, or a folder whose files are read in sorted order; ``None`` for Python's standard library.
+        steps, batch: optimiser steps, and sequences of ``model.seq_length`` tokens in each.
+        lr: peak learning rate of AdamW, reached after ``warmup`` of the steps; a cosine then takes it to a tenth.
+        weight_decay: on matrices only, not on biases and norms.
+        clip: largest norm of all gradients together.
+        seed: of weights, batches and dropout.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
+        dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    model: GPTConfig
+    text: Path | None = None
+    steps: int = 100
+    batch: int = 8
+    lr: float = 1e-3
+    warmup: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.model.vocab_size < 256:
+            raise ValueError(f"TrainConfig: vocab_size must be at least 256 (bytes), got {self.model.vocab_size}")
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"TrainConfig: {name} must be a positive number, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"TrainConfig: seed must be between 0 and 2^63 - 1, got {self.seed}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        done = (step - warm) / max(1, self.steps - warm)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))

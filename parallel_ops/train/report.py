@@ -1,0 +1,113 @@
+"""What a training run shows: a table, a picture, a JSON file."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.table import Table
+
+from parallel_ops.train.config import TrainConfig
+from parallel_ops.train.lockstep import Run
+
+# Plain is wide and light, fused thin and dark on top of it, so that curves that agree are both seen.
+STYLES = {"plain": ("#f4a261", 4.5), "fused": ("#1d3557", 1.4)}
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+def loss_difference(a: Run, b: Run) -> float:
+    """The largest difference of the losses of one step; NaN where a loss is."""
+    differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def speed_up(plain: Run, fused: Run) -> float:
+    """The median over steps of plain time / fused time: a step's two times were taken one after the other, so that a
+    machine that is busy for a while slows both."""
+    return median(p / f for p, f in zip(plain.seconds, fused.seconds, strict=True))
+
+
+def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
+    """One column for each run; the comparison below them where there are two."""
+    tokens = config.batch * config.model.seq_length
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    out.add_column("")
+    for run in runs:
+        out.add_column(run.name, justify="right", no_wrap=True)
+    out.add_row("loss at the start", *(f"{run.losses[0]:.4f}" for run in runs))
+    out.add_row("loss at the end", *(f"{run.losses[-1]:.4f}" for run in runs))
+    out.add_row("median step time", *(f"{1e3 * median(run.seconds):,.1f} ms" for run in runs))
+    out.add_row("tokens per second", *(f"{tokens / median(run.seconds):,.0f}" for run in runs))
+    out.add_row("peak memory", *(_mebibytes(run.peak_memory) for run in runs))
+    if len(runs) == 2:
+        out.add_section()
+        out.add_row("largest loss difference", "", f"{loss_difference(*runs):.1e}")
+        out.add_row("speed-up, median over steps", "", f"{speed_up(*runs):.2f}x")
+    return out
+
+
+def _mebibytes(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
+def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
+    """Saves the loss curves, and the time of every step with its median, side by side."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    losses, times = figure.subplots(1, 2)
+    steps = range(1, config.steps + 1)
+    for run in runs:
+        color, width = STYLES[run.name]
+        losses.plot(steps, run.losses, color=color, linewidth=width, label=run.name, solid_capstyle="round")
+        milliseconds = [1e3 * s for s in run.seconds]
+        middle = median(milliseconds)
+        times.plot(steps, milliseconds, "o", color=color, markersize=3.5, alpha=0.7, markeredgewidth=0)
+        times.axhline(middle, color=color, linewidth=1.6, label=f"{run.name}, median {middle:,.1f} ms")
+    losses.set(title="Loss", xlabel="step", ylabel="cross entropy, nats per byte")
+    times.set(title="Step time", xlabel="step", ylabel="ms")
+    # One slow step (the first, or one that the machine interrupted) must not flatten all the others.
+    typical = sorted(1e3 * s for run in runs for s in run.seconds)
+    times.set_ylim(0, 1.35 * typical[int(0.95 * (len(typical) - 1))])
+    if len(runs) == 2:
+        losses.set_title(f"Loss (largest difference {loss_difference(*runs):.1e})")
+        times.set_title(f"Step time (speed-up {speed_up(*runs):.2f}x)")
+    for axes in (losses, times):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    losses.legend(edgecolor="none", framealpha=0.85)
+    times.legend(edgecolor="none", framealpha=0.85, loc="lower right")
+    figure.suptitle(describe(config), fontsize=10, color="0.35")
+    figure.savefig(path, dpi=150)
+
+
+def describe(config: TrainConfig) -> str:
+    """The run in one line."""
+    model = config.model
+    return (
+        f"GPT, {model.layers} layers, hidden {model.hidden}, {model.heads} heads, ffn {model.ffn_width} "
+        f"{model.activation}; batch {config.batch} x {model.seq_length} bytes; {config.dtype} on {config.device}"
+    )
+
+
+def as_json(config: TrainConfig, runs: Sequence[Run]) -> str:
+    """Everything in the table and the picture, for programs. Numbers that are not finite are null."""
+    out: dict[str, Any] = {"description": describe(config), "steps": config.steps}
+    for run in runs:
+        out[run.name] = {
+            "losses": [_finite(loss) for loss in run.losses],
+            "seconds": run.seconds,
+            "peak_memory_bytes": run.peak_memory,
+        }
+    if len(runs) == 2:
+        out["largest_loss_difference"] = _finite(loss_difference(*runs))
+        out["speed_up"] = speed_up(*runs)
+    return json.dumps(out, indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
