@@ -55,11 +55,11 @@ Tensor forward(const Tensor& x, double scale, std::optional<int64_t> window) {
   Tensor y = empty_output(x, x.sizes());
   dispatch("scaled_causal_softmax", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> xs(x);
+    const PaddedRows<T> xs(x);
     for_each_query(shape, rows_and_cols(x).rows, window, static_cast<T*>(y.mutable_data_ptr()), [&] {
       return [&, sx = RowScratch<T>(shape.cols), z = RowScratch<acc_t<T>>(shape.cols)](int64_t row, int64_t first,
                                                                                        int64_t n, T* out) {
-        forward_row(xs.tile(row, first, n, sx.data), out, n, static_cast<acc_t<T>>(scale), z.data);
+        forward_row(xs.read(row, first, n, sx.data), out, n, static_cast<acc_t<T>>(scale), z.data);
       };
     });
   });
@@ -72,11 +72,11 @@ Tensor backward(const Tensor& dy, const Tensor& y, double scale, std::optional<i
   Tensor dx = empty_output(y, y.sizes());
   dispatch("scaled_causal_softmax_backward", y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> dys(dy), ys(y);
+    const PaddedRows<T> dys(dy), ys(y);
     for_each_query(shape, rows_and_cols(y).rows, window, static_cast<T*>(dx.mutable_data_ptr()), [&] {
       return [&, sdy = RowScratch<T>(shape.cols), sy = RowScratch<T>(shape.cols)](int64_t row, int64_t first, int64_t n,
                                                                                   T* out) {
-        backward_row(dys.tile(row, first, n, sdy.data), ys.tile(row, first, n, sy.data), out, n,
+        backward_row(dys.read(row, first, n, sdy.data), ys.read(row, first, n, sy.data), out, n,
                      static_cast<acc_t<T>>(scale));
       };
     });

@@ -41,12 +41,12 @@ PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_ROWS)
 
 // The rows of a mask broadcast against the scores: size-1 dimensions are read again and again, never expanded.
 template <class M>
-Rows<M> mask_rows(const Tensor& mask, const Tensor& scores) {
+PaddedRows<M> mask_rows(const Tensor& mask, const Tensor& scores) {
   const int64_t dim = scores.dim(), missing = dim - mask.dim();
   std::vector<int64_t> strides(static_cast<size_t>(dim), 0);
   for (int64_t d = 0; d < mask.dim(); ++d)
     if (mask.size(d) != 1) strides[static_cast<size_t>(missing + d)] = mask.stride(d);
-  return Rows<M>(mask, scores.sizes().begin(), dim, strides.data());
+  return PaddedRows<M>(mask, scores.sizes().begin(), dim, strides.data());
 }
 
 // A row that holds NaN is NaN throughout, save where it is masked.
@@ -58,20 +58,20 @@ void fill_with_nan(T* y, int64_t n, const Masked& masked) {
 
 template <class T>
 void forward_unmasked(const Tensor& x, T* out, acc_t<T> scale) {
-  const Rows<T> xs(x);
+  const PaddedRows<T> xs(x);
   const Shape2d shape = rows_and_cols(x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
     const RowScratch<T> sx(shape.cols);
     const RowScratch<acc_t<T>> z(shape.cols);
     const void* no_mask = nullptr;
     for (int64_t row = begin; row < end; ++row)
-      forward_row(xs.tile(row, 0, shape.cols, sx.data), no_mask, out + row * shape.cols, shape.cols, scale, z.data);
+      forward_row(xs.read(row, 0, shape.cols, sx.data), no_mask, out + row * shape.cols, shape.cols, scale, z.data);
   });
 }
 
 template <class T>
 void forward_bool(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
-  const Rows<T> xs(x);
+  const PaddedRows<T> xs(x);
   const auto masks = mask_rows<uint8_t>(mask, x);
   const Shape2d shape = rows_and_cols(x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
@@ -79,9 +79,9 @@ void forward_bool(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
     const RowScratch<uint8_t> sm(shape.cols);
     const RowScratch<acc_t<T>> z(shape.cols);
     for (int64_t row = begin; row < end; ++row) {
-      const uint8_t* mt = masks.tile(row, 0, shape.cols, sm.data);
+      const uint8_t* mt = masks.read(row, 0, shape.cols, sm.data);
       T* yt = out + row * shape.cols;
-      if (!forward_row(xs.tile(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
+      if (!forward_row(xs.read(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
         fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] != 0; });
     }
   });
@@ -90,7 +90,7 @@ void forward_bool(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
 template <class M, class T>
 void forward_additive(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
   using A = acc_t<T>;
-  const Rows<T> xs(x);
+  const PaddedRows<T> xs(x);
   const auto masks = mask_rows<M>(mask, x);
   const Shape2d shape = rows_and_cols(x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
@@ -98,7 +98,7 @@ void forward_additive(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scal
     const RowScratch<M> sm(shape.cols);
     const RowScratch<A> wide(shape.cols), z(shape.cols);
     for (int64_t row = begin; row < end; ++row) {
-      const M* narrow = masks.tile(row, 0, shape.cols, sm.data);
+      const M* narrow = masks.read(row, 0, shape.cols, sm.data);
       const A* mt = wide.data;
       if constexpr (std::is_same_v<M, A>) {
         mt = narrow;
@@ -106,7 +106,7 @@ void forward_additive(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scal
         widen(narrow, wide.data, shape.cols);
       }
       T* yt = out + row * shape.cols;
-      if (!forward_row(xs.tile(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
+      if (!forward_row(xs.read(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
         fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] == kMasked<A>; });
     }
   });
@@ -146,13 +146,13 @@ Tensor backward(const Tensor& dy, const Tensor& y, double scale) {
   Tensor dx = empty_output(y, y.sizes());
   dispatch("scaled_masked_softmax_backward", y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> dys(dy), ys(y);
+    const PaddedRows<T> dys(dy), ys(y);
     const Shape2d shape = rows_and_cols(y);
     T* out = static_cast<T*>(dx.mutable_data_ptr());
     for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
       const RowScratch<T> sdy(shape.cols), sy(shape.cols);
       for (int64_t row = begin; row < end; ++row)
-        backward_row(dys.tile(row, 0, shape.cols, sdy.data), ys.tile(row, 0, shape.cols, sy.data),
+        backward_row(dys.read(row, 0, shape.cols, sdy.data), ys.read(row, 0, shape.cols, sy.data),
                      out + row * shape.cols, shape.cols, static_cast<acc_t<T>>(scale));
     });
   });

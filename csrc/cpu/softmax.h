@@ -43,23 +43,6 @@ PARALLEL_OPS_INLINE A max_of_lanes(A* lanes) {
   return lanes[0];
 }
 
-// memcpy by the library: with a size it knows to be small, GCC writes `rep movs` instead, which is slow to start.
-template <class T>
-PARALLEL_OPS_INLINE void copy_few(T* to, const T* from, int64_t n) {
-#if defined(__GNUC__)
-  asm("" : "+r"(n));  // forget what is known of n
-#endif
-  std::memcpy(to, from, static_cast<size_t>(n) * sizeof(T));
-}
-
-// The last, incomplete group of a row, copied here so that it runs through whole-group loops like any other.
-template <class T>
-struct PaddedGroup {
-  alignas(64) T data[kLanes] = {};
-  PARALLEL_OPS_INLINE void of(const T* p, int64_t n) { copy_few(data, p, n); }
-  PARALLEL_OPS_INLINE void to(T* p, int64_t n) const { copy_few(p, data, n); }
-};
-
 // scale * x; -inf where a boolean mask is set; plus an additive mask, whose -inf wins over whatever x is.
 template <class T>
 PARALLEL_OPS_INLINE acc_t<T> logit(const T* x, const void*, int64_t i, acc_t<T> scale) {
@@ -76,15 +59,31 @@ PARALLEL_OPS_INLINE acc_t<T> logit(const T* x, const acc_t<T>* mask, int64_t i, 
   return m == kMasked<acc_t<T>> ? m : v;
 }
 
-// y = softmax of the logits; `z` is scratch for n elements rounded up to kLanes. M is void without a mask. A row
-// whose logits are all -inf gives zeros. Returns false if the row came out as NaN, in which case masked elements
-// (0 * NaN) are still to be put right.
+// The logits of a row's last, incomplete group, -inf past the first `valid`, and their lane maxima.
+template <class T, class M>
+PARALLEL_OPS_INLINE void last_group(const T* __restrict x, const M* __restrict mask, int32_t valid, acc_t<T> scale,
+                                    acc_t<T>* __restrict z, acc_t<T>* __restrict lanes) {
+  using A = acc_t<T>;
+  for (int64_t l = 0; l < kLanes; ++l) z[l] = logit(x, mask, l, scale);
+  for (int32_t l = 0; l < kLanes; ++l) z[l] = l < valid ? z[l] : kMasked<A>;
+  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = z[l] > lanes[l] ? z[l] : lanes[l];
+}
+
+// y = softmax of the logits; x, mask and the scratch z are readable up to n rounded up to kLanes. M is void without a
+// mask. A row whose logits are all -inf gives zeros. Returns false if the row came out as NaN, in which case masked
+// elements (0 * NaN) are still to be put right.
 template <class T, class M>
 PARALLEL_OPS_INLINE bool softmax_forward(const T* __restrict x, const M* __restrict mask, T* __restrict y, int64_t n,
                                          acc_t<T> scale, acc_t<T>* __restrict z) {
   using A = acc_t<T>;
+  const auto mask_at = [mask](int64_t i) {
+    if constexpr (std::is_void_v<M>) {
+      return mask;
+    } else {
+      return mask + i;
+    }
+  };
   const int64_t whole = n / kLanes * kLanes;
-  const int64_t rest = n - whole;
   alignas(64) A lanes[kLanes];
   for (int64_t l = 0; l < kLanes; ++l) lanes[l] = kMasked<A>;
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -94,20 +93,7 @@ PARALLEL_OPS_INLINE bool softmax_forward(const T* __restrict x, const M* __restr
       lanes[l] = v > lanes[l] ? v : lanes[l];
     }
   }
-  if (rest > 0) {
-    A* zr = z + whole;
-    PaddedGroup<T> px;
-    px.of(x + whole, rest);
-    if constexpr (std::is_void_v<M>) {
-      for (int64_t l = 0; l < kLanes; ++l) zr[l] = logit(px.data, mask, l, scale);
-    } else {
-      PaddedGroup<M> pm;
-      pm.of(mask + whole, rest);
-      for (int64_t l = 0; l < kLanes; ++l) zr[l] = logit(px.data, pm.data, l, scale);
-    }
-    for (int64_t l = rest; l < kLanes; ++l) zr[l] = kMasked<A>;
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] = zr[l] > lanes[l] ? zr[l] : lanes[l];
-  }
+  if (whole < n) last_group(x + whole, mask_at(whole), static_cast<int32_t>(n - whole), scale, z + whole, lanes);
   const A max = max_of_lanes(lanes);
   // The maximum passes over NaN; exp and the sum do not. -inf - -inf would be NaN too, so such a row shifts by zero.
   const A shift = max == kMasked<A> ? A(0) : max;
@@ -122,12 +108,7 @@ PARALLEL_OPS_INLINE bool softmax_forward(const T* __restrict x, const M* __restr
   }
   const A sum = sum_of_lanes(lanes);
   const A inverse = sum == A(0) ? A(0) : A(1) / sum;
-  for (int64_t i = 0; i < whole; ++i) y[i] = from_acc<T>(z[i] * inverse);
-  if (rest > 0) {
-    PaddedGroup<T> py;
-    for (int64_t l = 0; l < kLanes; ++l) py.data[l] = from_acc<T>(z[whole + l] * inverse);
-    py.to(y + whole, rest);
-  }
+  for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(z[i] * inverse);
   return sum == sum;
 }
 
@@ -137,30 +118,25 @@ PARALLEL_OPS_INLINE T softmax_gradient(T dy, T y, acc_t<T> sum, acc_t<T> scale) 
 }
 
 // dx = scale * y * (dy - sum(dy * y)), and zero where y is: masked elements get no gradient, whatever the row holds.
+// dy and y are readable up to n rounded up to kLanes.
 template <class T>
 PARALLEL_OPS_INLINE void softmax_backward(const T* __restrict dy, const T* __restrict y, T* __restrict dx, int64_t n,
                                           acc_t<T> scale) {
   using A = acc_t<T>;
   const int64_t whole = n / kLanes * kLanes;
-  const int64_t rest = n - whole;
-  PaddedGroup<T> pdy, py;
   alignas(64) A lanes[kLanes];
   for (int64_t l = 0; l < kLanes; ++l) lanes[l] = A(0);
   for (int64_t i = 0; i < whole; i += kLanes)
     for (int64_t l = 0; l < kLanes; ++l) lanes[l] += to_acc(dy[i + l]) * to_acc(y[i + l]);
-  if (rest > 0) {
-    pdy.of(dy + whole, rest);
-    py.of(y + whole, rest);
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += to_acc(pdy.data[l]) * to_acc(py.data[l]);
+  if (whole < n) {
+    const auto rest = static_cast<int32_t>(n - whole);
+    for (int32_t l = 0; l < kLanes; ++l) {
+      const A product = to_acc(dy[whole + l]) * to_acc(y[whole + l]);
+      lanes[l] += l < rest ? product : A(0);
+    }
   }
   const A sum = sum_of_lanes(lanes);
-
-  for (int64_t i = 0; i < whole; ++i) dx[i] = softmax_gradient(dy[i], y[i], sum, scale);
-  if (rest > 0) {
-    PaddedGroup<T> pdx;
-    for (int64_t l = 0; l < kLanes; ++l) pdx.data[l] = softmax_gradient(pdy.data[l], py.data[l], sum, scale);
-    pdx.to(dx + whole, rest);
-  }
+  for (int64_t i = 0; i < n; ++i) dx[i] = softmax_gradient(dy[i], y[i], sum, scale);
   // Every dy is finite if the sum is, and dy - sum too if the sum is not huge; otherwise 0 * (dy - sum) may be NaN.
   constexpr A kHuge = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
   if (!(std::fabs(sum) < kHuge)) {
@@ -182,6 +158,34 @@ class RowScratch {
  private:
   static int64_t padded(int64_t n) { return ceil_div(n, kLanes) * kLanes; }
   std::unique_ptr<unsigned char[]> memory_;
+};
+
+// Rows of a tensor as softmax_forward and softmax_backward read them: in whole groups. What lies between the end of a
+// row and the end of the tensor may be read (and is not used); a row that ends less than a group before the tensor does
+// is copied. So short rows need no scalar remainder and no copy: a copy in small pieces read back whole costs a
+// store-forwarding stall, some 40 ns a row.
+template <class T>
+class PaddedRows {
+ public:
+  PaddedRows(const Tensor& t, const int64_t* sizes, int64_t dim, const int64_t* strides)
+      : rows_(t, sizes, dim, strides), end_(static_cast<const T*>(t.const_data_ptr()) + extent(sizes, dim, strides)) {}
+  explicit PaddedRows(const Tensor& t) : PaddedRows(t, t.sizes().begin(), t.dim(), t.strides().begin()) {}
+
+  const T* read(int64_t row, int64_t col, int64_t n, T* scratch) const {
+    const T* p = rows_.tile(row, col, n, scratch);
+    if (p == scratch || end_ - p >= ceil_div(n, kLanes) * kLanes) return p;
+    std::memcpy(scratch, p, static_cast<size_t>(n) * sizeof(T));
+    return scratch;
+  }
+
+ private:
+  static int64_t extent(const int64_t* sizes, int64_t dim, const int64_t* strides) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < dim; ++d) last += (sizes[d] - 1) * strides[d];
+    return last + 1;
+  }
+  Rows<T> rows_;
+  const T* end_;
 };
 
 // Calls f(begin, end) for ranges of rows, in parallel.

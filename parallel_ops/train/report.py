@@ -20,6 +20,12 @@ STYLES = {"plain": ("#f4a261", 4.5), "fused": ("#1d3557", 1.4)}
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
+def final_loss(run: Run) -> float:
+    """The mean over the last tenth of the steps: one batch alone says little."""
+    last = run.losses[-max(1, len(run.losses) // 10) :]
+    return sum(last) / len(last)
+
+
 def loss_difference(a: Run, b: Run) -> float:
     """The largest difference of the losses of one step; NaN where a loss is."""
     differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
@@ -40,7 +46,7 @@ def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
     for run in runs:
         out.add_column(run.name, justify="right", no_wrap=True)
     out.add_row("loss at the start", *(f"{run.losses[0]:.4f}" for run in runs))
-    out.add_row("loss at the end", *(f"{run.losses[-1]:.4f}" for run in runs))
+    out.add_row("loss at the end", *(f"{final_loss(run):.4f}" for run in runs))
     out.add_row("median step time", *(f"{1e3 * median(run.seconds):,.1f} ms" for run in runs))
     out.add_row("tokens per second", *(f"{tokens / median(run.seconds):,.0f}" for run in runs))
     out.add_row("peak memory", *(_mebibytes(run.peak_memory) for run in runs))
@@ -80,7 +86,7 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend(edgecolor="none", framealpha=0.85)
-    times.legend(edgecolor="none", framealpha=0.85, loc="lower right")
+    times.legend(edgecolor="none", framealpha=0.85, loc="upper right")
     figure.suptitle(describe(config), fontsize=10, color="0.35")
     figure.savefig(path, dpi=150)
 
@@ -99,6 +105,7 @@ def as_json(config: TrainConfig, runs: Sequence[Run]) -> str:
     out: dict[str, Any] = {"description": describe(config), "steps": config.steps}
     for run in runs:
         out[run.name] = {
+            "final_loss": _finite(final_loss(run)),
             "losses": [_finite(loss) for loss in run.losses],
             "seconds": run.seconds,
             "peak_memory_bytes": run.peak_memory,

@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -17,7 +18,7 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from parallel_ops.train import cli, report
+from parallel_ops.train import __main__, cli, report
 from parallel_ops.train.lockstep import Run
 
 MODEL = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
@@ -234,6 +235,13 @@ class TestCommandErrors:
         assert message in result.stderr
 
 
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else object())
+    with pytest.raises(SystemExit, match="2"):
+        __main__._main()
+    assert capsys.readouterr().err == "error: needs rich; run: pip install 'parallel_ops[train]'\n"
+
+
 class TestReport:
     CONFIG = TrainConfig(model=MODEL, steps=3)
 
@@ -244,6 +252,8 @@ class TestReport:
     def test_comparison(self):
         plain, fused = self.runs(5.0, 4.5, 3.25)
         assert report.loss_difference(plain, fused) == 0.5
+        assert report.final_loss(fused) == 3.25
+        assert report.final_loss(Run("plain", [9.0] * 18 + [2.0, 3.0])) == 2.5
         assert report.speed_up(plain, fused) == pytest.approx(2.0)  # of 2, 1.5 and 4.5
 
     def test_a_loss_that_diverged_is_shown_and_is_valid_json(self, tmp_path):
