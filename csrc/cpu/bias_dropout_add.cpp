@@ -139,14 +139,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, bool bias, double p, const
       backward_tile(dys.tile(row, col, n, sdy.data), drop.on ? out + index : out, sum, n, drop,
                     static_cast<uint64_t>(index));
     };
-    if (bias) {
-      for_each_tile_summing_columns(shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
-    } else {
-      for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
-        Scratch<acc_t<T>> unused;
-        tile(row, col, n, unused.data);
-      });
-    }
+    for_each_tile_summing_columns_if(bias, shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
   });
   return {dx, dbias};
 }

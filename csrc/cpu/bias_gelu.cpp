@@ -110,14 +110,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
       T* dxt = out + row * shape.cols + col;
       tanh ? backward_tanh(dyt, xt, bt, dxt, sum, n) : backward_erf(dyt, xt, bt, dxt, sum, n);
     };
-    if (bias) {
-      for_each_tile_summing_columns(shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
-    } else {
-      for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
-        Scratch<acc_t<T>> unused;
-        tile(row, col, n, unused.data);
-      });
-    }
+    for_each_tile_summing_columns_if(bias.has_value(), shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
   });
   return {dx, dbias};
 }

@@ -110,14 +110,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
                     xs.tile(row, shape.cols + col, n, up.data), biases.tile(col, n, gate_bias.data),
                     biases.tile(shape.cols + col, n, up_bias.data), dgate, dgate + shape.cols, sum, n);
     };
-    if (bias) {
-      for_each_tile_summing_columns<T, 2>(shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
-    } else {
-      for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
-        alignas(64) acc_t<T> unused[2 * kTileCols];
-        tile(row, col, n, unused);
-      });
-    }
+    for_each_tile_summing_columns_if<T, 2>(bias.has_value(), shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
   });
   return {dx, dbias};
 }

@@ -63,4 +63,14 @@ void for_each_tile_summing_columns(Shape2d shape, T* out, const F& f) {
   });
 }
 
+// The same where the sums may not be wanted: without `wanted`, f adds to an accumulator that nobody reads.
+template <class T, int kBlocks = 1, class F>
+void for_each_tile_summing_columns_if(bool wanted, Shape2d shape, T* out, const F& f) {
+  if (wanted) return for_each_tile_summing_columns<T, kBlocks>(shape, out, f);
+  for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
+    alignas(64) acc_t<T> unread[kBlocks * kTileCols];
+    f(row, col, n, unread);
+  });
+}
+
 }  // namespace parallel_ops::cpu
