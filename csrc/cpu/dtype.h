@@ -37,7 +37,7 @@ PARALLEL_OPS_INLINE float to_acc(Half v) {
   const uint32_t sign = static_cast<uint32_t>(v.x & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(v.x & 0x7fffu) << 13;
   // The exponent is biased by 112 less than fp32's. A subnormal borrows a leading one and gives it back; read as
-  // an fp32 subnormal it would cost x86 a microcode trap (2026-11, Xeon: 16 ns an element instead of 0.3).
+  // an fp32 subnormal it could cost x86 a microcode trap, and half the values of a softmax row can be subnormal.
   const float subnormal = bits_as<float>(magnitude + 0x38800000u) - bits_as<float>(0x38800000u);
   const uint32_t finite = magnitude < 0x00800000u ? bits_as<uint32_t>(subnormal) : magnitude + 0x38000000u;
   const uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite;

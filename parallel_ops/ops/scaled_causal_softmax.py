@@ -4,9 +4,9 @@
     y[i, :]  = softmax of z[i, :] over those keys, zero elsewhere
     dx[i, :] = scale y (dy - sum(dy y)) over those keys, zero elsewhere      (fp32 sum in a fixed order)
 
-The last query sees the last key (bottom-right alignment), as when queries are the newest sk - sq.. of a cached
-sequence. Scores, y and dy outside what a query sees are neither read nor exponentiated: half the bytes of a square
-at rest stay where they are, and NaN there is harmless. Saved for backward: y, nothing else; no mask exists.
+The last query sees the last key (bottom-right alignment), as when the queries are the newest of a cached sequence.
+Scores, y and dy outside what a query sees are not used, and not read save for what shares a vector with it: a square
+costs half the reads, and NaN there is harmless. Saved for backward: y, nothing else; no mask exists.
 
 Source: Megatron-LM's upper-triangular fused softmax (arXiv:2104.04473); the window is Longformer's (arXiv:2004.05150).
 """
