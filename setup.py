@@ -83,6 +83,7 @@ setup(
         "parallel_ops",
         "parallel_ops.models",
         "parallel_ops.ops",
+        "parallel_ops.tensor_parallel",
         "parallel_ops.train",
         "parallel_ops.triton_kernels",
     ],

@@ -1,5 +1,5 @@
 // Every op's schema, in one place. Kernels register themselves: csrc/cpu for the CPU, parallel_ops/ops for
-// CUDA (Triton), autograd, autocast and shape inference.
+// CUDA (Triton), autograd, autocast and shape inference, parallel_ops/tensor_parallel for ops over a process group.
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
@@ -19,6 +19,29 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor");
   m.def("scaled_causal_softmax(Tensor scores, float scale, int? window) -> Tensor");
   m.def("scaled_causal_softmax_backward(Tensor grad, Tensor y, float scale, int? window) -> Tensor");
+  m.def(
+      "cross_entropy_statistics(Tensor logits, Tensor target, int start, int vocab, int ignore_index, float softcap, "
+      "bool smoothing) -> (Tensor, Tensor)");
+  m.def(
+      "cross_entropy_combine(Tensor statistics, Tensor column, float label_smoothing, float z_loss) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor column, Tensor saved, float label_smoothing, float "
+      "z_loss, float softcap) -> Tensor");
+  m.def(
+      "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor column, Tensor saved, float label_smoothing, "
+      "float z_loss, float softcap) -> ()");
+  m.def(
+      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str? group, float label_smoothing, float z_loss, "
+      "float softcap, int ignore_index, bool inplace_backward) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, str? group, "
+      "float label_smoothing, float z_loss, float softcap, int ignore_index, bool per_row, int parts, int chunk_bytes, "
+      "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor "
+      "column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
+      "per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

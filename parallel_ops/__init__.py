@@ -2,7 +2,16 @@
 
 import parallel_ops._extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
 from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu, scaled_causal_softmax, scaled_masked_softmax
+from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __version__ = "0.1.0"
 
-__all__ = ["bias_dropout_add", "bias_gelu", "bias_swiglu", "scaled_causal_softmax", "scaled_masked_softmax"]
+__all__ = [
+    "bias_dropout_add",
+    "bias_gelu",
+    "bias_swiglu",
+    "scaled_causal_softmax",
+    "scaled_masked_softmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
+]

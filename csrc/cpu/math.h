@@ -62,6 +62,35 @@ PARALLEL_OPS_INLINE Sigmoid<A> sigmoid(A x) {
   return {x < A(0) ? t * r : r, t * r * r};
 }
 
+// Logits kept within (-cap, cap): cap tanh(x / cap) and its derivative. -inf marks a column that is not there and
+// stays so. The derivative is 4e / (1 + e)^2 with e = exp(-2|x / cap|), since 1 - tanh^2 would cancel.
+template <class A>
+struct Softcap {
+  A value;
+  A slope;
+};
+
+PARALLEL_OPS_INLINE Softcap<float> softcap(float x, float cap) {
+  const float a = std::fabs(x / cap);
+  const float e = exp_nonpositive(-2.0f * a);
+  const float r = 1.0f / (1.0f + e);
+  // Near zero 1 - e loses its digits: a degree-9 odd minimax polynomial takes over (Moshier's Cephes, tanhf).
+  const float a2 = a * a;
+  float p = -5.70498872745e-3f;
+  p = p * a2 + 2.06390887954e-2f;
+  p = p * a2 + -5.37397155531e-2f;
+  p = p * a2 + 1.33314422036e-1f;
+  p = p * a2 + -3.33332819422e-1f;
+  const float t = cap * (a < 0.625f ? a + a * a2 * p : (1.0f - e) * r);
+  const float value = x < 0.0f ? -t : t;
+  return {x == -INFINITY ? x : value, 4.0f * e * r * r};
+}
+PARALLEL_OPS_INLINE Softcap<double> softcap(double x, double cap) {
+  const double e = std::exp(-2.0 * std::fabs(x / cap));
+  const double value = cap * std::tanh(x / cap);
+  return {x == -INFINITY ? x : value, 4.0 * e / ((1.0 + e) * (1.0 + e))};
+}
+
 // The standard normal's distribution function and density at x.
 template <class A>
 struct Normal {

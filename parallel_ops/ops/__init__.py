@@ -3,6 +3,7 @@
 from parallel_ops.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add_reference
 from parallel_ops.ops.bias_gelu import bias_gelu, bias_gelu_reference
 from parallel_ops.ops.bias_swiglu import bias_swiglu, bias_swiglu_reference
+from parallel_ops.ops.cross_entropy import cross_entropy_reference
 from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax, scaled_causal_softmax_reference
 from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax, scaled_masked_softmax_reference
 
@@ -13,6 +14,7 @@ __all__ = [
     "bias_gelu_reference",
     "bias_swiglu",
     "bias_swiglu_reference",
+    "cross_entropy_reference",
     "scaled_causal_softmax",
     "scaled_causal_softmax_reference",
     "scaled_masked_softmax",

@@ -20,6 +20,7 @@ def register(
     *,
     fake: Callable[..., Any],
     cuda: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
@@ -29,6 +30,7 @@ def register(
     Args:
         fake: gives outputs of the right shape, dtype and device without computing.
         cuda: allocates the outputs and launches the Triton kernels.
+        cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
             asking for its gradient raises.
         autocast: maps (autocast dtype, arguments) to the arguments to run with; absent, autocast changes nothing.
@@ -37,6 +39,8 @@ def register(
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, fake)
     _library.impl(name, _on_its_device(cuda), "CUDA")
+    if cpu is not None:
+        _library.impl(name, cpu, "CPU")
     if backward is not None:
         torch.library.register_autograd(qualified, once_differentiable(name, backward), setup_context=setup_context)
     if autocast is not None:

@@ -66,9 +66,13 @@ class Compiled:
     spill_instructions: tuple[str, ...]
     access_bits: dict[str, list[int]]  # "LDG" and "STG": the width of each instruction, in bits
 
-    def wide_share(self) -> float:
-        """The share of the bytes loaded and stored per pass that moves 128 bits at a time."""
-        widths = [w for kind in self.access_bits.values() for w in kind]
+    def wide_share(self, scalars: int = 0) -> float:
+        """The share of the bytes loaded and stored per pass that moves 128 bits at a time.
+
+        ``scalars`` accesses are of one value a row, not of bulk data: the narrowest so many are left out.
+        """
+        widths = [w for kind in self.access_bits.values() for w in kind if w == 128]
+        widths += sorted(w for kind in self.access_bits.values() for w in kind if w != 128)[scalars:]
         return sum(w for w in widths if w == 128) / max(1, sum(widths))
 
 

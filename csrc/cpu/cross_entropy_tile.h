@@ -1,0 +1,121 @@
+// Cross-entropy within one tile of one row: its statistics, and its gradient.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "math.h"
+#include "rows.h"
+
+namespace parallel_ops::cpu {
+
+// What `column` says of a row instead of a column of this shard.
+constexpr int64_t kOnAnotherShard = -1;
+constexpr int64_t kIgnored = -2;
+constexpr int64_t kInvalid = -3;
+
+// Rows of the statistics tensor; without label smoothing only the first three are there.
+enum Statistic { kMax, kSumExp, kTarget, kSum, kCount };
+constexpr int64_t kPlain = 3;
+constexpr int64_t kSmoothed = 5;
+
+// Independent sums (two registers of 16 floats): set here, not by the target, so that all targets add in the same
+// order.
+constexpr int64_t kLanes = 32;
+// Fewer rows than this are cut into column blocks, so that several threads share a row.
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kBlockCols = 8 * kTileCols;
+
+template <class A>
+constexpr A kAbsent = -std::numeric_limits<A>::infinity();
+
+// Statistics of a part of a row. `exps` is the sum of exp(z - max).
+template <class A>
+struct Part {
+  A max = kAbsent<A>;
+  A exps = 0;
+  A sum = 0;
+  A count = 0;
+
+  PARALLEL_OPS_INLINE void add(A other_max, A other_exps, A other_sum, A other_count) {
+    const A joint = other_max > max ? other_max : max;
+    const A base = joint == kAbsent<A> ? A(0) : joint;  // -inf - -inf would be NaN
+    exps = exps * exp_nonpositive(max - base) + other_exps * exp_nonpositive(other_max - base);
+    max = joint;
+    sum += other_sum;
+    count += other_count;
+  }
+};
+
+template <class A>
+PARALLEL_OPS_INLINE A lane_sum(A* lanes) {
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  }
+  return lanes[0];
+}
+
+template <bool kCap, bool kSmooth, class T>
+PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_t n, acc_t<T> cap) {
+  using A = acc_t<T>;
+  alignas(64) A z[kTileCols];
+  alignas(64) A largest[kLanes], exps[kLanes] = {}, sums[kLanes] = {}, counts[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) z[i] = kCap ? softcap(to_acc(x[i]), cap).value : to_acc(x[i]);
+  const int64_t padded = ceil_div(n, kLanes) * kLanes;
+  for (int64_t i = n; i < padded; ++i) z[i] = kAbsent<A>;
+  for (int64_t l = 0; l < kLanes; ++l) largest[l] = kAbsent<A>;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) largest[l] = z[i + l] > largest[l] ? z[i + l] : largest[l];
+    if constexpr (kSmooth) {
+      for (int64_t l = 0; l < kLanes; ++l) {
+        const bool there = z[i + l] != kAbsent<A>;
+        sums[l] += there ? z[i + l] : A(0);
+        counts[l] += there ? A(1) : A(0);
+      }
+    }
+  }
+  Part<A> part;
+  for (int64_t l = 0; l < kLanes; ++l) part.max = largest[l] > part.max ? largest[l] : part.max;
+  const A base = part.max == kAbsent<A> ? A(0) : part.max;
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) exps[l] += exp_nonpositive(z[i + l] - base);
+  }
+  part.exps = lane_sum(exps);
+  if constexpr (kSmooth) {
+    part.sum = lane_sum(sums);
+    part.count = lane_sum(counts);
+  }
+  return part;
+}
+
+// What the gradient of one row needs beside its logits.
+template <class A>
+struct RowGradient {
+  A max;
+  A log_exps;
+  A grad;
+  A z_loss;   // grad 2 z_loss lse
+  A uniform;  // label_smoothing / count
+  A cap;
+};
+
+// `weight` is what the target distribution gives this column. The difference comes first: at p = weight it is exactly
+// zero, and the z-loss keeps its digits.
+template <bool kCap, class T>
+PARALLEL_OPS_INLINE acc_t<T> gradient(T x, const RowGradient<acc_t<T>>& row, acc_t<T> weight) {
+  using A = acc_t<T>;
+  Softcap<A> z{to_acc(x), A(1)};
+  if constexpr (kCap) z = softcap(z.value, row.cap);
+  const A p = exp_nonpositive((z.value - row.max) - row.log_exps);
+  const A g = row.grad * (p - (z.value == kAbsent<A> ? A(0) : weight)) + row.z_loss * p;
+  return kCap ? g * z.slope : g;
+}
+
+// dx may be x itself.
+template <bool kCap, bool kSmooth, class T>
+PARALLEL_OPS_INLINE void tile_gradient(const T* x, T* dx, int64_t n, const RowGradient<acc_t<T>>& row) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) dx[i] = from_acc<T>(gradient<kCap>(x[i], row, kSmooth ? row.uniform : acc_t<T>(0)));
+}
+
+}  // namespace parallel_ops::cpu

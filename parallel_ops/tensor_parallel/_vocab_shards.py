@@ -1,0 +1,256 @@
+"""How the ranks of a group share a vocabulary, and the one all-gather of a vocab-parallel loss.
+
+A rank must know where its shard starts before it can tell whose a target is, and ranks must agree on rows and options
+before they exchange anything of that size. Both ride in the all-gather of the statistics itself: a message is a header
+of a few integers and a payload of fixed size, the same in every call on every rank, so that ranks that disagree still
+meet, read each other's headers, and all raise. A rank that finds its own arguments wrong says so in a header before it
+raises.
+
+    the layout is known (every call after the first)    one all-gather
+    it is not, or some rank's shard changed its size    one all-gather without statistics, then as above
+    the statistics are longer than the payload          a second all-gather, for them alone
+
+On CPU every rank reads the headers. On CUDA that would mean waiting for the device, so they are read only by a rank
+that does not know the layout; a rank that knows it compares them on the device, and disagreement makes its losses NaN.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+# 10,922 rows of plain fp32 statistics: enough for the usual batch, little enough to cost hardly more than no payload.
+PAYLOAD_BYTES = 128 << 10
+
+_UNKNOWN = -1
+_FAILED = -2
+
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    """What a rank tells the others with every message."""
+
+    start: int = _UNKNOWN  # where it believes its shard to start,
+    vocab: int = _UNKNOWN  # and how large it believes the vocabulary to be
+    cols: int = 0
+    rows: int = _FAILED
+    agreed: int = 0  # fingerprint of the options that must be the same everywhere
+    reads: int = 1
+    bad_row: int = -1
+    bad_target: int = 0
+
+
+_HEADER_BYTES = 8 * len(dataclasses.fields(_Header))
+
+
+def group_name(op: str, group: ProcessGroup | None) -> str | None:
+    """What a process group is called in an op's schema; ``None`` where there is nothing to communicate."""
+    if group is None:
+        return None
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{op}: group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {type(group).__name__}"
+        )
+    return None if group.size() == 1 else group.group_name
+
+
+def resolve(name: Any) -> ProcessGroup:
+    return _resolve_process_group(name)
+
+
+def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int) -> None:
+    """ValueError for a target outside the vocabulary on CPU; on CUDA the loss of such a row is NaN instead."""
+    if target.device.type == "cpu" and (bad := _first_bad_target(target, vocab, ignore_index)) is not None:
+        raise ValueError(_bad_target(op, *bad, vocab))
+
+
+def _first_bad_target(target: Tensor, vocab: int, ignore_index: int) -> tuple[int, int] | None:
+    flat = target.flatten()
+    bad = ((flat < 0) | (flat >= vocab)) & (flat != ignore_index)
+    if not bool(bad.any()):
+        return None
+    row = int(bad.int().argmax())
+    return row, int(flat[row])
+
+
+def _bad_target(op: str, row: int, value: int, vocab: int, where: str = "") -> str:
+    return f"{op}: target {value} in row {row}{where} is outside the vocabulary [0, {vocab}) and is not ignore_index"
+
+
+@contextlib.contextmanager
+def announcing_failure(group: str | None) -> Iterator[None]:
+    """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        if group is not None and not torch.compiler.is_compiling():
+            process_group = resolve(group)
+            _all_gather(process_group, _message(_tensor([_Header()], _device_of(process_group))[0], None))
+        raise
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _tensor(headers: Sequence[_Header], device: torch.device) -> Tensor:
+    return torch.tensor([dataclasses.astuple(h) for h in headers], dtype=torch.int64, device=device)
+
+
+def _message(header: Tensor, payload: Tensor | None) -> Tensor:
+    message = torch.empty(_HEADER_BYTES + PAYLOAD_BYTES, dtype=torch.uint8, device=header.device)
+    message[:_HEADER_BYTES] = header.view(torch.uint8)
+    if payload is not None:
+        message[_HEADER_BYTES : _HEADER_BYTES + payload.nbytes] = payload.flatten().view(torch.uint8)
+    return message
+
+
+def _all_gather(group: ProcessGroup, t: Tensor) -> Tensor:
+    out = t.new_empty((group.size(), *t.shape))
+    dist.all_gather_into_tensor(out.flatten(), t.contiguous().flatten(), group=group)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shard sizes of a group, in rank order, seen from one rank."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(self.sizes))[:-1]
+
+    @property
+    def start(self) -> int:
+        return self.starts[self.rank]
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.sizes)
+
+
+class _GroupState:
+    """What this process remembers of a group."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[int, Layout] = {}  # by the size of this rank's shard: a model may have several vocabularies
+        self.headers: dict[tuple[Layout, int, int], Tensor] = {}  # on CUDA: what all ranks are expected to send
+
+
+_states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+
+
+def known_layout(group: str, cols: int) -> Layout:
+    """The layout that the forward of this rank's shard of ``cols`` columns found."""
+    return _states[resolve(group)].layouts[cols]
+
+
+class _LayoutChanged(Exception):
+    """Some rank did not know the layout of the group, which is known now."""
+
+
+class VocabShards:
+    """One call of a vocab-parallel loss on this rank. ``agreed`` is what all ranks must pass alike."""
+
+    def __init__(self, op: str, group: str, cols: int, target: Tensor, ignore_index: int, agreed: tuple[object, ...]):
+        self.op, self.cols, self.target, self.ignore_index = op, cols, target, ignore_index
+        self.group = resolve(group)
+        self._agreed = hash(agreed)  # of numbers: the same in every process
+        self._sent: dict[tuple[Layout, int, int], Tensor] = {}
+        self._state = _states.setdefault(self.group, _GroupState())
+        self._on_cpu = target.device.type == "cpu"
+
+    def with_layout(self, call: Callable[[Layout], R]) -> R:
+        """``call(layout)``; again if a rank turned out not to know the layout, so that every rank takes part again."""
+        while True:
+            try:
+                return call(self._state.layouts.get(self.cols) or self._learn_layout())
+            except _LayoutChanged:
+                continue
+
+    def _learn_layout(self) -> Layout:
+        header = _Header(cols=self.cols, rows=self.target.numel(), agreed=self._agreed)
+        received = _all_gather(self.group, _message(_tensor([header], self.target.device)[0], None))
+        self._read(received)
+        raise AssertionError("unreachable: this rank's own header does not know the layout")
+
+    def gather(self, layout: Layout, statistics: Tensor) -> Tensor:
+        """``statistics`` of all ranks, stacked in rank order."""
+        expected = self._expected(layout)
+        payload = statistics if statistics.nbytes <= PAYLOAD_BYTES else None
+        received = _all_gather(self.group, _message(expected[self.group.rank()], payload))
+        if self._on_cpu:
+            self._read(received)
+        if payload is None:
+            gathered = _all_gather(self.group, statistics)
+        else:
+            end = _HEADER_BYTES + payload.nbytes
+            gathered = received[:, _HEADER_BYTES:end].contiguous().view(statistics.dtype).view(-1, *statistics.shape)
+        if not self._on_cpu:
+            agree = (_headers(received) == expected).all()
+            gathered = torch.where(agree, gathered, torch.nan)
+        return gathered
+
+    def agree(self, layout: Layout) -> None:
+        """Checks that all ranks make the same call, for callers that exchange something else before ``gather``."""
+        received = _all_gather(self.group, _message(self._expected(layout)[self.group.rank()], None))
+        if self._on_cpu:
+            self._read(received)
+
+    def _expected(self, layout: Layout) -> Tensor:
+        """The headers of all ranks as they should be; on CPU this rank's says whether a target is wrong."""
+        key = (layout, self.target.numel(), self._agreed)
+        known = self._sent if self._on_cpu else self._state.headers  # on CPU a header depends on the target's values
+        if key not in known:
+            headers = [
+                _Header(start, layout.vocab, cols, self.target.numel(), self._agreed, reads=int(self._on_cpu))
+                for start, cols in zip(layout.starts, layout.sizes, strict=True)
+            ]
+            if self._on_cpu and (bad := _first_bad_target(self.target, layout.vocab, self.ignore_index)) is not None:
+                headers[layout.rank] = dataclasses.replace(headers[layout.rank], bad_row=bad[0], bad_target=bad[1])
+            known[key] = _tensor(headers, self.target.device)
+        return known[key]
+
+    def _read(self, received: Tensor) -> None:
+        """Raises what any rank's header gives reason for; every rank that reads raises the same."""
+        headers = [_Header(*values) for values in _headers(received).tolist()]
+        failed = [rank for rank, h in enumerate(headers) if h.rows == _FAILED]
+        if failed:
+            raise ValueError(f"{self.op}: rank {failed[0]} of the group found its arguments wrong; see its error")
+        if len({h.rows for h in headers}) > 1:
+            raise ValueError(
+                f"{self.op}: the ranks of the group must have the same rows, got {[h.rows for h in headers]} rows"
+            )
+        if len({h.agreed for h in headers}) > 1:
+            raise ValueError(f"{self.op}: the ranks of the group must pass the same options and dtypes")
+        layout = Layout(tuple(h.cols for h in headers), self.group.rank())
+        bad = [(rank, h) for rank, h in enumerate(headers) if h.bad_row >= 0 and h.vocab == layout.vocab]
+        if bad:
+            rank, h = bad[0]
+            raise ValueError(_bad_target(self.op, h.bad_row, h.bad_target, layout.vocab, f" (on rank {rank})"))
+        self._state.layouts[self.cols] = layout
+        if all((h.start, h.vocab) == (start, layout.vocab) for h, start in zip(headers, layout.starts, strict=True)):
+            return
+        if not all(h.reads for h in headers):
+            raise ValueError(
+                f"{self.op}: some ranks changed the size of their vocabulary shard and others did not; "
+                "use another process group for another split of the vocabulary"
+            )
+        raise _LayoutChanged
+
+
+def _headers(received: Tensor) -> Tensor:
+    return received[:, :_HEADER_BYTES].contiguous().view(torch.int64)

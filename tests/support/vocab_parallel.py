@@ -1,0 +1,167 @@
+"""What each rank does in the tests of the vocab-parallel losses, and the sharded op as a function of whole tensors."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from support.distributed import ranks
+from support.kernels import differentiable
+
+
+def sizes_of(vocab: int, shards: int) -> list[int]:
+    """Shard sizes that differ wherever ``vocab`` allows."""
+    first = max(1, vocab // (shards + 1))
+    rest = [(vocab - first) // (shards - 1)] * (shards - 1)
+    rest[-1] += vocab - first - sum(rest)
+    return [first, *rest]
+
+
+def _shard(t: Tensor, sizes: list[int], rank: int, dim: int) -> Tensor:
+    return t.split(sizes, dim=dim)[rank].clone().requires_grad_()
+
+
+def cross_entropy(rank: int, logits: Tensor, target: Tensor, sizes: list[int], options: dict[str, Any], grad: Any):
+    """(loss, gradient of this rank's logits)."""
+    x = _shard(logits, sizes, rank, -1)
+    loss = vocab_parallel_cross_entropy(x * 1, target, group=dist.group.WORLD, **options)
+    loss.backward(torch.ones_like(loss) if grad is None else grad)
+    return loss.detach(), x.grad
+
+
+def _same_on_all(losses: list[Tensor]) -> Tensor:
+    for loss in losses[1:]:
+        assert torch.equal(losses[0], loss) or losses[0].isnan().any(), "the loss differs between ranks"
+    return losses[0]
+
+
+def sharded_cross_entropy(shards: int, sizes: list[int] | None = None, **options: Any):
+    """``vocab_parallel_cross_entropy`` over a group, as a function of the whole logits."""
+
+    def run(logits: Tensor, target: Tensor, grad: Tensor | None) -> list[Any]:
+        split = sizes_of(logits.shape[-1], shards) if sizes is None else sizes
+        return ranks(shards).run(cross_entropy, logits.detach(), target, split, options, grad)
+
+    def forward(logits: Tensor, target: Tensor) -> Tensor:
+        return _same_on_all([loss for loss, _ in run(logits, target, None)])
+
+    def backward(grad: Tensor, logits: Tensor, target: Tensor) -> tuple[Tensor, None]:
+        return torch.cat([g for _, g in run(logits, target, grad.contiguous())], dim=-1), None
+
+    return differentiable(forward, backward)
+
+
+def linear_cross_entropy(
+    rank: int, tensors: list[Tensor | None], target: Tensor, sizes: list[int], options: dict[str, Any], grad: Any
+):
+    """(loss, gradients of hidden, weight and bias on this rank)."""
+    hidden, weight, bias = tensors
+    if options.get("sequence_parallel"):
+        h = _shard(hidden, [hidden.shape[0] // len(sizes)] * len(sizes), rank, 0)
+    else:
+        h = hidden.clone().requires_grad_()
+    w = _shard(weight, sizes, rank, 0)
+    b = None if bias is None else _shard(bias, sizes, rank, 0)
+    loss = vocab_parallel_linear_cross_entropy(h, w, target, bias=b, group=dist.group.WORLD, **options)
+    loss.backward(torch.ones_like(loss) if grad is None else grad)
+    return loss.detach(), h.grad, w.grad, None if b is None else b.grad
+
+
+def sharded_linear_cross_entropy(shards: int, **options: Any):
+    """``vocab_parallel_linear_cross_entropy`` over a group, as a function of whole tensors."""
+
+    def run(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, grad: Tensor | None) -> list[Any]:
+        tensors = [None if t is None else t.detach() for t in (hidden, weight, bias)]
+        split = sizes_of(weight.shape[0], shards)
+        return ranks(shards).run(linear_cross_entropy, tensors, target, split, options, grad)
+
+    def forward(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _same_on_all([result[0] for result in run(hidden, weight, target, bias, None)])
+
+    def backward(grad: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None):
+        _, dh, dw, db = zip(*run(hidden, weight, target, bias, grad.contiguous()), strict=True)
+        dhidden = torch.cat(dh) if options.get("sequence_parallel") else _same_on_all(list(dh))
+        return dhidden, torch.cat(dw), None, None if bias is None else torch.cat(db)
+
+    return differentiable(forward, backward)
+
+
+def compiled_linear(rank: int, hidden: Tensor, weight: Tensor, target: Tensor, options: dict[str, Any]):
+    """As ``compiled``."""
+    torch._dynamo.reset()
+    op = functools.partial(vocab_parallel_linear_cross_entropy, group=dist.group.WORLD, **options)
+    results = []
+    for function in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
+        h, w = hidden.clone().requires_grad_(), _shard(weight, sizes_of(weight.shape[0], 2), rank, 0)
+        loss = function(h, w, target)
+        loss.sum().backward()
+        results.append((loss.detach(), h.grad, w.grad))
+    return results
+
+
+def mismatched_hidden(rank: int, sequence_parallel: bool):
+    """Ranks that disagree on the hidden size, which no rank can see by itself."""
+    hidden, weight, target = torch.randn(3, 4 + rank), torch.randn(5, 4 + rank), torch.zeros(3, dtype=torch.long)
+    if sequence_parallel:
+        target = target.repeat(2)
+    return vocab_parallel_linear_cross_entropy(
+        hidden, weight, target, group=dist.group.WORLD, sequence_parallel=sequence_parallel
+    )
+
+
+def mismatched_rows(rank: int, rows: list[int]):
+    logits = torch.randn(rows[rank], 5)
+    return vocab_parallel_cross_entropy(logits, torch.zeros(rows[rank], dtype=torch.long), group=dist.group.WORLD)
+
+
+def wrong_shape_on_one_rank(rank: int, bad_rank: int):
+    target = torch.zeros(4 if rank == bad_rank else 3, dtype=torch.long)
+    return vocab_parallel_cross_entropy(torch.randn(3, 5), target, group=dist.group.WORLD)
+
+
+def differing_options(rank: int):
+    target = torch.zeros(3, dtype=torch.long)
+    return vocab_parallel_cross_entropy(torch.randn(3, 5), target, group=dist.group.WORLD, z_loss=0.1 * rank)
+
+
+def wrong_target(rank: int, bad_rank: int | None, value: int):
+    target = torch.tensor([0, 1, -100, value if bad_rank in (None, rank) else 2])
+    return vocab_parallel_cross_entropy(torch.randn(4, 5), target, group=dist.group.WORLD)
+
+
+def collectives(rank: int, calls: int, **options: Any) -> list[int]:
+    """The number of all-gathers of each of some calls in a new group, forward and backward."""
+    group = dist.new_group()
+    counts = []
+    original = dist.all_gather_into_tensor
+    try:
+        for _ in range(calls):
+            count = []
+
+            def counted(*args: Any, _count: list[int] = count, **kwargs: Any) -> Any:
+                _count.append(1)
+                return original(*args, **kwargs)
+
+            dist.all_gather_into_tensor = counted
+            x = torch.randn(6, 3 + rank, requires_grad=True)
+            vocab_parallel_cross_entropy(x, torch.arange(6), group=group, **options).backward()
+            counts.append(len(count))
+    finally:
+        dist.all_gather_into_tensor = original
+    return counts
+
+
+def compiled(rank: int, logits: Tensor, target: Tensor, sizes: list[int], backend: str, options: dict[str, Any]):
+    """The compiled op against the eager one: (losses, gradients), each a pair that must be equal."""
+    torch._dynamo.reset()
+    op = functools.partial(vocab_parallel_cross_entropy, group=dist.group.WORLD, **options)
+    results = []
+    for function in (op, torch.compile(op, fullgraph=True, backend=backend)):
+        x = _shard(logits, sizes, rank, -1)
+        loss = function(x, target)
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    return results

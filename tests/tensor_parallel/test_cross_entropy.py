@@ -1,0 +1,286 @@
+"""vocab_parallel_cross_entropy without a group, and its local kernels."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import vocab_parallel_cross_entropy
+from parallel_ops.ops import cross_entropy_reference
+from support import suite
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+ops = torch.ops.parallel_ops
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}, {"reduction": "none"}, {"reduction": "sum"}]
+
+
+def targets(shape, vocab, device, seed=0, ignored=0.2):
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, vocab, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < ignored, -100, target).to(device)
+
+
+def pair(**options):
+    return (functools.partial(f, **options) for f in (vocab_parallel_cross_entropy, cross_entropy_reference))
+
+
+@given(
+    shape=suite.shapes(max_cols=9000),
+    dtype=st.sampled_from(DTYPES),
+    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+    softcap=st.sampled_from([None, 4.0]),
+    reduction=st.sampled_from(["none", "mean", "sum"]),
+    scale=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, shape, dtype, label_smoothing, z_loss, softcap, reduction, scale, seed):
+    logits = randn(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
+    target = targets(shape[:-1], shape[-1], device, seed)
+    grad = torch.randn(shape[:-1], generator=torch.Generator().manual_seed(seed + 2)).to(device)
+    op, reference = pair(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction)
+    suite.check_numerics(op, reference, [logits, target], grad if reduction == "none" else None, slack_ulps=4)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_long_rows(device, dtype, options):
+    logits, target = randn(20, 33000, dtype=dtype, device=device, scale=3), targets((20,), 33000, device)
+    op, reference = pair(**options)
+    suite.check_numerics(op, reference, [logits, target], slack_ulps=2)
+    suite.check_numerics(op, reference, [logits[:3].detach().requires_grad_(), target[:3]], slack_ulps=2)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 3e3])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_very_small_and_very_large_logits(device, scale, softcap):
+    logits, target = randn(40, 700, dtype=torch.float32, device=device, scale=scale), targets((40,), 700, device)
+    op, reference = pair(softcap=softcap, reduction="none")
+    suite.check_numerics(op, reference, [logits, target], slack_ulps=2)
+
+
+def test_is_cross_entropy(device):
+    logits, target = randn(6, 50, dtype=torch.float32, device=device), targets((6,), 50, device)
+    for smoothing in (0.0, 0.2):
+        for reduction in ("none", "mean", "sum"):
+            ours = vocab_parallel_cross_entropy(logits, target, label_smoothing=smoothing, reduction=reduction)
+            theirs = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction=reduction)
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradient_matches_finite_differences(device, options):
+    logits, target = randn(3, 2, 5, dtype=torch.float64, device=device), targets((3, 2), 5, device)
+    suite.check_gradient(lambda x: vocab_parallel_cross_entropy(x, target, **options), [logits])
+
+
+def test_custom_op_contract(device):
+    x, target = randn(3, 2, 5, dtype=torch.float32, device=device), targets((3, 2), 5, device)
+    for eps, softcap in ((0.0, 0.0), (0.1, 3.0)):
+        for logits in (x, x.detach().transpose(0, 1).contiguous().transpose(0, 1)):
+            suite.check_op(
+                ops.vocab_parallel_cross_entropy.default, [logits, target, None, eps, 0.1, softcap, -100, False]
+            )
+        raw = x.detach()
+        statistics = [raw, target.flatten(), 0, 5, -100, softcap, eps > 0]
+        suite.check_op(ops.cross_entropy_statistics.default, statistics)
+        partial, column = ops.cross_entropy_statistics(*statistics)
+        suite.check_op(ops.cross_entropy_combine.default, [partial[None], column, eps, 0.1])
+        _, saved = ops.cross_entropy_combine(partial[None], column, eps, 0.1)
+        backward = [torch.rand(3, 2, device=device), raw, column, saved, eps, 0.1, softcap]
+        suite.check_op(ops.cross_entropy_backward.default, backward)
+        suite.check_op(ops.cross_entropy_backward_.default, [backward[0], raw.clone(), *backward[2:]])
+    suite.check_second_derivative_raises(vocab_parallel_cross_entropy, [x, target])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_same_bits_on_every_run_and_thread_count(device, options):
+    for rows, cols in ((3, 40000), (90, 1100), (40000, 3)):
+        logits, target = randn(rows, cols, dtype=torch.float32, device=device), targets((rows,), cols, device)
+        suite.check_deterministic(functools.partial(vocab_parallel_cross_entropy, **options), [logits, target])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype):
+    logits, target = randn(4, 3, 1030, dtype=dtype, device=device), targets((4, 3), 1030, device)
+    op = functools.partial(vocab_parallel_cross_entropy, reduction="none")
+    expected = suite.forward_backward(op, [logits, target])
+    for layout in suite.layouts(logits).values():
+        for inplace in (False, True):
+            got = suite.forward_backward(functools.partial(op, inplace_backward=inplace), [layout.clone(), target])
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    grad = torch.randn(4, 3, device=device)
+    expected = suite.forward_backward(op, [logits, target], grad)
+    for layout in suite.layouts(grad).values():
+        got = suite.forward_backward(op, [logits, target.mT.contiguous().mT], layout.detach())
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_to_one_graph_for_all_sizes(device, options, backend):
+    """Some targets are ignored: a peer's loss is silently wrong there."""
+
+    def op(x, t):
+        return vocab_parallel_cross_entropy(x * 1, t, inplace_backward=True, **options)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, dynamic=True, backend=backend)
+    for n, v in ((4, 8), (6, 10)):
+        args = [randn(n, 3, v, dtype=torch.float32, device=device), targets((n, 3), v, device, ignored=0.5)]
+        # Not bit for bit: inductor sums the rows in its own order.
+        for a, b in zip(suite.forward_backward(op, args), suite.forward_backward(compiled, args), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_activation_checkpointing(device):
+    args = [randn(6, 8, dtype=torch.float32, device=device), targets((6,), 8, device)]
+    suite.check_checkpointing(vocab_parallel_cross_entropy, args)
+
+
+def test_autocast_gives_the_same(device):
+    logits, target = randn(6, 8, dtype=torch.bfloat16, device=device), targets((6,), 8, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = vocab_parallel_cross_entropy(logits, target)
+    assert loss.dtype is torch.float32 and torch.equal(loss, vocab_parallel_cross_entropy(logits, target))
+    suite.check_compiles_under_autocast(
+        functools.partial(vocab_parallel_cross_entropy, reduction="none"), [logits, target]
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradient_over_the_logits(device, options):
+    x, target = randn(6, 1030, dtype=torch.float32, device=device), targets((6,), 1030, device)
+    logits = x * 1
+    loss = vocab_parallel_cross_entropy(logits, target, inplace_backward=True, **options)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert gradient.data_ptr() == logits.data_ptr(), "a copy was made"
+    expected = suite.forward_backward(functools.partial(vocab_parallel_cross_entropy, **options), [x, target])[1]
+    assert torch.equal(gradient, expected)
+
+
+def test_gradient_over_the_logits_is_declared(device):
+    x, target = randn(6, 8, dtype=torch.float32, device=device), targets((6,), 8, device)
+    again = vocab_parallel_cross_entropy(x * 1, target, inplace_backward=True)
+    again.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again.backward()
+    logits = x.exp()  # exp saves its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        vocab_parallel_cross_entropy(logits, target, inplace_backward=True).backward()
+    logits = x * 1
+    twice = [vocab_parallel_cross_entropy(logits, target, inplace_backward=True) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(twice).backward()
+
+
+def test_nothing_but_the_logits_is_saved(device):
+    x, target = randn(64, 1000, dtype=torch.bfloat16, device=device), targets((64,), 1000, device)
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        vocab_parallel_cross_entropy(x, target, reduction="none")
+    assert sum(t.nbytes for t in saved if t.data_ptr() != x.data_ptr()) <= 64 * 16
+    assert any(t.data_ptr() == x.data_ptr() for t in saved)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_all_ignored_is_zero(device, reduction):
+    for value in (1.0, torch.nan):
+        logits = torch.full((3, 8), value, device=device, requires_grad=True)
+        target = torch.full((3,), 7, device=device)
+        op = functools.partial(
+            vocab_parallel_cross_entropy, ignore_index=7, reduction=reduction, label_smoothing=0.1, z_loss=0.1
+        )
+        loss, gradient = suite.forward_backward(op, [logits, target])
+        assert (loss == 0).all() and (gradient == 0).all()
+
+
+def test_special_values_flow_as_in_pytorch(device):
+    rows = [[1.0, torch.nan, 0.0], [torch.inf, 0.0, 1.0], [-torch.inf, 0.0, 1.0], [-torch.inf] * 3, [3e38, -3e38, 0.0]]
+    logits, target = torch.tensor(rows, device=device, requires_grad=True), torch.full((5,), 2, device=device)
+    got, expected = (suite.forward_backward(f, [logits, target]) for f in pair(reduction="none"))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.2}, {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1}])
+def test_absent_columns_do_not_count(device, options):
+    x, target = randn(5, 70, dtype=torch.float32, device=device), targets((5,), 70, device)
+    padding = torch.full((5, 1500), -torch.inf, device=device)
+    expected = suite.forward_backward(functools.partial(cross_entropy_reference, **options), [x, target])
+
+    def padded(x, t):
+        return vocab_parallel_cross_entropy(torch.cat([x, padding], dim=-1), t, **options)
+
+    for a, b in zip(suite.forward_backward(padded, [x, target]), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4), (1, 1), (7,), (1, 70000), (70000, 1), (2, 262145)])
+def test_extreme_shapes(device, shape):
+    logits, target = randn(*shape, dtype=torch.float32, device=device), targets(shape[:-1], shape[-1], device)
+    op, reference = pair(reduction="sum", label_smoothing=0.1)
+    suite.check_numerics(op, reference, [logits, target], slack_ulps=4)
+
+
+def test_wrong_targets(device):
+    logits = torch.randn(2, 3, 8, device=device)
+    for value in (8, -1, 2**40):
+        target = torch.tensor([[0, 1, -100], [2, value, 3]], device=device)
+        if device == "cpu":
+            with pytest.raises(ValueError, match=rf"target {value} in row 4 is outside the vocabulary \[0, 8\)"):
+                vocab_parallel_cross_entropy(logits, target)
+        else:
+            assert vocab_parallel_cross_entropy(logits, target, reduction="none").isnan().tolist()[1] == [
+                False,
+                True,
+                False,
+            ]
+
+
+def test_bad_arguments_are_named(device):
+    x, t = torch.randn(4, 8, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    with pytest.raises(TypeError, match=r"logits must be float32.*got torch.int64"):
+        vocab_parallel_cross_entropy(t, t)
+    with pytest.raises(ValueError, match=r"logits must have at least one dimension"):
+        vocab_parallel_cross_entropy(x[0, 0], t)
+    with pytest.raises(TypeError, match=r"target must be int64 or int32 class indices, got torch.float32"):
+        vocab_parallel_cross_entropy(x, x[:, 0])
+    with pytest.raises(ValueError, match=r"target must have shape \[4\].*got \[3\]"):
+        vocab_parallel_cross_entropy(x, t[:3])
+    with pytest.raises(ValueError, match=r"target is on meta"):
+        vocab_parallel_cross_entropy(x, t.to("meta"))
+    with pytest.raises(ValueError, match=r"reduction must be 'none', 'mean' or 'sum', got 'avg'"):
+        vocab_parallel_cross_entropy(x, t, reduction="avg")
+    with pytest.raises(ValueError, match=r"label_smoothing must be between 0 and 1, got 1.5"):
+        vocab_parallel_cross_entropy(x, t, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"z_loss must be a finite number"):
+        vocab_parallel_cross_entropy(x, t, z_loss=-1.0)
+    with pytest.raises(ValueError, match=r"softcap must be None or a finite number above 0, got 0.0"):
+        vocab_parallel_cross_entropy(x, t, softcap=0.0)
+    with pytest.raises(TypeError, match=r"group must be None or a torch.distributed.ProcessGroup"):
+        vocab_parallel_cross_entropy(x, t, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
+    x, t = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="cross_entropy_statistics: expected one element for each row"):
+        ops.cross_entropy_statistics(x, t[:3], 0, 8, -100, 0.0, False)
+    statistics, column = ops.cross_entropy_statistics(x, t, 0, 8, -100, 0.0, False)
+    with pytest.raises(RuntimeError, match="cross_entropy_combine: statistics must be"):
+        ops.cross_entropy_combine(statistics[None], column, 0.1, 0.0)
+    _, saved = ops.cross_entropy_combine(statistics[None], column, 0.0, 0.0)
+    with pytest.raises(RuntimeError, match="cross_entropy_backward: expected one element for each row"):
+        ops.cross_entropy_backward(torch.ones(3), x, column, saved, 0.0, 0.0, 0.0)
+    with pytest.raises(RuntimeError, match="cross_entropy_backward_: logits must be contiguous"):
+        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), column, saved, 0.0, 0.0, 0.0)
