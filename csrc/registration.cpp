@@ -42,6 +42,21 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor "
       "column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
       "per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
+      " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
+      " bool has_bias, bool zero_centered) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, bool zero_centered)"
+      " -> (Tensor y, Tensor sum, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor rstd, bool zero_centered)"
+      " -> (Tensor, Tensor)");
+  m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
+  m.def(
+      "rotary_embedding_backward(Tensor grad, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

@@ -4,6 +4,9 @@ from parallel_ops.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add
 from parallel_ops.ops.bias_gelu import bias_gelu, bias_gelu_reference
 from parallel_ops.ops.bias_swiglu import bias_swiglu, bias_swiglu_reference
 from parallel_ops.ops.cross_entropy import cross_entropy_reference
+from parallel_ops.ops.layer_norm import layer_norm, layer_norm_reference
+from parallel_ops.ops.rms_norm import rms_norm, rms_norm_reference
+from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_reference
 from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax, scaled_causal_softmax_reference
 from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax, scaled_masked_softmax_reference
 
@@ -15,6 +18,12 @@ __all__ = [
     "bias_swiglu",
     "bias_swiglu_reference",
     "cross_entropy_reference",
+    "layer_norm",
+    "layer_norm_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rotary_embedding",
+    "rotary_embedding_reference",
     "scaled_causal_softmax",
     "scaled_causal_softmax_reference",
     "scaled_masked_softmax",

@@ -64,7 +64,7 @@ class Compiled:
     local_bytes: int
     shared_bytes: int
     spill_instructions: tuple[str, ...]
-    access_bits: dict[str, list[int]]  # "LDG" and "STG": the width of each instruction, in bits
+    access_bits: dict[str, list[int]]  # "LDG", "LDGSTS" and "STG": the width of each instruction, in bits
 
     def wide_share(self, scalars: int = 0) -> float:
         """The share of the bytes loaded and stored per pass that moves 128 bits at a time.
@@ -148,7 +148,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
         local_bytes=numbers["LOCAL"],
         shared_bytes=max(numbers["SHARED"], kernel.metadata.shared),
         spill_instructions=tuple(re.findall(r"\b(?:LDL|STL)\b[^;]*", sass)),
-        access_bits={kind: _widths(kind, sass) for kind in ("LDG", "STG")},
+        access_bits={kind: _widths(kind, sass) for kind in ("LDG", "LDGSTS", "STG")},
     )
 
 

@@ -53,13 +53,13 @@ class _Kernels(torch.autograd.Function):
         return forward(*args)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         ctx.saved_tensors  # noqa: B018  (raises if an input was modified in place)
-        return None, None, *ctx.backward_launcher(grad, *ctx.args)
+        return None, None, *ctx.backward_launcher(*grads, *ctx.args)
 
 
 def differentiable(forward, backward):
-    """A function of ``*args`` from ``forward(*args)`` and ``backward(grad, *args)``, which wrap the launchers."""
+    """A function of ``*args`` from ``forward(*args)`` and ``backward(*grads, *args)``, which wrap the launchers."""
     return lambda *args: _Kernels.apply(forward, backward, *args)
 
 

@@ -16,19 +16,30 @@ from torch.utils.checkpoint import checkpoint
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-Op = Callable[..., Tensor]
+Op = Callable[..., Tensor | tuple[Tensor, ...]]
+# The incoming gradient: one for each output, or one that serves all; None is ones expanded to the outputs.
+Grad = Tensor | Sequence[Tensor] | None
 
 
-def forward_backward(op: Op, args: Sequence[Any], grad: Tensor | None = None) -> list[Tensor]:
-    """The output and the gradients of ``args`` that require one. ``grad`` defaults to ones expanded to the output."""
-    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
-    y = op(*args)
-    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+def outputs_of(y: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return list(y) if isinstance(y, tuple) else [y]
+
+
+def _grads_for(outputs: list[Tensor], grad: Grad) -> list[Tensor]:
     if grad is None:
-        grad = torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape)
+        return [torch.ones((), dtype=y.dtype, device=y.device).expand(y.shape) for y in outputs]
+    grads = [grad] * len(outputs) if isinstance(grad, Tensor) else grad
+    return [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)]
+
+
+def forward_backward(op: Op, args: Sequence[Any], grad: Grad = None) -> list[Tensor]:
+    """The outputs and the gradients of ``args`` that require one."""
+    args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    outputs = outputs_of(op(*args))
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     if leaves:
-        y.backward(grad.to(y.dtype))
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
+        torch.autograd.backward(outputs, _grads_for(outputs, grad))
+    return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves)]
 
 
 def _as_double(args: Sequence[Any]) -> list[Any]:
@@ -46,9 +57,7 @@ def _error(got: Tensor, oracle: Tensor) -> float:
     return torch.where(same, 0.0, (got - oracle).abs()).nan_to_num(nan=torch.inf).max().item() if got.numel() else 0.0
 
 
-def check_numerics(
-    op: Op, reference: Op, args: Sequence[Any], grad: Tensor | None = None, *, slack_ulps: float = 0.5
-) -> None:
+def check_numerics(op: Op, reference: Op, args: Sequence[Any], grad: Grad = None, *, slack_ulps: float = 0.5) -> None:
     """Against the fp64 oracle, the error is at most twice PyTorch's own at the same dtype.
 
     ``slack_ulps`` is added, in units of the last place of the largest value: half a unit is the one rounding that no
@@ -56,9 +65,9 @@ def check_numerics(
     """
     ours = forward_backward(op, args, grad)
     theirs = forward_backward(reference, args, grad)
-    oracle = forward_backward(reference, _as_double(args), None if grad is None else grad.double())
+    oracle = forward_backward(reference, _as_double(args), grad)
     for index, (got, peer, true) in enumerate(zip(ours, theirs, oracle, strict=True)):
-        name = "output" if index == 0 else f"gradient {index}"
+        name = f"result {index} (outputs come first, then gradients)"
         assert got.shape == true.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(true.shape)}"
         assert got.dtype == peer.dtype, f"{name}: {got.dtype}, PyTorch gives {peer.dtype}"
         finite = true[true.isfinite()]
@@ -80,13 +89,13 @@ def check_gradient(op: Op, args: Sequence[Any]) -> None:
 
 def check_second_derivative_raises(op: Op, args: Sequence[Any]) -> None:
     args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
-    y = op(*args)
+    y = outputs_of(op(*args))[0]
     leaf = next(a for a in args if isinstance(a, Tensor) and a.requires_grad)
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(y.sum(), leaf, create_graph=True)
 
 
-def check_deterministic(op: Op, args: Sequence[Any], grad: Tensor | None = None) -> None:
+def check_deterministic(op: Op, args: Sequence[Any], grad: Grad = None) -> None:
     """The same bits again, and at every thread count."""
     first = forward_backward(op, args, grad)
     threads = torch.get_num_threads()
@@ -131,8 +140,11 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 
 def check_layouts(op: Op, args: Sequence[Any], index: int = 0) -> None:
-    """Argument ``index`` and the incoming gradient in every layout give the bits that contiguous ones give."""
-    grad = torch.randn(op(*args).shape, generator=torch.Generator().manual_seed(1)).to(args[index])
+    """Argument ``index`` and the incoming gradient in every layout give the bits that contiguous ones give.
+
+    Where there are several outputs they have one shape, and the gradient serves all.
+    """
+    grad = torch.randn(outputs_of(op(*args))[0].shape, generator=torch.Generator().manual_seed(1)).to(args[index])
     expected = forward_backward(op, args, grad)
     for name, tensor in layouts(args[index]).items():
         varied = [*args[:index], tensor, *args[index + 1 :]]

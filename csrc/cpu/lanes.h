@@ -1,0 +1,34 @@
+// Sums over a tile in a fixed order that vectorises.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace parallel_ops::cpu {
+
+// A sum that must be taken in source order cannot be vectorised, and -ffast-math would leave the order to the
+// compiler. So the order is written down: element i goes to lane i % kLanes, and the lanes are folded in halves. Four
+// of the widest registers (256 bytes) hide the latency of the additions; narrower targets use more registers.
+template <class A>
+constexpr int64_t kLanes = 256 / sizeof(A);
+
+// term(0) + ... + term(n - 1), where term is PARALLEL_OPS_LAMBDA: sum_lanes<A>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA
+// {...}).
+#define PARALLEL_OPS_LAMBDA __attribute__((always_inline))
+
+template <class A, class F>
+PARALLEL_OPS_INLINE A sum_lanes(int64_t n, const F& term) {
+  A lane[kLanes<A>] = {};
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    for (int64_t l = 0; l < kLanes<A>; ++l) lane[l] += term(i + l);
+  }
+  for (int64_t l = 0; i + l < n; ++l) lane[l] += term(i + l);
+  for (int64_t half = kLanes<A> / 2; half > 0; half /= 2) {
+    for (int64_t l = 0; l < half; ++l) lane[l] += lane[l + half];
+  }
+  return lane[0];
+}
+
+}  // namespace parallel_ops::cpu

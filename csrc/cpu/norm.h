@@ -1,0 +1,40 @@
+// layer_norm and rms_norm are one kernel (norm.cpp): RMSNorm is LayerNorm with the mean held at zero and no bias.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace parallel_ops::cpu {
+
+struct NormOptions {
+  const char* op;      // for error messages
+  bool centred;        // subtract the mean: LayerNorm
+  bool zero_centered;  // the weight is an offset from one
+};
+
+struct NormOutputs {
+  torch::stable::Tensor y;
+  torch::stable::Tensor sum;   // x + residual, empty without a residual
+  torch::stable::Tensor mean;  // per row, empty unless centred
+  torch::stable::Tensor rstd;  // per row
+};
+
+NormOutputs norm_forward(const NormOptions& options, const torch::stable::Tensor& x,
+                         const torch::stable::Tensor& weight, const std::optional<torch::stable::Tensor>& bias,
+                         const std::optional<torch::stable::Tensor>& residual, double eps);
+
+struct NormGradients {
+  torch::stable::Tensor dx;  // also the gradient of the residual
+  torch::stable::Tensor dweight;
+  torch::stable::Tensor dbias;  // empty without a bias
+};
+
+// `x` is what was normalised: the input, or its sum with the residual, whose own gradient is then `grad_sum`.
+NormGradients norm_backward(const NormOptions& options, const torch::stable::Tensor& grad,
+                            const std::optional<torch::stable::Tensor>& grad_sum, const torch::stable::Tensor& x,
+                            const torch::stable::Tensor& weight, const std::optional<torch::stable::Tensor>& mean,
+                            const torch::stable::Tensor& rstd, bool has_bias);
+
+}  // namespace parallel_ops::cpu

@@ -1,0 +1,34 @@
+// rms_norm on the CPU: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps), with an optional residual added to x first.
+#include <optional>
+#include <tuple>
+
+#include <torch/csrc/stable/library.h>
+
+#include "norm.h"
+
+namespace parallel_ops::cpu {
+namespace {
+
+using torch::stable::Tensor;
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& residual,
+                                           double eps, bool zero_centered) {
+  const auto out = norm_forward({"rms_norm", false, zero_centered}, x, weight, std::nullopt, residual, eps);
+  return {out.y, out.sum, out.rstd};
+}
+
+std::tuple<Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
+                                    const Tensor& weight, const Tensor& rstd, bool zero_centered) {
+  const auto out =
+      norm_backward({"rms_norm_backward", false, zero_centered}, grad, grad_sum, x, weight, std::nullopt, rstd, false);
+  return {out.dx, out.dweight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&forward));
+  m.impl("rms_norm_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace parallel_ops::cpu

@@ -1,0 +1,169 @@
+"""Layer normalisation, with an optional residual added in the same pass.
+
+    s      = x + r                                          (r optional; rounded to the dtype, then normalised)
+    xhat   = (s - mean(s)) rstd,  rstd = 1 / sqrt(var(s) + eps)
+    y      = xhat w + b                                     (w + 1 in place of w where it is zero-centred)
+
+    g      = dy w
+    ds     = rstd (g - mean(g) - xhat mean(g xhat)) + the incoming gradient of s      (of x and of r alike)
+    dw[j]  = sum over rows i of dy[i, j] xhat[i, j],  db[j] = that of dy[i, j]      (fp32, in an order set by the shape)
+
+Statistics are fp32, the variance in a second pass over the row on chip: E[s^2] - E[s]^2 cancels. Saved for backward: s
+(x itself without a residual), w, and mean and rstd, 4 bytes each per row. Source: Ba, Kiros and Hinton,
+arXiv:1607.06450.
+"""
+
+from typing import Any, overload
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_ops.ops._norm import check_norm, empty_statistic, empty_sum, in_dtype_of_stream, zeros_like_expanded
+from parallel_ops.ops._registration import register
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = ...,
+    *,
+    residual: None = None,
+    zero_centered: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = ...,
+    *,
+    residual: Tensor,
+    zero_centered: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer normalisation over the last dimension, of ``x`` or of ``x + residual``.
+
+    Args:
+        x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides; any H.
+        weight: ``[H]``, dtype and device of ``x``.
+        bias: ``[H]`` likewise, or ``None``.
+        eps: added to the variance.
+        residual: shape, dtype and device of ``x``; added to it first.
+        zero_centered: multiply by ``1 + weight``, so that weight decay pulls towards the identity.
+
+    Returns:
+        ``y``, ``[..., H]``, contiguous, dtype of ``x``; with a residual ``(y, x + residual)``. Under autocast
+        everything runs in the wider dtype of ``x`` and ``residual``; the parameters are cast to it.
+
+    Raises:
+        TypeError: unsupported or differing dtypes. ValueError: wrong shape or device, negative ``eps``.
+
+    Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight and
+    bias are replicated, and their gradients are then partial over the ranks (sum them).
+    """
+    check_norm("layer_norm", x, weight, bias, residual, eps)
+    y, total, _, _ = _forward(x, weight, bias, residual, float(eps), zero_centered)
+    return y if residual is None else (y, total)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in plain PyTorch."""
+    s = x if residual is None else x + residual
+    y = F.layer_norm(s, s.shape[-1:], 1 + weight if zero_centered else weight, bias, eps)
+    return y if residual is None else (y, s)
+
+
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, zc: bool) -> _Four:
+    return x.new_empty(x.shape), empty_sum(x, residual), empty_statistic(x), empty_statistic(x)
+
+
+def _fake_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    zc: bool,
+) -> _Three:
+    return x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(weight.shape if has_bias else 0)
+
+
+def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, zc: bool) -> _Four:
+    from parallel_ops.triton_kernels import layer_norm as kernels
+
+    y, total, mean, rstd = out = _fake(x, weight, bias, residual, eps, zc)
+    kernels.forward(x, weight, bias, residual, y, total, mean, rstd, eps=eps, zero_centered=zc)
+    return out
+
+
+def _cuda_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    has_bias: bool,
+    zc: bool,
+) -> _Three:
+    from parallel_ops.triton_kernels import layer_norm as kernels
+
+    dx, dweight, dbias = out = _fake_backward(grad, grad_sum, x, weight, mean, rstd, has_bias, zc)
+    kernels.backward(grad, grad_sum, x, weight, mean, rstd, dx, dweight, dbias, zero_centered=zc)
+    return out
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
+    x, weight, bias, residual, _, ctx.zero_centered = inputs
+    _, total, mean, rstd = output
+    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    grad = zeros_like_expanded(x) if grad is None else grad
+    grad_sum = grad_sum if ctx.has_residual else None
+    dx, dweight, dbias = _backward(grad, grad_sum, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered)
+    return dx, dweight, dbias if ctx.has_bias else None, dx if ctx.has_residual else None, None, None
+
+
+_backward = register("layer_norm_backward", fake=_fake_backward, cuda=_cuda_backward)
+_forward = register(
+    "layer_norm",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    autocast=in_dtype_of_stream(residual=3),
+)

@@ -1,0 +1,72 @@
+import itertools
+
+import pytest
+import torch
+
+from parallel_ops.ops import rms_norm_reference
+from support import aot, suite
+from support.kernels import check_compiled, differentiable, meta, poisoned
+from support.norms import aot_cases, grads, stream, with_residual
+from support.suite import DTYPES, randn
+
+
+def launches(dtype, cols):
+    from parallel_ops.triton_kernels import rms_norm as kernels
+
+    x, w, stat = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype), meta(8192, dtype=torch.float32)
+    with aot.recorded() as recorded:
+        for residual, zero_centered in ((None, True), (x, False)):
+            kernels.forward(x, w, residual, x, x, stat, eps=1e-6, zero_centered=zero_centered)
+            kernels.backward(x, residual, x, w, stat, x, w, zero_centered=zero_centered)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases(all_widths=False))
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols), cols, capability, scalars=8)
+
+
+def interpreted(zero_centered):
+    from parallel_ops.triton_kernels import rms_norm as kernels
+
+    def forward(x, residual, weight):
+        y, total = poisoned(x.shape, x), poisoned(x.shape if residual is not None else (0,), x)
+        forward.rstd = torch.full((x.shape[:-1].numel(),), torch.nan)
+        kernels.forward(x, weight, residual, y, total, forward.rstd, eps=1e-6, zero_centered=zero_centered)
+        forward.normalised = x if residual is None else total
+        return y if residual is None else (y, total)
+
+    def backward(*args):
+        *incoming, x, residual, weight = args
+        grad, grad_sum = incoming if residual is not None else (*incoming, None)
+        dx, dw = poisoned(x.shape, x), poisoned(weight.shape, x)
+        kernels.backward(grad, grad_sum, forward.normalised, weight, forward.rstd, dx, dw, zero_centered=zero_centered)
+        return dx, None if residual is None else dx, dw
+
+    return differentiable(forward, backward)
+
+
+def check(args, g, zero_centered):
+    reference = with_residual(rms_norm_reference, zero_centered=zero_centered)
+    suite.check_numerics(interpreted(zero_centered), reference, args, g, slack_ulps=2)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *itertools.product([(3, 5, 70), (600, 9), (2, 1030), (0, 8)], DTYPES),
+        ((3, 9000), torch.bfloat16),  # wide in the backward, the parameters' gradients of two programs a column
+        ((1, 17000), torch.float32),  # wide in both
+    ],
+    ids=str,
+)
+def test_interpreted(shape, dtype):
+    x, r = (stream(*shape, dtype=dtype, seed=i) for i in (0, 1))
+    w = randn(shape[-1], dtype=dtype, seed=2)
+    g = grads(*shape, dtype=dtype, seed=4)
+    check([x, r, w], g, zero_centered=True)
+    check([x, None, w], g[:1], zero_centered=False)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    check([transposed, r, w], None, zero_centered=False)

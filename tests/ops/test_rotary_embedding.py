@@ -1,0 +1,198 @@
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import rotary_embedding
+from parallel_ops.ops import rotary_embedding_reference
+from support import suite
+from support.rotary import angles
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+interleavings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+raw_op = torch.ops.parallel_ops.rotary_embedding.default
+sizes = st.integers(1, 5)
+
+
+def positional(f, **kwargs):
+    """``f`` with the positions as its fourth positional argument, which the suite passes through."""
+    return lambda x, cos, sin, positions=None: f(x, cos, sin, positions=positions, **kwargs)
+
+
+def check(args, grad, interleaved, slack_ulps=1):
+    op, reference = (positional(f, interleaved=interleaved) for f in (rotary_embedding, rotary_embedding_reference))
+    suite.check_numerics(op, reference, args, grad, slack_ulps=slack_ulps)
+
+
+@given(
+    shape=st.one_of(st.tuples(sizes, sizes, sizes), st.tuples(sizes, sizes)),
+    half=st.sampled_from([1, 3, 16, 40, 64]),
+    rest=st.sampled_from([0, 1, 16, 48]),
+    dtype=st.sampled_from(DTYPES),
+    interleaved=st.booleans(),
+    positions=st.sampled_from(["none", "one a row", "one a token"]),
+    narrow_angles=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, shape, half, rest, dtype, interleaved, positions, narrow_angles, seed):
+    shape = (*shape, 2 * half + rest)
+    x = randn(*shape, dtype=dtype, device=device, seed=seed)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 1).detach()
+    p = None
+    if positions != "none":
+        rows = shape[:1] if positions == "one a row" else shape[:-2]
+        p = torch.randint(0, 100, rows, generator=torch.Generator().manual_seed(seed)).to(device)
+    cos, sin = angles(100, half, dtype=dtype if narrow_angles else torch.float32, device=device)
+    check([x, cos, sin, p], grad, interleaved)
+
+
+@interleavings
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, dtype, interleaved):
+    x, grad = (randn(256, 2, 8, 128, dtype=dtype, device=device, seed=i) for i in (0, 1))
+    check([x, *angles(256, 64, device=device)], grad.detach(), interleaved, slack_ulps=0.5)
+
+
+@interleavings
+def test_gradient_matches_finite_differences(device, interleaved):
+    x = randn(3, 2, 2, 10, dtype=torch.float64, device=device)
+    args = [x, *angles(7, 4, dtype=torch.float64, device=device), torch.tensor([[6, 0], [1, 1], [2, 5]], device=device)]
+    suite.check_gradient(positional(rotary_embedding, interleaved=interleaved), args)
+
+
+@interleavings
+def test_custom_op_contract(device, interleaved):
+    x, cos_sin = randn(3, 2, 2, 10, dtype=torch.float32, device=device), angles(5, 4, device=device)
+    positions = torch.tensor([4, 0, 2], device=device)
+    suite.check_op(raw_op, [x, *cos_sin, None, interleaved])
+    suite.check_op(raw_op, [x.transpose(0, 1).detach(), *cos_sin, positions[:2], interleaved])
+    suite.check_op(raw_op, [x[:, 0], *cos_sin, positions, interleaved])
+    suite.check_second_derivative_raises(rotary_embedding, [x, *cos_sin])
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    x = randn(300, 2, 4, 64, dtype=torch.float32, device=device)
+    suite.check_deterministic(rotary_embedding, [x, *angles(300, 32, device=device)])
+
+
+@interleavings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, dtype, interleaved):
+    x, cos_sin = randn(4, 3, 2, 40, dtype=dtype, device=device), angles(4, 16, device=device)
+    op = positional(rotary_embedding, interleaved=interleaved)
+    suite.check_layouts(op, [x, *cos_sin])
+    expected = op(x, *cos_sin)
+    for cos, sin in zip(*(suite.layouts(t).values() for t in cos_sin), strict=True):
+        assert torch.equal(op(x, cos, sin), expected)
+    positions = torch.arange(4, device=device)
+    for spread in (positions.repeat_interleave(2)[::2], positions[:, None].expand(4, 3)):
+        assert torch.equal(op(x, *cos_sin, spread), expected)
+
+
+def test_reads_views_of_a_fused_qkv(device):
+    qkv = randn(5, 2, 4, 3 * 16, dtype=torch.float32, device=device)
+    cos_sin = angles(5, 8, device=device)
+    for part in qkv.chunk(3, dim=-1):
+        assert torch.equal(rotary_embedding(part, *cos_sin), rotary_embedding(part.contiguous(), *cos_sin))
+
+
+def test_shards_of_the_sequence_with_their_positions_make_the_whole(device):
+    x, cos_sin = randn(12, 2, 2, 16, dtype=torch.bfloat16, device=device), angles(12, 8, device=device)
+    whole = rotary_embedding(x, *cos_sin)
+    for rank in range(2):  # zigzag: rank r of 2 holds chunks r and 3 - r of 4
+        rows = torch.cat([torch.arange(3) + 3 * rank, torch.arange(3) + 3 * (3 - rank)]).to(device)
+        assert torch.equal(rotary_embedding(x[rows], *cos_sin, positions=rows), whole[rows])
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    op = positional(rotary_embedding)
+    cases = [[randn(n, 3, 2, 16, dtype=torch.float32, device=device), *angles(9, 8, device=device)] for n in (4, 6)]
+    suite.check_compiles(op, cases)
+    suite.check_compiles(op, cases, backend="inductor")
+    suite.check_compiles(op, [[*args, torch.arange(len(args[0]), device=device).flip(0)] for args in cases])
+
+
+def test_activation_checkpointing(device):
+    x = randn(6, 2, 2, 8, dtype=torch.float32, device=device)
+    suite.check_checkpointing(rotary_embedding, [x, *angles(6, 4, device=device)])
+
+
+def test_autocast_changes_nothing(device):
+    x, cos_sin = randn(6, 2, 2, 8, dtype=torch.bfloat16, device=device), angles(6, 4, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(rotary_embedding(x, *cos_sin), rotary_embedding(x.detach(), *cos_sin))
+    suite.check_compiles_under_autocast(rotary_embedding, [x, *cos_sin])
+
+
+@interleavings
+def test_special_values_stay_in_their_pair_and_pass_through(device, interleaved):
+    x = torch.ones(1, 1, 1, 10, device=device)
+    x[..., 1], x[..., 8], x[..., 9] = torch.nan, torch.inf, -0.0
+    y = rotary_embedding(x, *angles(1, 4, device=device), interleaved=interleaved)[0, 0, 0]
+    assert y.isnan().nonzero().flatten().tolist() == ([0, 1] if interleaved else [1, 5])
+    assert y[8] == torch.inf and torch.signbit(y[9])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 8), (3, 0, 2, 8), (0, 2, 8), (3, 2, 0, 8), (3, 2, 1, 0), (1, 1, 1, 2)])
+def test_extreme_shapes(device, shape):
+    x = randn(*shape, dtype=torch.float32, device=device)
+    check([x, *angles(3, shape[-1] // 2, device=device)], torch.ones(shape, device=device), False)
+
+
+def test_nothing_is_rotated_without_angles(device):
+    x = randn(3, 2, 2, 8, dtype=torch.float32, device=device)
+    assert torch.equal(rotary_embedding(x, *angles(3, 0, device=device)), x)
+
+
+def test_bad_arguments_are_named(device):
+    x, (cos, sin) = torch.randn(3, 2, 2, 8, device=device), angles(5, 4, device=device)
+    call = functools.partial(rotary_embedding, x, cos, sin)
+    with pytest.raises(TypeError, match=r"rotary_embedding: x must be a tensor, got list"):
+        rotary_embedding([1.0], cos, sin)
+    with pytest.raises(ValueError, match=r"x must be \[s, b, h, d\] or \[t, h, d\], got \[2, 8\]"):
+        rotary_embedding(x[0, 0], cos, sin)
+    with pytest.raises(TypeError, match=r"cos must be float32 or the dtype of x, torch.float32, got torch.float16"):
+        rotary_embedding(x, cos.half(), sin.half())
+    with pytest.raises(ValueError, match=r"cos must be \[positions, R / 2\] with R at most 6.*got \[5, 4\]"):
+        rotary_embedding(x[..., :6], cos, sin)
+    with pytest.raises(ValueError, match=r"sin must be like cos, \[5, 4\].*got \[4, 4\]"):
+        rotary_embedding(x, cos, sin[:4])
+    with pytest.raises(ValueError, match=r"sin is on meta"):
+        rotary_embedding(x, cos, sin.to("meta"))
+    with pytest.raises(ValueError, match=r"cos requires a gradient"):
+        rotary_embedding(x, cos.clone().requires_grad_(), sin)
+    with pytest.raises(ValueError, match=r"cos has 2 rows, but x has 3 positions"):
+        rotary_embedding(x, cos[:2], sin[:2])
+    with pytest.raises(TypeError, match=r"positions must be an int64 tensor, got torch.int32"):
+        call(positions=torch.zeros(3, dtype=torch.int32, device=device))
+    with pytest.raises(TypeError, match=r"positions must be an int64 tensor, got list"):
+        call(positions=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"positions must have shape \[3\] or \[3, 2\], got \[2\]"):
+        call(positions=torch.zeros(2, dtype=torch.int64, device=device))
+
+
+def test_positions_out_of_range(device):
+    x, cos_sin = torch.randn(3, 2, 2, 8, device=device), angles(5, 4, device=device)
+    for bad in (-1, 5):
+        positions = torch.tensor([0, bad, 1], device=device)
+        if device == "cpu":
+            with pytest.raises(ValueError, match=r"positions run from -?\d to \d, but cos has 5 rows"):
+                rotary_embedding(x, *cos_sin, positions=positions)
+            with pytest.raises(RuntimeError, match=rf"positions holds {bad}, but cos has 5 rows"):
+                raw_op(x, *cos_sin, positions, False)
+        else:
+            y = rotary_embedding(x, *cos_sin, positions=positions)
+            assert y[1].isnan().all() and y[::2].isfinite().all()
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x, (cos, sin) = torch.randn(3, 2, 2, 8), angles(5, 4)
+    with pytest.raises(RuntimeError, match="cos must have at most half as many columns"):
+        raw_op(x[..., :6], cos, sin, None, False)
+    with pytest.raises(RuntimeError, match="cos has fewer rows"):
+        raw_op(x, cos[:2], sin[:2], None, False)
+    with pytest.raises(RuntimeError, match=r"positions must be \[s\]"):
+        raw_op(x, cos, sin, torch.zeros(2, dtype=torch.int64), False)

@@ -1,0 +1,21 @@
+"""rms_norm: the kernels that it shares with layer_norm, without mean and bias."""
+
+from torch import Tensor
+
+from parallel_ops.triton_kernels import _norm_backward, _norm_forward
+
+
+def forward(
+    x: Tensor, weight: Tensor, residual: Tensor | None, y: Tensor, total: Tensor, rstd: Tensor, *,
+    eps: float, zero_centered: bool,
+) -> None:  # fmt: skip
+    """``y`` and ``rstd`` of ``x``, or of ``x + residual``, which goes to ``total``."""
+    _norm_forward.forward(x, weight, None, residual, y, total, None, rstd, eps=eps, zero_centered=zero_centered)
+
+
+def backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, *,
+    zero_centered: bool,
+) -> None:  # fmt: skip
+    """Gradients of what was normalised and of the weight."""
+    _norm_backward.backward(grad, grad_sum, x, weight, None, rstd, dx, dweight, None, zero_centered=zero_centered)
