@@ -220,7 +220,7 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
       const T* x = xs.tile(r, col, n, scratch.data);
       const int64_t here = target - col;
       const bool has_target = here >= 0 && here < n;
-      const T at_target = has_target ? x[here] : T(0);  // read before it is overwritten
+      const A at_target = has_target ? to_acc(x[here]) : A(0);  // read before it is overwritten
       gradient_tile(x, dx, n, row);
       if (has_target) {
         // Once more with the target's share, so that the sum is rounded once.

@@ -47,11 +47,18 @@ struct Part {
   }
 };
 
-template <class A>
+// The lanes' sum or maximum, by halves; widths are constants, so that each step is one instruction.
+template <int64_t kWidth = kLanes / 2, class A>
 PARALLEL_OPS_INLINE A lane_sum(A* lanes) {
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-    for (int64_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  }
+  for (int64_t l = 0; l < kWidth; ++l) lanes[l] += lanes[l + kWidth];
+  if constexpr (kWidth > 1) return lane_sum<kWidth / 2>(lanes);
+  return lanes[0];
+}
+
+template <int64_t kWidth = kLanes / 2, class A>
+PARALLEL_OPS_INLINE A lane_max(A* lanes) {
+  for (int64_t l = 0; l < kWidth; ++l) lanes[l] = lanes[l + kWidth] > lanes[l] ? lanes[l + kWidth] : lanes[l];
+  if constexpr (kWidth > 1) return lane_max<kWidth / 2>(lanes);
   return lanes[0];
 }
 
@@ -66,16 +73,15 @@ PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_
   for (int64_t l = 0; l < kLanes; ++l) largest[l] = kAbsent<A>;
   for (int64_t i = 0; i < padded; i += kLanes) {
     for (int64_t l = 0; l < kLanes; ++l) largest[l] = z[i + l] > largest[l] ? z[i + l] : largest[l];
-    if constexpr (kSmooth) {
-      for (int64_t l = 0; l < kLanes; ++l) {
-        const bool there = z[i + l] != kAbsent<A>;
-        sums[l] += there ? z[i + l] : A(0);
-        counts[l] += there ? A(1) : A(0);
-      }
+  }
+  if constexpr (kSmooth) {
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) sums[l] += z[i + l] == kAbsent<A> ? A(0) : z[i + l];
+      for (int64_t l = 0; l < kLanes; ++l) counts[l] += z[i + l] == kAbsent<A> ? A(0) : A(1);
     }
   }
   Part<A> part;
-  for (int64_t l = 0; l < kLanes; ++l) part.max = largest[l] > part.max ? largest[l] : part.max;
+  part.max = lane_max(largest);
   const A base = part.max == kAbsent<A> ? A(0) : part.max;
   for (int64_t i = 0; i < padded; i += kLanes) {
     for (int64_t l = 0; l < kLanes; ++l) exps[l] += exp_nonpositive(z[i + l] - base);
@@ -101,21 +107,25 @@ struct RowGradient {
 
 // `weight` is what the target distribution gives this column. The difference comes first: at p = weight it is exactly
 // zero, and the z-loss keeps its digits.
-template <bool kCap, class T>
-PARALLEL_OPS_INLINE acc_t<T> gradient(T x, const RowGradient<acc_t<T>>& row, acc_t<T> weight) {
-  using A = acc_t<T>;
-  Softcap<A> z{to_acc(x), A(1)};
+template <bool kCap, class A>
+PARALLEL_OPS_INLINE A gradient(A x, const RowGradient<A>& row, A weight) {
+  Softcap<A> z{x, A(1)};
   if constexpr (kCap) z = softcap(z.value, row.cap);
   const A p = exp_nonpositive((z.value - row.max) - row.log_exps);
   const A g = row.grad * (p - (z.value == kAbsent<A> ? A(0) : weight)) + row.z_loss * p;
   return kCap ? g * z.slope : g;
 }
 
-// dx may be x itself.
+// dx may be x itself. The arithmetic reads and writes the arithmetic type alone: GCC 12 turns a loop over 16-bit
+// elements that does everything at once into shuffles.
 template <bool kCap, bool kSmooth, class T>
 PARALLEL_OPS_INLINE void tile_gradient(const T* x, T* dx, int64_t n, const RowGradient<acc_t<T>>& row) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; ++i) dx[i] = from_acc<T>(gradient<kCap>(x[i], row, kSmooth ? row.uniform : acc_t<T>(0)));
+  using A = acc_t<T>;
+  const RowGradient<A> r = row;
+  alignas(64) A z[kTileCols];
+  for (int64_t i = 0; i < n; ++i) z[i] = to_acc(x[i]);
+  for (int64_t i = 0; i < n; ++i) z[i] = gradient<kCap>(z[i], r, kSmooth ? r.uniform : A(0));
+  for (int64_t i = 0; i < n; ++i) dx[i] = from_acc<T>(z[i]);
 }
 
 }  // namespace parallel_ops::cpu

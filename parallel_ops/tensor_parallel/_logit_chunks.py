@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops.ops import cross_entropy as local
 
 # Columns of a 16-bit weight gradient that are computed at a time before they are added to the fp32 sum (CPU).
-_WGRAD_COLS = 4096
+_WGRAD_COLS = 8192
 
 
 @dataclass(frozen=True)
