@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "lanes.h"
 #include "math.h"
 #include "rows.h"
 
@@ -19,9 +20,6 @@ enum Statistic { kMax, kSumExp, kTarget, kSum, kCount };
 constexpr int64_t kPlain = 3;
 constexpr int64_t kSmoothed = 5;
 
-// Independent sums (two registers of 16 floats): set here, not by the target, so that all targets add in the same
-// order.
-constexpr int64_t kLanes = 32;
 // Fewer rows than this are cut into column blocks, so that several threads share a row.
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kBlockCols = 8 * kTileCols;
@@ -47,49 +45,34 @@ struct Part {
   }
 };
 
-// The lanes' sum or maximum, by halves; widths are constants, so that each step is one instruction.
-template <int64_t kWidth = kLanes / 2, class A>
-PARALLEL_OPS_INLINE A lane_sum(A* lanes) {
-  for (int64_t l = 0; l < kWidth; ++l) lanes[l] += lanes[l + kWidth];
-  if constexpr (kWidth > 1) return lane_sum<kWidth / 2>(lanes);
-  return lanes[0];
-}
-
-template <int64_t kWidth = kLanes / 2, class A>
-PARALLEL_OPS_INLINE A lane_max(A* lanes) {
-  for (int64_t l = 0; l < kWidth; ++l) lanes[l] = lanes[l + kWidth] > lanes[l] ? lanes[l + kWidth] : lanes[l];
-  if constexpr (kWidth > 1) return lane_max<kWidth / 2>(lanes);
-  return lanes[0];
-}
-
 template <bool kCap, bool kSmooth, class T>
 PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_t n, acc_t<T> cap) {
   using A = acc_t<T>;
   alignas(64) A z[kTileCols];
-  alignas(64) A largest[kLanes], exps[kLanes] = {}, sums[kLanes] = {}, counts[kLanes] = {};
+  alignas(64) A largest[kExpLanes], exps[kExpLanes] = {}, sums[kExpLanes] = {}, counts[kExpLanes] = {};
   for (int64_t i = 0; i < n; ++i) z[i] = kCap ? softcap(to_acc(x[i]), cap).value : to_acc(x[i]);
-  const int64_t padded = ceil_div(n, kLanes) * kLanes;
+  const int64_t padded = ceil_div(n, kExpLanes) * kExpLanes;
   for (int64_t i = n; i < padded; ++i) z[i] = kAbsent<A>;
-  for (int64_t l = 0; l < kLanes; ++l) largest[l] = kAbsent<A>;
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) largest[l] = z[i + l] > largest[l] ? z[i + l] : largest[l];
+  for (int64_t l = 0; l < kExpLanes; ++l) largest[l] = kAbsent<A>;
+  for (int64_t i = 0; i < padded; i += kExpLanes) {
+    for (int64_t l = 0; l < kExpLanes; ++l) largest[l] = z[i + l] > largest[l] ? z[i + l] : largest[l];
   }
   if constexpr (kSmooth) {
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      for (int64_t l = 0; l < kLanes; ++l) sums[l] += z[i + l] == kAbsent<A> ? A(0) : z[i + l];
-      for (int64_t l = 0; l < kLanes; ++l) counts[l] += z[i + l] == kAbsent<A> ? A(0) : A(1);
+    for (int64_t i = 0; i < padded; i += kExpLanes) {
+      for (int64_t l = 0; l < kExpLanes; ++l) sums[l] += z[i + l] == kAbsent<A> ? A(0) : z[i + l];
+      for (int64_t l = 0; l < kExpLanes; ++l) counts[l] += z[i + l] == kAbsent<A> ? A(0) : A(1);
     }
   }
   Part<A> part;
-  part.max = lane_max(largest);
+  part.max = max_of_lanes<kExpLanes>(largest);
   const A base = part.max == kAbsent<A> ? A(0) : part.max;
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) exps[l] += exp_nonpositive(z[i + l] - base);
+  for (int64_t i = 0; i < padded; i += kExpLanes) {
+    for (int64_t l = 0; l < kExpLanes; ++l) exps[l] += exp_nonpositive(z[i + l] - base);
   }
-  part.exps = lane_sum(exps);
+  part.exps = sum_of_lanes<kExpLanes>(exps);
   if constexpr (kSmooth) {
-    part.sum = lane_sum(sums);
-    part.count = lane_sum(counts);
+    part.sum = sum_of_lanes<kExpLanes>(sums);
+    part.count = sum_of_lanes<kExpLanes>(counts);
   }
   return part;
 }

@@ -4,7 +4,7 @@
 // maximum; (2) exponentiate in place and sum; (3) scale, round, write. Memory sees one read and one write, and
 // exp is computed once. Backward reads y and dy twice, the second time from the cache.
 //
-// Maxima and sums run in kLanes fixed lanes, joined in a fixed order: the compiler can vectorise them without
+// Maxima and sums run in kExpLanes fixed lanes, joined in a fixed order: the compiler can vectorise them without
 // being told to reorder additions, and the bits do not depend on the thread count.
 #pragma once
 
@@ -18,30 +18,14 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "dtype.h"
+#include "lanes.h"
 #include "math.h"
 #include "rows.h"
 
 namespace parallel_ops::cpu {
 
-// Two 64-byte registers of fp32: enough chains to hide the latency of an addition behind exp.
-constexpr int64_t kLanes = 32;
-
 template <class A>
 inline constexpr A kMasked = -std::numeric_limits<A>::infinity();
-
-template <class A>
-PARALLEL_OPS_INLINE A sum_of_lanes(A* lanes) {
-  for (int64_t width = kLanes / 2; width > 0; width /= 2)
-    for (int64_t l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-  return lanes[0];
-}
-
-template <class A>
-PARALLEL_OPS_INLINE A max_of_lanes(A* lanes) {
-  for (int64_t width = kLanes / 2; width > 0; width /= 2)
-    for (int64_t l = 0; l < width; ++l) lanes[l] = lanes[l + width] > lanes[l] ? lanes[l + width] : lanes[l];
-  return lanes[0];
-}
 
 // scale * x; -inf where a boolean mask is set; plus an additive mask, whose -inf wins over whatever x is.
 template <class T>
@@ -64,13 +48,13 @@ template <class T, class M>
 PARALLEL_OPS_INLINE void last_group(const T* __restrict x, const M* __restrict mask, int32_t valid, acc_t<T> scale,
                                     acc_t<T>* __restrict z, acc_t<T>* __restrict lanes) {
   using A = acc_t<T>;
-  for (int64_t l = 0; l < kLanes; ++l) z[l] = logit(x, mask, l, scale);
-  for (int32_t l = 0; l < kLanes; ++l) z[l] = l < valid ? z[l] : kMasked<A>;
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = z[l] > lanes[l] ? z[l] : lanes[l];
+  for (int64_t l = 0; l < kExpLanes; ++l) z[l] = logit(x, mask, l, scale);
+  for (int32_t l = 0; l < kExpLanes; ++l) z[l] = l < valid ? z[l] : kMasked<A>;
+  for (int64_t l = 0; l < kExpLanes; ++l) lanes[l] = z[l] > lanes[l] ? z[l] : lanes[l];
 }
 
-// y = softmax of the logits; x, mask and the scratch z are readable up to n rounded up to kLanes. M is void without a
-// mask. A row whose logits are all -inf gives zeros. Returns false if the row came out as NaN, in which case masked
+// y = softmax of the logits; x, mask and the scratch z are readable up to n rounded up to kExpLanes. M is void without
+// a mask. A row whose logits are all -inf gives zeros. Returns false if the row came out as NaN, in which case masked
 // elements (0 * NaN) are still to be put right.
 template <class T, class M>
 PARALLEL_OPS_INLINE bool softmax_forward(const T* __restrict x, const M* __restrict mask, T* __restrict y, int64_t n,
@@ -83,30 +67,30 @@ PARALLEL_OPS_INLINE bool softmax_forward(const T* __restrict x, const M* __restr
       return mask + i;
     }
   };
-  const int64_t whole = n / kLanes * kLanes;
-  alignas(64) A lanes[kLanes];
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = kMasked<A>;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) {
+  const int64_t whole = n / kExpLanes * kExpLanes;
+  alignas(64) A lanes[kExpLanes];
+  for (int64_t l = 0; l < kExpLanes; ++l) lanes[l] = kMasked<A>;
+  for (int64_t i = 0; i < whole; i += kExpLanes) {
+    for (int64_t l = 0; l < kExpLanes; ++l) {
       const A v = logit(x, mask, i + l, scale);
       z[i + l] = v;
       lanes[l] = v > lanes[l] ? v : lanes[l];
     }
   }
   if (whole < n) last_group(x + whole, mask_at(whole), static_cast<int32_t>(n - whole), scale, z + whole, lanes);
-  const A max = max_of_lanes(lanes);
+  const A max = max_of_lanes<kExpLanes>(lanes);
   // The maximum passes over NaN; exp and the sum do not. -inf - -inf would be NaN too, so such a row shifts by zero.
   const A shift = max == kMasked<A> ? A(0) : max;
 
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = A(0);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) {
+  for (int64_t l = 0; l < kExpLanes; ++l) lanes[l] = A(0);
+  for (int64_t i = 0; i < n; i += kExpLanes) {
+    for (int64_t l = 0; l < kExpLanes; ++l) {
       const A e = exp_or_zero(z[i + l] - shift);
       z[i + l] = e;
       lanes[l] += e;
     }
   }
-  const A sum = sum_of_lanes(lanes);
+  const A sum = sum_of_lanes<kExpLanes>(lanes);
   const A inverse = sum == A(0) ? A(0) : A(1) / sum;
   for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(z[i] * inverse);
   return sum == sum;
@@ -118,24 +102,24 @@ PARALLEL_OPS_INLINE T softmax_gradient(T dy, T y, acc_t<T> sum, acc_t<T> scale) 
 }
 
 // dx = scale * y * (dy - sum(dy * y)), and zero where y is: masked elements get no gradient, whatever the row holds.
-// dy and y are readable up to n rounded up to kLanes.
+// dy and y are readable up to n rounded up to kExpLanes.
 template <class T>
 PARALLEL_OPS_INLINE void softmax_backward(const T* __restrict dy, const T* __restrict y, T* __restrict dx, int64_t n,
                                           acc_t<T> scale) {
   using A = acc_t<T>;
-  const int64_t whole = n / kLanes * kLanes;
-  alignas(64) A lanes[kLanes];
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = A(0);
-  for (int64_t i = 0; i < whole; i += kLanes)
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += to_acc(dy[i + l]) * to_acc(y[i + l]);
+  const int64_t whole = n / kExpLanes * kExpLanes;
+  alignas(64) A lanes[kExpLanes];
+  for (int64_t l = 0; l < kExpLanes; ++l) lanes[l] = A(0);
+  for (int64_t i = 0; i < whole; i += kExpLanes)
+    for (int64_t l = 0; l < kExpLanes; ++l) lanes[l] += to_acc(dy[i + l]) * to_acc(y[i + l]);
   if (whole < n) {
     const auto rest = static_cast<int32_t>(n - whole);
-    for (int32_t l = 0; l < kLanes; ++l) {
+    for (int32_t l = 0; l < kExpLanes; ++l) {
       const A product = to_acc(dy[whole + l]) * to_acc(y[whole + l]);
       lanes[l] += l < rest ? product : A(0);
     }
   }
-  const A sum = sum_of_lanes(lanes);
+  const A sum = sum_of_lanes<kExpLanes>(lanes);
   for (int64_t i = 0; i < n; ++i) dx[i] = softmax_gradient(dy[i], y[i], sum, scale);
   // Every dy is finite if the sum is, and dy - sum too if the sum is not huge; otherwise 0 * (dy - sum) may be NaN.
   constexpr A kHuge = std::numeric_limits<A>::max() * std::numeric_limits<A>::epsilon() / 4;
@@ -156,7 +140,7 @@ class RowScratch {
   T* data;
 
  private:
-  static int64_t padded(int64_t n) { return ceil_div(n, kLanes) * kLanes; }
+  static int64_t padded(int64_t n) { return ceil_div(n, kExpLanes) * kExpLanes; }
   std::unique_ptr<unsigned char[]> memory_;
 };
 
@@ -173,7 +157,7 @@ class PaddedRows {
 
   const T* read(int64_t row, int64_t col, int64_t n, T* scratch) const {
     const T* p = rows_.tile(row, col, n, scratch);
-    if (p == scratch || end_ - p >= ceil_div(n, kLanes) * kLanes) return p;
+    if (p == scratch || end_ - p >= ceil_div(n, kExpLanes) * kExpLanes) return p;
     std::memcpy(scratch, p, static_cast<size_t>(n) * sizeof(T));
     return scratch;
   }

@@ -1,15 +1,18 @@
-"""A GPT as Megatron-LM lays it out: activations ``[s, b, h]``, layer norm first, learned positions.
+"""A GPT as Megatron-LM lays it out: activations ``[s, b, h]``, norm first.
 
-    x  = E[token] + P[position]
+    x  = E[token] (+ P[position], learned)
     x  = dropout(W_o attention(norm_1(x)) + b_o) + x        for each layer
     x  = dropout(W_2 act(W_1 norm_2(x) + b_1) + b_2) + x
     loss = cross entropy of W_v norm_f(x)                   W_v = E when the embeddings are tied
 
     attention: softmax(q k^T / sqrt(d), causal) v           scores [b, np, s, s], kept for backward
+               q and k rotated by their positions first, where these are not learned
 
 Biases that an elementwise op follows are not added by the matrix product: ``W_1`` hands its bias to bias-GeLU (or
-bias-SwiGLU), ``W_o`` and ``W_2`` theirs to bias-dropout-add. There is no dropout on attention probabilities.
-Sources: Radford et al. 2019 (GPT-2, the initialisation), Shoeybi et al., arXiv:1909.08053 (the layout).
+bias-SwiGLU), ``W_o`` and ``W_2`` theirs to bias-dropout-add. There is no dropout on attention probabilities. The loss
+takes the last linear with it, so that a fused one never holds the logits.
+Sources: Radford et al. 2019 (GPT-2, the initialisation), Shoeybi et al., arXiv:1909.08053 (the layout), Su et al.,
+arXiv:2104.09864 (rotary positions).
 """
 
 import math
@@ -31,6 +34,10 @@ class GPTConfig:
         ffn_hidden: width of the MLP after its activation; ``None`` for ``4 * hidden``.
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
         activation: ``"gelu"`` (tanh approximation) or ``"swiglu"`` (whose first projection is twice as wide).
+        positions: ``"learned"`` (an embedding) or ``"rotary"`` (half-rotated, over the whole head, whose size is
+            even).
+        norm: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias).
+        rotary_base: the wavelength of the slowest rotary pair, in 2 pi positions.
         tied_embeddings: the output layer shares the token embedding's weight.
         init_std: standard deviation of the initial weights; output projections take ``init_std / sqrt(2 layers)``.
 
@@ -46,6 +53,9 @@ class GPTConfig:
     ffn_hidden: int | None = None
     dropout: float = 0.0
     activation: str = "gelu"
+    positions: str = "learned"
+    norm: str = "layer_norm"
+    rotary_base: float = 10_000.0
     tied_embeddings: bool = True
     norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -59,12 +69,43 @@ class GPTConfig:
             raise ValueError(f"GPTConfig: hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"GPTConfig: dropout must be at least 0 and below 1, got {self.dropout}")
-        if self.activation not in ("gelu", "swiglu"):
-            raise ValueError(f"GPTConfig: activation must be 'gelu' or 'swiglu', got {self.activation!r}")
+        for name, first, second in (
+            ("activation", "gelu", "swiglu"),
+            ("positions", "learned", "rotary"),
+            ("norm", "layer_norm", "rms_norm"),
+        ):
+            if getattr(self, name) not in (first, second):
+                raise ValueError(f"GPTConfig: {name} must be {first!r} or {second!r}, got {getattr(self, name)!r}")
+        if self.positions == "rotary" and self.hidden // self.heads % 2:
+            raise ValueError(f"GPTConfig: rotary positions need an even head size, got {self.hidden // self.heads}")
+        if not self.rotary_base > 0:
+            raise ValueError(f"GPTConfig: rotary_base must be positive, got {self.rotary_base}")
 
     @property
     def ffn_width(self) -> int:
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+
+class Norm(nn.Module):
+    """Layer norm or RMS norm of the last dimension; ones and zeros at first."""
+
+    def __init__(self, config: GPTConfig, ops: Ops) -> None:
+        super().__init__()
+        self.eps, self.ops = config.norm_eps, ops
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.bias = nn.Parameter(torch.zeros(config.hidden)) if config.norm == "layer_norm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def rotary_angles(length: int, size: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 to ``length - 1`` for heads of ``size``, ``[length, size / 2]`` each, fp32."""
+    wavelengths = base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / wavelengths
+    return angles.cos(), angles.sin()
 
 
 class SelfAttention(nn.Module):
@@ -76,11 +117,14 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         s, b, h = x.shape
         d = h // self.heads
-        # [s, b, 3h] -> three of [b np, s, d], all views.
-        q, k, v = (t.transpose(0, 1) for t in self.qkv(x).view(s, b * self.heads, 3 * d).split(d, dim=-1))
+        # [s, b, 3h] -> three of [s, b, np, d], all views.
+        q, k, v = self.qkv(x).view(s, b, self.heads, 3 * d).split(d, dim=-1)
+        if angles is not None:
+            q, k = self.ops.rotary_embedding(q, *angles), self.ops.rotary_embedding(k, *angles)
+        q, k, v = (t.view(s, b * self.heads, d).transpose(0, 1) for t in (q, k, v))
         scores = torch.bmm(q, k.transpose(1, 2)).view(b, self.heads, s, s)
         weights = self.ops.scaled_causal_softmax(scores, 1 / math.sqrt(d))
         context = torch.bmm(weights.view(b * self.heads, s, s).to(v.dtype), v)
@@ -108,13 +152,13 @@ class Layer(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops) -> None:
         super().__init__()
         self.dropout, self.ops = config.dropout, ops
-        self.norm_attention = nn.LayerNorm(config.hidden, config.norm_eps)
+        self.norm_attention = Norm(config, ops)
         self.attention = SelfAttention(config, ops)
-        self.norm_mlp = nn.LayerNorm(config.hidden, config.norm_eps)
+        self.norm_mlp = Norm(config, ops)
         self.mlp = MLP(config, ops)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, bias = self.attention(self.norm_attention(x))
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        y, bias = self.attention(self.norm_attention(x), angles)
         x = self.ops.bias_dropout_add(y, bias, x, self.dropout, training=self.training)
         y, bias = self.mlp(self.norm_mlp(x))
         return self.ops.bias_dropout_add(y, bias, x, self.dropout, training=self.training)
@@ -133,11 +177,12 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops = FUSED) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ops = config, ops
         self.tokens = nn.Embedding(config.vocab_size, config.hidden)
-        self.positions = nn.Embedding(config.seq_length, config.hidden)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.seq_length, config.hidden) if learned else None
         self.layers = nn.ModuleList(Layer(config, ops) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.hidden, config.norm_eps)
+        self.norm = Norm(config, ops)
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.reset_parameters()
         if config.tied_embeddings:
@@ -173,12 +218,17 @@ class GPT(nn.Module):
             )
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"GPT: targets must have shape {list(tokens.shape)}, got {list(targets.shape)}")
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[0], None]
+        x, angles = self.tokens(tokens), None
+        if self.positions is None:
+            size = self.config.hidden // self.config.heads
+            angles = rotary_angles(tokens.shape[0], size, self.config.rotary_base, tokens.device)
+        else:
+            x = x + self.positions.weight[: tokens.shape[0], None]
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(self.norm(x))
+            x = layer(x, angles)
+        x = self.norm(x)
         if targets is None:
+            logits: Tensor = self.head(x)
             return logits
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+        return self.ops.linear_cross_entropy(x, self.head.weight, targets)

@@ -14,23 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops import ops
+from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The elementwise and softmax ops between a model's matrix products.
+    """The ops between a model's matrix products, and the loss.
 
     Attributes:
         bias_gelu: ``(x, bias)``.
         bias_swiglu: ``(x, bias)``, ``[..., 2F] -> [..., F]``, gate half first.
         bias_dropout_add: ``(x, bias, residual, p, training=...)``.
         scaled_causal_softmax: ``(scores, scale)``, scores ``[b, np, sq, sk]``.
+        layer_norm: ``(x, weight, bias, eps)``.
+        rms_norm: ``(x, weight, eps)``.
+        rotary_embedding: ``(x, cos, sin)``, ``[s, b, np, d]`` and fp32 angles ``[s, d / 2]``.
+        linear_cross_entropy: ``(hidden, weight, targets)``, ``[..., h]``, ``[vocabulary, h]`` and ``[...]``; the mean.
     """
 
     bias_gelu: Callable[[Tensor, Tensor], Tensor]
     bias_swiglu: Callable[[Tensor, Tensor], Tensor]
     bias_dropout_add: Callable[..., Tensor]
     scaled_causal_softmax: Callable[[Tensor, float], Tensor]
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotary_embedding: Callable[[Tensor, Tensor, Tensor], Tensor]
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _plain_bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -57,11 +66,29 @@ def _plain_scaled_causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     return torch.softmax((scores * scale).masked_fill(future, -torch.inf), dim=-1)
 
 
+def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
+
+
 FUSED = Ops(
     bias_gelu=ops.bias_gelu,
     bias_swiglu=ops.bias_swiglu,
     bias_dropout_add=ops.bias_dropout_add,
     scaled_causal_softmax=ops.scaled_causal_softmax,
+    layer_norm=ops.layer_norm,
+    rms_norm=ops.rms_norm,
+    rotary_embedding=ops.rotary_embedding,
+    linear_cross_entropy=vocab_parallel_linear_cross_entropy,
 )
 
 PLAIN = Ops(
@@ -69,4 +96,8 @@ PLAIN = Ops(
     bias_swiglu=_plain_bias_swiglu,
     bias_dropout_add=_plain_bias_dropout_add,
     scaled_causal_softmax=_plain_scaled_causal_softmax,
+    layer_norm=_plain_layer_norm,
+    rms_norm=_plain_rms_norm,
+    rotary_embedding=ops.rotary_embedding_reference,
+    linear_cross_entropy=_plain_linear_cross_entropy,
 )

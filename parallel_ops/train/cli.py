@@ -40,6 +40,16 @@ class Activation(str, enum.Enum):
     swiglu = "swiglu"
 
 
+class Positions(str, enum.Enum):
+    learned = "learned"
+    rotary = "rotary"
+
+
+class Norm(str, enum.Enum):
+    layer_norm = "layer_norm"
+    rms_norm = "rms_norm"
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -61,6 +71,8 @@ def command(
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
     ffn_hidden: Annotated[int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden")] = None,
     activation: Annotated[Activation, typer.Option(help="Activation of the MLP.")] = Activation.gelu,
+    positions: Annotated[Positions, typer.Option(help="How the model knows positions.")] = Positions.rotary,
+    norm: Annotated[Norm, typer.Option(help="Normalisation of each layer's input.")] = Norm.layer_norm,
     dropout: Annotated[
         float, typer.Option(help="Dropout probability. Above 0 the two models draw different masks.")
     ] = 0.0,
@@ -89,6 +101,8 @@ def command(
             ffn_hidden=ffn_hidden,
             dropout=dropout,
             activation=activation.value,
+            positions=positions.value,
+            norm=norm.value,
         )
         config = TrainConfig(
             model=model,

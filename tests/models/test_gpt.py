@@ -13,6 +13,7 @@ VARIANTS = {
     "gelu": CONFIG,
     "swiglu": dataclasses.replace(CONFIG, activation="swiglu"),
     "untied": dataclasses.replace(CONFIG, tied_embeddings=False),
+    "llama": dataclasses.replace(CONFIG, activation="swiglu", positions="rotary", norm="rms_norm"),
 }
 
 variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
@@ -124,6 +125,19 @@ def test_shapes_and_state_dict_do_not_depend_on_the_ops(config):
     assert (fused.head.weight is fused.tokens.weight) == config.tied_embeddings
 
 
+@pytest.mark.parametrize("ops", [PLAIN, FUSED], ids=["plain", "fused"])
+def test_rotary_positions_are_seen(ops):
+    model = build(dataclasses.replace(CONFIG, positions="rotary"), ops)
+    tokens, _ = sample(CONFIG)
+    # One token everywhere: attention has the same values to mix at any distance, so all positions agree.
+    same = model(torch.full_like(tokens, 7))
+    torch.testing.assert_close(same, same[:1].expand_as(same), rtol=1e-4, atol=1e-4)
+    # Two orders of the same past differ, as they would not without positions.
+    swapped = tokens.clone()
+    swapped[[2, 9]] = swapped[[9, 2]]
+    assert not torch.allclose(model(tokens)[20], model(swapped)[20], rtol=1e-3, atol=1e-3)
+
+
 def test_the_seed_sets_the_weights():
     models = []
     for ops in (PLAIN, FUSED):
@@ -136,9 +150,10 @@ def test_the_seed_sets_the_weights():
     assert not models[0]["layers.0.mlp.up.bias"].any()
 
 
+@variants
 @pytest.mark.parametrize("ops", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_no_token_sees_its_future(ops):
-    model = build(CONFIG, ops)
+def test_no_token_sees_its_future(ops, config):
+    model = build(config, ops)
     tokens, _ = sample(CONFIG)
     changed = tokens.clone()
     changed[10:] = (changed[10:] + 1) % CONFIG.vocab_size
@@ -155,6 +170,10 @@ def test_no_token_sees_its_future(ops):
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         ({"dropout": float("nan")}, "dropout must be at least 0"),
         ({"activation": "relu"}, "activation must be 'gelu' or 'swiglu', got 'relu'"),
+        ({"positions": "alibi"}, "positions must be 'learned' or 'rotary', got 'alibi'"),
+        ({"norm": None}, "norm must be 'layer_norm' or 'rms_norm', got None"),
+        ({"heads": 16, "positions": "rotary"}, "rotary positions need an even head size, got 3"),
+        ({"rotary_base": 0.0}, "rotary_base must be positive, got 0.0"),
     ],
 )
 def test_bad_configurations_are_named(change, message):
