@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.spec import Benchmark, Inputs, Provider, Shape, Traffic, hidden_shapes, randn
+from benchmarks.spec import Benchmark, Inputs, Peer, Provider, Shape, Traffic, hidden_shapes, randn
 from parallel_ops.ops import bias_swiglu
 
 
@@ -43,4 +43,6 @@ def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
     )
 
 
-BENCHMARK = Benchmark("bias_swiglu", build, bias_swiglu, eager, traffic, shapes, tiny=(2, 2, 8), liger=liger)
+BENCHMARK = Benchmark(
+    "bias_swiglu", build, bias_swiglu, eager, traffic, shapes, tiny=(2, 2, 8), peers={"liger": Peer(liger)}
+)

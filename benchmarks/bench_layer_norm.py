@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.spec import Benchmark, Inputs, Provider, Shape, Traffic, hidden_shapes, randn
+from benchmarks.spec import Benchmark, Inputs, Peer, Provider, Shape, Traffic, hidden_shapes, randn
 from parallel_ops.ops import layer_norm
 
 
@@ -38,4 +38,6 @@ def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
     )
 
 
-BENCHMARK = Benchmark("layer_norm", build, layer_norm, eager, traffic, hidden_shapes, tiny=(2, 2, 8), liger=liger)
+BENCHMARK = Benchmark(
+    "layer_norm", build, layer_norm, eager, traffic, hidden_shapes, tiny=(2, 2, 8), peers={"liger": Peer(liger)}
+)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from benchmarks.spec import Benchmark, Inputs, Provider, Shape, Traffic, hidden_shapes, randn
+from benchmarks.spec import Benchmark, Inputs, Peer, Provider, Shape, Traffic, hidden_shapes, randn
 from parallel_ops.ops import rms_norm
 
 
@@ -39,4 +39,6 @@ def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
     )
 
 
-BENCHMARK = Benchmark("rms_norm", build, rms_norm, eager, traffic, hidden_shapes, tiny=(2, 2, 8), liger=liger)
+BENCHMARK = Benchmark(
+    "rms_norm", build, rms_norm, eager, traffic, hidden_shapes, tiny=(2, 2, 8), peers={"liger": Peer(liger)}
+)

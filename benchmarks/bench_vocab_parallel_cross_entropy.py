@@ -1,10 +1,12 @@
-"""vocab_parallel_cross_entropy on one rank: a language model's logits, out of place."""
+"""vocab_parallel_cross_entropy on one rank: a language model's logits, out of place and in place."""
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.spec import Benchmark, Inputs, Shape, Traffic, randn
+from benchmarks.spec import Benchmark, Inputs, Peer, Provider, Shape, Traffic, randn
 from parallel_ops import vocab_parallel_cross_entropy
 
 
@@ -15,6 +17,16 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 def eager(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target)
+
+
+def inplace() -> Provider:
+    return functools.partial(vocab_parallel_cross_entropy, inplace_backward=True)
+
+
+def liger() -> Provider:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return liger_cross_entropy
 
 
 def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
@@ -31,5 +43,16 @@ def shapes(device: str, dtype: torch.dtype, quick: bool) -> list[Shape]:
 
 
 BENCHMARK = Benchmark(
-    "vocab_parallel_cross_entropy", build, vocab_parallel_cross_entropy, eager, traffic, shapes, tiny=(8, 64)
+    "vocab_parallel_cross_entropy",
+    build,
+    vocab_parallel_cross_entropy,
+    eager,
+    traffic,
+    shapes,
+    tiny=(8, 64),
+    # What writes over the logits can go back once only: forward and backward together.
+    peers={
+        "inplace": Peer(inplace, devices=("cpu", "cuda"), directions=("full",)),
+        "liger": Peer(liger, directions=("full",)),
+    },
 )

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.spec import Benchmark, Inputs, Shape, Traffic, randn
+from benchmarks.spec import Benchmark, Inputs, Peer, Provider, Shape, Traffic, randn
 from parallel_ops import vocab_parallel_linear_cross_entropy
 
 
@@ -17,6 +17,25 @@ def build(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def pytorch() -> Provider:
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13
+
+    options = LinearCrossEntropyOptions()
+    return lambda hidden, weight, target: F.linear_cross_entropy(hidden, weight, target, options=options)
+
+
+def liger() -> Provider:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy
+
+
+def cce() -> Provider:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
 
 
 def traffic(shape: Shape, dtype: torch.dtype) -> Traffic:
@@ -40,4 +59,9 @@ BENCHMARK = Benchmark(
     traffic,
     shapes,
     tiny=(8, 64, 16),
+    peers={
+        "torch": Peer(pytorch, devices=("cpu", "cuda"), directions=("forward", "full")),
+        "liger": Peer(liger, directions=("forward", "full")),
+        "cce": Peer(cce),
+    },
 )

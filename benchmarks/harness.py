@@ -1,7 +1,7 @@
 """From an op's declaration to rows of results.
 
 Providers: ``parallel_ops``; ``eager``, the PyTorch composite; ``compile``, torch.compile of that composite with default
-options, compiled before the timing; ``liger`` where Liger-Kernel has the op and there is a GPU; and ``clone``,
+options, compiled before the timing; the op's peers, where they are installed and run on the device; and ``clone``,
 torch.clone of a tensor that moves as many bytes as the op must. Clone is the roofline and runs in the same rounds. On
 CPU part of its time goes into fresh memory pages, which an op that asks for huge pages saves: it can pass 100%.
 
@@ -82,8 +82,9 @@ def cases(benchmark: Benchmark, settings: Settings, problems: list[str]) -> Iter
             build = functools.partial(benchmark.build, shape, dtype, device)
             providers = _working(_providers(benchmark, settings), build, benchmark.op, problems)
             for direction in directions:
+                able = {name: fn for name, fn in providers.items() if direction in _directions(benchmark, name)}
                 moved = None if direction == OVERHEAD else benchmark.traffic(shape, dtype).of(direction)
-                yield Case(benchmark.op, shape, dtype, direction, build, providers, moved)
+                yield Case(benchmark.op, shape, dtype, direction, build, able, moved)
 
 
 def measure(case: Case, settings: Settings, environment: Environment) -> list[Row]:
@@ -146,10 +147,15 @@ def _providers(benchmark: Benchmark, settings: Settings) -> dict[str, Provider]:
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(benchmark.eager, fullgraph=True, dynamic=False, backend=settings.backend)
     providers: dict[str, Provider] = {"parallel_ops": benchmark.ours, "eager": benchmark.eager, "compile": compiled}
-    if benchmark.liger is not None and settings.device.type == "cuda":
-        with contextlib.suppress(ImportError):
-            providers["liger"] = benchmark.liger()
+    for name, peer in benchmark.peers.items():
+        if settings.device.type in peer.devices:
+            with contextlib.suppress(ImportError):
+                providers[name] = peer.load()
     return providers
+
+
+def _directions(benchmark: Benchmark, provider: str) -> tuple[str, ...]:
+    return benchmark.peers[provider].directions if provider in benchmark.peers else (*DIRECTIONS, OVERHEAD)
 
 
 def _working(

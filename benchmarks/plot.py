@@ -11,8 +11,23 @@ from benchmarks.report import Group, groups
 from benchmarks.results import PROVIDERS, Row
 from benchmarks.spec import DIRECTIONS
 
-_COLORS = {"parallel_ops": "#0b6e4f", "eager": "#b8bfc6", "compile": "#6b9bd1", "liger": "#e3a857"}
-_LABELS = {"compile": "torch.compile", "eager": "PyTorch eager", "liger": "Liger-Kernel"}
+_COLORS = {
+    "parallel_ops": "#0b6e4f",
+    "inplace": "#7cc3a4",
+    "eager": "#b8bfc6",
+    "compile": "#6b9bd1",
+    "torch": "#8a6fb3",
+    "liger": "#e3a857",
+    "cce": "#c9645a",
+}
+_LABELS = {
+    "inplace": "parallel_ops, in place",
+    "eager": "PyTorch eager",
+    "compile": "torch.compile",
+    "torch": "PyTorch's own fused op",
+    "liger": "Liger-Kernel",
+    "cce": "cut-cross-entropy",
+}
 _MAX_COLUMNS = 3
 _INK = "#2b2f33"
 _PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # keeps a number readable on the clone line

@@ -7,7 +7,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import Row
+from benchmarks.results import PROVIDERS, Row
+
+_RIVALS = tuple(p for p in PROVIDERS if p not in ("parallel_ops", "inplace", "clone"))
 
 Group = dict[str, Row]  # the providers of one case
 
@@ -28,10 +30,12 @@ def speedup(group: Group, rival: str) -> float | None:
 
 def print_op(console: Console, rows: Sequence[Row]) -> None:
     """The table of one op: a section a shape and dtype, a line a direction."""
-    rivals = [p for p in ("eager", "compile", "liger") if any(row.provider == p for row in rows)]
+    present = {row.provider for row in rows}
+    rivals = [p for p in _RIVALS if p in present]
+    inplace = ["inplace"] if "inplace" in present else []
     table = Table(title=rows[0].op, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
-    times = [f"{name}\nms" for name in ("ours", *rivals, "clone")]
+    times = [f"{name}\nms" for name in ("ours", *("in\nplace" for _ in inplace), *rivals, "clone")]
     for name in (*times, "ours\nGB/s", "of\nclone", *(f"vs\n{p}" for p in rivals), "ours\nMiB", "eager\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     section = None
@@ -43,7 +47,7 @@ def print_op(console: Console, rows: Sequence[Row]) -> None:
         ours, eager = group.get("parallel_ops"), group.get("eager")
         table.add_row(
             f"  {any_row.direction}",
-            *(_time(group.get(p)) for p in ("parallel_ops", *rivals, "clone")),
+            *(_time(group.get(p)) for p in ("parallel_ops", *inplace, *rivals, "clone")),
             _column(ours, "gb_per_s", ".1f"),
             _column(ours, "percent_of_clone", ".0f", "%"),
             *(_number(speedup(group, p), ".2f", "x") for p in rivals),
@@ -58,7 +62,7 @@ def print_summary(console: Console, rows: Sequence[Row]) -> None:
     full = [group for group in groups(rows) if next(iter(group.values())).direction == "full"]
     for dtype in dict.fromkeys(row.dtype for row in rows):
         means = []
-        for rival in ("eager", "compile", "liger"):
+        for rival in _RIVALS:
             of_dtype = [g for g in full if next(iter(g.values())).dtype == dtype]
             values = [s for g in of_dtype if (s := speedup(g, rival)) is not None]
             if values:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # The providers, in the order in which tables and charts show them.
-PROVIDERS = ("parallel_ops", "eager", "compile", "liger", "clone")
+PROVIDERS = ("parallel_ops", "inplace", "eager", "compile", "torch", "liger", "cce", "clone")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What one op's benchmark file declares, and the shapes that several of them share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,21 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """Another implementation to measure beside the op, or the op itself called in another way.
+
+    Args:
+        load: imports and returns it; ImportError where it is not installed.
+        devices: the device types that it runs on.
+        directions: what can be measured of it.
+    """
+
+    load: Callable[[], Provider]
+    devices: tuple[str, ...] = ("cuda",)
+    directions: tuple[str, ...] = (*DIRECTIONS, OVERHEAD)
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """One op. Every provider is called with what ``build`` returns; tensors that require a gradient get one.
 
@@ -41,7 +56,7 @@ class Benchmark:
         traffic: (shape, dtype) to the bytes that it must move.
         shapes: (device type, dtype, quick) to the shapes to measure.
         tiny: a shape so small that only the cost of calling is left.
-        liger: the same op of Liger-Kernel, imported on call; raises ImportError where that is not installed.
+        peers: by their name in the results, which is one of ``results.PROVIDERS``.
     """
 
     op: str
@@ -51,7 +66,7 @@ class Benchmark:
     traffic: Callable[[Shape, torch.dtype], Traffic]
     shapes: Callable[[str, torch.dtype, bool], list[Shape]]
     tiny: Shape
-    liger: Callable[[], Provider] | None = None
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
