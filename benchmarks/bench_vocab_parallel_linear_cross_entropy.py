@@ -48,7 +48,7 @@ def shapes(device: str, dtype: torch.dtype, quick: bool) -> list[Shape]:
     """(rows, vocabulary, hidden size)"""
     if device == "cuda":
         return [(4096, 32000, 2048)] if quick else [(8192, 131072, 4096)]
-    return [(512, 32000, 256)] if quick else [(4096, 32000, 512)]
+    return [((512 if quick else 4096) * 4 // dtype.itemsize, 32000, 256)]
 
 
 BENCHMARK = Benchmark(
@@ -59,9 +59,10 @@ BENCHMARK = Benchmark(
     traffic,
     shapes,
     tiny=(8, 64, 16),
+    directions=("full",),
     peers={
-        "torch": Peer(pytorch, devices=("cpu", "cuda"), directions=("forward", "full")),
-        "liger": Peer(liger, directions=("forward", "full")),
+        "torch": Peer(pytorch, devices=("cpu", "cuda")),
+        "liger": Peer(liger),
         "cce": Peer(cce),
     },
 )

@@ -78,7 +78,7 @@ def cases(benchmark: Benchmark, settings: Settings, problems: list[str]) -> Iter
         if index == 0:  # the host's work does not depend on the dtype
             shapes = [*shapes, benchmark.tiny]
         for shape in shapes:
-            directions = (OVERHEAD,) if shape == benchmark.tiny else DIRECTIONS
+            directions = (OVERHEAD,) if shape == benchmark.tiny else benchmark.directions
             build = functools.partial(benchmark.build, shape, dtype, device)
             providers = _working(_providers(benchmark, settings), build, benchmark.op, problems)
             for direction in directions:

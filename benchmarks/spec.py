@@ -56,6 +56,7 @@ class Benchmark:
         traffic: (shape, dtype) to the bytes that it must move.
         shapes: (device type, dtype, quick) to the shapes to measure.
         tiny: a shape so small that only the cost of calling is left.
+        directions: what is measured apart; an op that does the work of its backward in forward has "full" alone.
         peers: by their name in the results, which is one of ``results.PROVIDERS``.
     """
 
@@ -66,6 +67,7 @@ class Benchmark:
     traffic: Callable[[Shape, torch.dtype], Traffic]
     shapes: Callable[[str, torch.dtype, bool], list[Shape]]
     tiny: Shape
+    directions: tuple[str, ...] = DIRECTIONS
     peers: Mapping[str, Peer] = field(default_factory=dict)
 
 
