@@ -15,9 +15,11 @@ from parallel_ops.triton_kernels._common import (
 from parallel_ops.triton_kernels._philox import keep_block
 
 NUM_WARPS = 4
-# Rows a program: four independent 16-byte loads in flight per thread, two rows of x and residual, four of the gradient.
+# Rows a program: four independent 16-byte loads in flight per thread, two rows of x and residual, four of the gradient;
+# two where blocks start before the tensor, whose masks take registers (Triton 3.6 spills at four).
 FORWARD_ROWS = 2
 BACKWARD_ROWS = 4
+SHIFTED_BACKWARD_ROWS = 2
 
 # Values that change from call to call must not compile a kernel each.
 _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
@@ -124,14 +126,15 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
         dbias.zero_()
         return
     grad, rows, cols, grad_stride = as_rows(grad)
-    splits = row_splits(rows, BACKWARD_ROWS)
+    dropout = _dropout(p, seed, index_offset, cols)
+    block_rows = SHIFTED_BACKWARD_ROWS if dropout["SHIFT"] else BACKWARD_ROWS
+    splits = row_splits(rows, block_rows)
     partial = partial_sums(cols, grad, splits) if dbias.numel() else None
     block_cols = vector_cols(grad.dtype, NUM_WARPS)
-    dropout = _dropout(p, seed, index_offset, cols)
     grid = (triton.cdiv(cols + dropout["SHIFT"], block_cols), splits)
     _backward_kernel[grid](
         grad, dx, partial, seed, rows, cols, splits, grad_stride,
-        HAS_BIAS=partial is not None, BLOCK_ROWS=BACKWARD_ROWS, BLOCK_COLS=block_cols,
+        HAS_BIAS=partial is not None, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
         num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
     if partial is not None:
