@@ -11,7 +11,8 @@ raises.
     the statistics are longer than the payload          a second all-gather, for them alone
 
 On CPU every rank reads the headers. On CUDA that would mean waiting for the device, so they are read only by a rank
-that does not know the layout; a rank that knows it compares them on the device, and disagreement makes its losses NaN.
+that does not know the layout, or that calls with this number of rows and these options for the first time; after that
+they are compared on the device, and disagreement makes the losses NaN.
 """
 
 import contextlib
@@ -189,11 +190,12 @@ class VocabShards:
 
     def gather(self, layout: Layout, statistics: Tensor) -> Tensor:
         """``statistics`` of all ranks, stacked in rank order."""
+        read = self._on_cpu or not self._is_known(layout)
         expected = self._expected(layout)
         payload = statistics if statistics.nbytes <= PAYLOAD_BYTES else None
         received = _all_gather(self.group, _message(expected[self.group.rank()], payload))
-        if self._on_cpu:
-            self._read(received)
+        if read:  # before a gather of a size that ranks may disagree on
+            self._read_or_forget(layout, received)
         if payload is None:
             gathered = _all_gather(self.group, statistics)
         else:
@@ -206,13 +208,28 @@ class VocabShards:
 
     def agree(self, layout: Layout) -> None:
         """Checks that all ranks make the same call, for callers that exchange something else before ``gather``."""
+        read = self._on_cpu or not self._is_known(layout)
         received = _all_gather(self.group, _message(self._expected(layout)[self.group.rank()], None))
-        if self._on_cpu:
+        if read:
+            self._read_or_forget(layout, received)
+
+    def _key(self, layout: Layout) -> tuple[Layout, int, int]:
+        return layout, self.target.numel(), self._agreed
+
+    def _is_known(self, layout: Layout) -> bool:
+        return self._key(layout) in self._state.headers
+
+    def _read_or_forget(self, layout: Layout, received: Tensor) -> None:
+        """A call that failed is not known: the next of its kind is read again."""
+        try:
             self._read(received)
+        except (ValueError, _LayoutChanged):
+            self._state.headers.pop(self._key(layout), None)
+            raise
 
     def _expected(self, layout: Layout) -> Tensor:
         """The headers of all ranks as they should be; on CPU this rank's says whether a target is wrong."""
-        key = (layout, self.target.numel(), self._agreed)
+        key = self._key(layout)
         known = self._sent if self._on_cpu else self._state.headers  # on CPU a header depends on the target's values
         if key not in known:
             headers = [

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from parallel_ops.tensor_parallel._vocab_shards import VocabShards, group_name
 from support.distributed import ranks
 from support.kernels import differentiable
 
@@ -115,6 +116,25 @@ def mismatched_hidden(rank: int, sequence_parallel: bool):
 def mismatched_rows(rank: int, rows: list[int]):
     logits = torch.randn(rows[rank], 5)
     return vocab_parallel_cross_entropy(logits, torch.zeros(rows[rank], dtype=torch.long), group=dist.group.WORLD)
+
+
+def without_reading(rank: int, rows: list[int], names: list[str]) -> list[Any]:
+    """What each call gives a rank that does as it would on CUDA: headers are read at the first call of a kind alone.
+
+    ``rows`` of one call after the other; the first rank has one row more in calls named "differ".
+    """
+    results: list[Any] = []
+    group = group_name("test", dist.group.WORLD)
+    for count, name in zip(rows, names, strict=True):
+        n = count + (name == "differ" and rank == 0)
+        shards = VocabShards("test", group, 9001 + rank, torch.zeros(n, dtype=torch.int64), -100, (1.0,))
+        shards._on_cpu = False
+        statistics = torch.full((3, n), float(rank + 1))
+        try:
+            results.append(shards.with_layout(lambda layout, s=shards, t=statistics: s.gather(layout, t)))
+        except ValueError as error:
+            results.append(str(error))
+    return results
 
 
 def wrong_shape_on_one_rank(rank: int, bad_rank: int):

@@ -157,3 +157,20 @@ def test_a_wrong_target_raises_on_every_rank(shards, value):
     check_all_raise(ranks(shards).outcomes(vocab_parallel.wrong_target, None, value), message)
     outcomes = ranks(shards).outcomes(vocab_parallel.wrong_target, shards - 1, value)  # on one rank alone
     check_all_raise(outcomes, f"{message} (on rank {shards - 1})")
+
+
+@groups
+def test_ranks_that_do_not_wait_for_the_device_still_read_the_first_call_of_a_kind(shards):
+    """11,000 rows of statistics need a gather of their own, which ranks of different sizes would hang in."""
+    rows, names = [11_000, 12_000, 12_000, 7, 7], ["agree", "differ", "agree", "agree", "differ"]
+    for rank, results in enumerate(ranks(shards).run(vocab_parallel.without_reading, rows, names)):
+        expected = torch.arange(1.0, shards + 1)[:, None, None]
+        for result, count in zip(results, rows, strict=True):
+            if isinstance(result, torch.Tensor) and not result.isnan().any():
+                assert torch.equal(result, expected.expand(-1, 3, count))
+        assert "must have the same rows" in results[1], rank
+        assert [type(r) for r in results[:1] + results[2:4]] == [torch.Tensor] * 3
+        if rank:  # the first rank's 8 rows are new to it
+            assert results[4].isnan().all()
+        else:
+            assert "must have the same rows" in results[4]
