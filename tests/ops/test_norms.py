@@ -1,0 +1,191 @@
+"""What layer_norm and rms_norm have in common; their own files have the rest."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import layer_norm, rms_norm
+from parallel_ops.ops import layer_norm_reference, rms_norm_reference
+from support import suite
+from support.norms import grads, stream, with_residual
+from support.suite import DEVICES, DTYPES, randn
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    op: Callable
+    reference: Callable
+    parameters: int
+
+    @property
+    def name(self):
+        return self.op.__name__
+
+    @property
+    def raw(self):
+        return getattr(torch.ops.parallel_ops, self.name).default
+
+
+NORMS = [Norm(layer_norm, layer_norm_reference, 2), Norm(rms_norm, rms_norm_reference, 1)]
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("norm", NORMS, ids=[norm.name for norm in NORMS]),
+]
+residuals = pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+
+
+def arguments(norm, *shape, dtype, device, residual, bias=True, seed=0, **kwargs):
+    """x, residual, parameters, and the incoming gradients."""
+    x = stream(*shape, dtype=dtype, device=device, seed=seed, **kwargs)
+    r = stream(*shape, dtype=dtype, device=device, seed=seed + 1) if residual else None
+    params = [randn(shape[-1], dtype=dtype, device=device, seed=seed + 2 + i) for i in range(norm.parameters)]
+    if not bias:
+        params[1:] = [None] * (norm.parameters - 1)
+    g = grads(*shape, dtype=dtype, device=device, seed=seed + 4)
+    return [x, r, *params], g if residual else g[:1]
+
+
+def check(norm, args, g, slack_ulps=2, **kwargs):
+    op, reference = (with_residual(f, **kwargs) for f in (norm.op, norm.reference))
+    suite.check_numerics(op, reference, args, g, slack_ulps=slack_ulps)
+
+
+@given(
+    shape=suite.shapes().filter(lambda s: s[-1] >= 5),  # under 5, dx is what cancellation leaves
+    dtype=st.sampled_from(DTYPES),
+    residual=st.booleans(),
+    bias=st.booleans(),
+    zero_centered=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, norm, shape, dtype, residual, bias, zero_centered, scale, seed):
+    options = {"dtype": dtype, "device": device, "residual": residual, "bias": bias, "seed": seed, "scale": scale}
+    check(norm, *arguments(norm, *shape, **options), zero_centered=zero_centered)
+
+
+@residuals
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numerics_of_a_large_tensor(device, norm, dtype, residual):
+    check(norm, *arguments(norm, 2048, 384, dtype=dtype, device=device, residual=residual), slack_ulps=0.5)
+
+
+@residuals
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_gradient_matches_finite_differences(device, norm, residual, zero_centered):
+    args, _ = arguments(norm, 3, 2, 5, dtype=torch.float64, device=device, residual=residual)
+    suite.check_gradient(with_residual(norm.op, zero_centered=zero_centered), args)
+
+
+def test_gradient_of_one_output_alone(device, norm):
+    (x, r, *params), _ = arguments(norm, 3, 8, dtype=torch.float64, device=device, residual=True)
+    for index in (0, 1):
+        first, second = (
+            torch.autograd.grad(f(x, *params, residual=r)[index].square().sum(), [x, r, *params], allow_unused=True)
+            for f in (norm.op, norm.reference)
+        )
+        for got, expected in zip(first, second, strict=True):
+            torch.testing.assert_close(got, torch.zeros_like(got) if expected is None else expected)
+
+
+@residuals
+def test_custom_op_contract(device, norm, residual):
+    (x, r, *params), _ = arguments(norm, 3, 2, 5, dtype=torch.float32, device=device, residual=residual)
+    suite.check_op(norm.raw, [x, *params, r, 1e-5, False])
+    bare = [params[0], *(None for _ in params[1:])]
+    turned = None if r is None else r.transpose(0, 1)
+    suite.check_op(norm.raw, [x.transpose(0, 1).detach(), *bare, turned, 1e-5, True])
+    suite.check_second_derivative_raises(with_residual(norm.op), [x, r, *params])
+
+
+@residuals
+def test_same_bits_on_every_run_and_thread_count(device, norm, residual):
+    case = arguments(norm, 700, 1100, dtype=torch.float32, device=device, residual=residual)
+    suite.check_deterministic(with_residual(norm.op), *case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(device, norm, dtype):
+    args, _ = arguments(norm, 4, 3, 1030, dtype=dtype, device=device, residual=True)
+    op = with_residual(norm.op)
+    suite.check_layouts(op, args, index=0)
+    suite.check_layouts(op, args, index=1)
+    suite.check_layouts(op, [args[0], None, *args[2:]], index=0)
+    for index in range(2, len(args)):
+        for layout in suite.layouts(args[index]).values():
+            varied = [*args[:index], layout, *args[index + 1 :]]
+            assert torch.equal(op(*varied)[0], op(*args)[0])
+
+
+@residuals
+def test_compiles_to_one_graph_for_all_sizes(device, norm, residual):
+    options = {"dtype": torch.float32, "device": device, "residual": residual}
+    cases = [arguments(norm, n, 3, h, **options)[0] for n, h in [(4, 8), (6, 10)]]
+    suite.check_compiles(with_residual(norm.op), cases)
+    suite.check_compiles(with_residual(norm.op), cases, backend="inductor")
+
+
+@residuals
+def test_activation_checkpointing(device, norm, residual):
+    args, _ = arguments(norm, 6, 8, dtype=torch.float32, device=device, residual=residual)
+    suite.check_checkpointing(with_residual(norm.op), args)
+
+
+def test_autocast_keeps_the_dtype_of_the_stream(device, norm):
+    (x, r, *params), _ = arguments(norm, 6, 8, dtype=torch.float32, device=device, residual=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = norm.op(x.bfloat16(), *params)
+        widened, total = norm.op(x.bfloat16(), *params, residual=r)
+    assert y.dtype is torch.bfloat16 and widened.dtype is total.dtype is torch.float32
+    assert torch.equal(y, norm.op(x.bfloat16(), *(p.bfloat16() for p in params)))
+    y.float().sum().backward()
+    assert params[0].grad is not None and params[0].grad.dtype is torch.float32
+    suite.check_compiles_under_autocast(norm.op, [x, *params])
+
+
+@pytest.mark.parametrize("constant", [0.0, 3.0])
+def test_special_values_flow_as_in_pytorch(device, norm, constant):
+    x = torch.randn(6, 40, device=device)
+    for row, value in enumerate([torch.nan, torch.inf, -torch.inf, 1e30, 1e-30]):
+        x[row, 3] = value
+    x[5] = constant  # no variance at all
+    params = torch.randn(norm.parameters, 40, device=device)
+    torch.testing.assert_close(norm.op(x, *params), norm.reference(x, *params), equal_nan=True)
+
+
+@residuals
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4), (1, 5), (5,), (1, 70000), (70000, 2)])
+def test_extreme_shapes(device, norm, shape, residual):
+    check(norm, *arguments(norm, *shape, dtype=torch.float32, device=device, residual=residual))
+
+
+def test_bad_arguments_are_named(device, norm):
+    x, w = torch.randn(4, 8, device=device), torch.randn(8, device=device)
+    for error, message, args, kwargs in [
+        (TypeError, "x must be a tensor, got list", ([1.0], w), {}),
+        (TypeError, "weight must be a tensor, got NoneType", (x, None), {}),
+        (TypeError, r"x must be float32.*got torch.int64", (x.long(), w), {}),
+        (TypeError, "weight is torch.bfloat16, but x is torch.float32", (x, w.bfloat16()), {}),
+        (ValueError, r"weight must have shape \[8\].*got \[7\]", (x, w[:7]), {}),
+        (ValueError, r"residual must have the shape of x, \[4, 8\], got \[8\]", (x, w), {"residual": w}),
+        (ValueError, "weight is on meta", (x, w.to("meta")), {}),
+        (ValueError, "eps must not be negative, got -1", (x, w), {"eps": -1}),
+        (TypeError, "eps must be a number, got Tensor", (x, w), {"eps": w}),
+        (ValueError, "x must have at least one dimension", (x[0, 0], w), {}),
+    ]:
+        with pytest.raises(error, match=f"{norm.name}: {message}"):
+            norm.op(*args, **kwargs)
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device, norm):
+    x, w = torch.randn(4, 8), torch.randn(8)
+    nothing = [None] * (norm.parameters - 1)
+    with pytest.raises(RuntimeError, match=f"{norm.name}: weight must have one element"):
+        norm.raw(x, w[:7], *nothing, None, 1e-5, False)
+    with pytest.raises(RuntimeError, match=f"{norm.name}: residual must have the shape"):
+        norm.raw(x, w, *nothing, x[:2], 1e-5, False)
