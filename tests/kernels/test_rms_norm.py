@@ -6,7 +6,7 @@ import torch
 from parallel_ops.ops import rms_norm_reference
 from support import aot, suite
 from support.kernels import check_compiled, differentiable, meta, poisoned
-from support.norms import aot_cases, grads, stream, with_residual
+from support.norms import PER_PROGRAM, aot_cases, grads, stream, with_residual
 from support.suite import DTYPES, randn
 
 
@@ -24,7 +24,7 @@ def launches(dtype, cols):
 @pytest.mark.aot
 @pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases(all_widths=False))
 def test_compiled_code(dtype, cols, capability):
-    check_compiled(launches(dtype, cols), cols, capability, scalars=8)
+    check_compiled(launches(dtype, cols), cols, capability, per_row=("rstd", "dots"), per_program=PER_PROGRAM)
 
 
 def interpreted(zero_centered):

@@ -21,6 +21,9 @@ def launches(dtype, dims, rotated):
     return recorded
 
 
+PER_TOKEN = ("positions", "cos", "sin")  # shared by all heads of a token
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("dtype", "dims", "rotated", "capability"),
@@ -36,7 +39,7 @@ def launches(dtype, dims, rotated):
 )
 def test_compiled_code(dtype, dims, rotated, capability):
     # Angles, which all heads share, come in narrower pieces where pairs are interleaved.
-    check_compiled(launches(dtype, dims, rotated), rotated, capability, scalars=8)
+    check_compiled(launches(dtype, dims, rotated), rotated, capability, per_row=PER_TOKEN)
 
 
 def interpreted(interleaved):

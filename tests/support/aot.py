@@ -4,12 +4,14 @@ The launchers run as they are, on tensors of the meta device; launches are recor
 compiled and inspected is what a GPU would get: the same block sizes, warps, constants and alignment hints.
 """
 
+import collections
 import contextlib
 import dataclasses
+import linecache
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +66,14 @@ class Compiled:
     local_bytes: int
     shared_bytes: int
     spill_instructions: tuple[str, ...]
-    access_bits: dict[str, list[int]]  # "LDG", "LDGSTS" and "STG": the width of each instruction, in bits
+    access_bits: dict[str, list[int]]  # by operand, the width of each access to global memory, in bits
 
-    def wide_share(self, scalars: int = 0) -> float:
+    def wide_share(self, beside: Collection[str] = ()) -> float:
         """The share of the bytes loaded and stored per pass that moves 128 bits at a time.
 
-        ``scalars`` accesses are of one value a row, not of bulk data: the narrowest so many are left out.
+        Operands in ``beside`` are no bulk data: they do not count.
         """
-        widths = [w for kind in self.access_bits.values() for w in kind if w == 128]
-        widths += sorted(w for kind in self.access_bits.values() for w in kind if w != 128)[scalars:]
+        widths = [w for operand, bits in self.access_bits.items() if operand not in beside for w in bits]
         return sum(w for w in widths if w == 128) / max(1, sum(widths))
 
 
@@ -148,7 +149,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
         local_bytes=numbers["LOCAL"],
         shared_bytes=max(numbers["SHARED"], kernel.metadata.shared),
         spill_instructions=tuple(re.findall(r"\b(?:LDL|STL)\b[^;]*", sass)),
-        access_bits={kind: _widths(kind, sass) for kind in ("LDG", "LDGSTS", "STG")},
+        access_bits=_accesses(kernel.asm["ptx"], Path(launch.kernel.fn.__code__.co_filename).parent),
     )
 
 
@@ -157,11 +158,26 @@ def _cuobjdump(flag: str, cubin: Path) -> str:
     return subprocess.run([tool, flag, str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
-def _widths(kind: str, sass: str) -> list[int]:
-    widths = []
-    for modifiers in re.findall(rf"\b{kind}((?:\.\w+)*)\s", sass):
-        parts = modifiers.split(".")
-        wide = [int(p) for p in parts if p in ("64", "128", "256")]
-        narrow = 16 if {"U16", "S16"} & set(parts) else 8 if {"U8", "S8"} & set(parts) else 32
-        widths.append(wide[0] if wide else narrow)
-    return widths
+_ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+_ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\s[^;]*\], 0x(\w+)")
+_POINTERS = (re.compile(r"(\w+)_ptr\b"), re.compile(r"\btl\.(?:load|store)\((\w+)"))
+_FRAME = re.compile(r"([\w.]+\.py):(\d+)")
+
+
+def _accesses(ptx: str, folder: Path) -> dict[str, list[int]]:
+    """The width of each access, by the name of the pointer on the source line that asked for it, without its _ptr.
+
+    An access within an inlined function has its callers' lines too; the outermost that names a pointer counts.
+    """
+    accesses: dict[str, list[int]] = collections.defaultdict(list)
+    operand = "?"
+    for line in ptx.splitlines():
+        if ".loc" in line:
+            texts = [linecache.getline(str(folder / file), int(number)) for file, number in _FRAME.findall(line)]
+            names = [name for pattern in _POINTERS for text in reversed(texts) for name in pattern.findall(text)]
+            operand = names[0] if names else "?"
+        elif access := _ACCESS.search(line):
+            accesses[operand].append(int(access[1] or 1) * int(access[2]))
+        elif copy := _ASYNC_COPY.search(line):
+            accesses[operand].append(8 * int(copy[1], 16))
+    return dict(accesses)

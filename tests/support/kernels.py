@@ -1,5 +1,8 @@
 """What every kernel test file shares: launches compiled ahead of time, launchers made differentiable."""
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
 import pytest
 import torch
 
@@ -26,13 +29,21 @@ def interpreted_cases(*shapes: tuple[int, ...]) -> list:
 
 
 # Kernels whose traffic is a rounding error beside that of the kernel they follow.
-SMALL = {"_column_sum_kernel"}
+SMALL = {"_column_sum_kernel", "_merge_kernel", "_combine_kernel"}
 
 
-def check_compiled(launches: list[aot.Launch], cols: int, capability: int, *, scalars: int = 0) -> None:
+def check_compiled(
+    launches: list[aot.Launch],
+    cols: int,
+    capability: int,
+    *,
+    per_row: Collection[str] = (),
+    per_program: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> None:
     """No spills, no local memory, shared memory within the chip's limit, bulk loads and stores 128 bits wide.
 
-    ``scalars``: how many values per row a kernel may load and store beside the bulk of its data.
+    ``per_row``: pointers of the kernels, without their _ptr, to one value a row, beside the bulk of the data.
+    ``per_program``: by kernel, pointers to what a program reads or writes once while it walks over many rows.
     """
     assert launches, "nothing was launched"
     for launch in launches:
@@ -42,7 +53,8 @@ def check_compiled(launches: list[aot.Launch], cols: int, capability: int, *, sc
         limit = aot.SHARED_MEMORY_LIMIT[capability]
         assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
         if cols % 16 == 0 and launch.name not in SMALL:
-            assert code.wide_share(scalars) >= 0.9, f"{launch} moves bulk data in narrow pieces: {code.access_bits}"
+            beside = {*per_row, *per_program.get(launch.name, ())}
+            assert code.wide_share(beside) >= 0.9, f"{launch} moves bulk data in narrow pieces: {code.access_bits}"
 
 
 class _Kernels(torch.autograd.Function):

@@ -33,6 +33,10 @@ def grads(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 2) -
     return [randn(*shape, dtype=dtype, device=device, seed=seed + i).detach() for i in range(2)]
 
 
+# The gradients of the parameters stay in registers until a program is through with its rows.
+PER_PROGRAM = dict.fromkeys(("_backward_kernel", "_wide_backward_kernel"), ("weight", "dweight", "dbias"))
+
+
 def aot_cases(*, all_widths: bool) -> list:
     """(dtype, cols, capability): a width for each way that the launchers go, and an odd one."""
     cases = [(torch.bfloat16, cols, 90) for cols in (1024, 8192, 16384, 65536)]
