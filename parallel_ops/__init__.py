@@ -1,17 +1,23 @@
-"""Fused kernels and parallel layers for training Megatron-style language models in PyTorch."""
+"""Fused kernels and parallel layers for training Megatron-style language models in PyTorch.
 
-import parallel_ops._extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
-from parallel_ops.ops import (
-    bias_dropout_add,
-    bias_gelu,
-    bias_swiglu,
-    layer_norm,
-    rms_norm,
-    rotary_embedding,
-    scaled_causal_softmax,
-    scaled_masked_softmax,
-)
-from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+The names below are imported at first use, so that the parts that need no torch, such as ``parallel_ops.planner`` and
+its command line, start without it. Importing any op loads the compiled extension and registers
+``torch.ops.parallel_ops``.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
+    from parallel_ops.ops.bias_dropout_add import bias_dropout_add
+    from parallel_ops.ops.bias_gelu import bias_gelu
+    from parallel_ops.ops.bias_swiglu import bias_swiglu
+    from parallel_ops.ops.layer_norm import layer_norm
+    from parallel_ops.ops.rms_norm import rms_norm
+    from parallel_ops.ops.rotary_embedding import rotary_embedding
+    from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax
+    from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax
+    from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 
 __version__ = "0.1.0"
 
@@ -27,3 +33,23 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]
+
+_TENSOR_PARALLEL = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}
+_ROOMS = {"ops", "planner", "tensor_parallel"}
+
+
+if not TYPE_CHECKING:  # a type checker would take any name that it could not resolve yet from here
+
+    def __getattr__(name: str) -> object:
+        if name in _ROOMS:
+            return importlib.import_module(f"parallel_ops.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'parallel_ops' has no attribute {name!r}")
+        room = "tensor_parallel" if name in _TENSOR_PARALLEL else "ops"
+        value = getattr(importlib.import_module(f"parallel_ops.{room}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

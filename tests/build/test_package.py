@@ -28,11 +28,25 @@ def test_import_brings_in_no_triton_and_touches_no_gpu():
 import sys, torch
 torch.cuda._lazy_init = None  # calling it would raise
 before = set(sys.modules)
-import parallel_ops
+from parallel_ops import bias_gelu
 new = {name.partition('.')[0] for name in set(sys.modules) - before}
 print(sorted(new & {'triton', 'numpy', 'matplotlib', 'rich', 'typer'}), torch.cuda.is_initialized())
 """
     assert python(code) == "[] False"
+
+
+def test_names_load_torch_at_first_use_alone():
+    code = """
+import sys, parallel_ops, parallel_ops.planner
+assert 'torch' not in sys.modules
+assert {'bias_gelu', 'ops', 'planner', 'vocab_parallel_cross_entropy'} <= set(dir(parallel_ops))
+assert not hasattr(parallel_ops, 'no_such_op') and 'torch' not in sys.modules
+from parallel_ops import *
+assert bias_gelu is parallel_ops.ops.bias_gelu and 'torch' in sys.modules
+import torch
+print(torch.ops.parallel_ops.bias_gelu(torch.zeros(1, 2), None, True).tolist())
+"""
+    assert python(code) == "[[0.0, 0.0]]"
 
 
 def test_cpu_ops_work_without_triton():
@@ -94,6 +108,8 @@ def test_source_tree_without_the_extension_says_what_to_do(tmp_path):
     shutil.copytree(ROOT / "parallel_ops", tmp_path / "parallel_ops", ignore=shutil.ignore_patterns("*.so"))
     (tmp_path / "setup.py").touch()
     # Without the finder of an editable install, which would lead to the built extension.
-    code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]; import parallel_ops"
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]; import parallel_ops.ops"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "imported from its source tree, where the extension is not built" in result.stderr

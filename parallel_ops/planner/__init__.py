@@ -1,0 +1,43 @@
+"""What a parallel training strategy costs, which one to use, and why the others lose.
+
+A ``Model`` on a ``Cluster`` under a ``Plan`` gives an ``Estimate``. Needs neither torch nor a GPU.
+"""
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.cluster import GPU, Cluster, Link, Part
+from parallel_ops.planner.communication import communication
+from parallel_ops.planner.efficiency import Efficiency, efficiency
+from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.memory import memory
+from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Estimate, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
+from parallel_ops.planner.rules import RULES, broken_rules
+from parallel_ops.planner.search import Options, search, smallest_cluster
+
+__all__ = [
+    "GPU",
+    "RULES",
+    "Cluster",
+    "Efficiency",
+    "Estimate",
+    "LatentAttention",
+    "Link",
+    "Model",
+    "Options",
+    "Part",
+    "Plan",
+    "Rejection",
+    "SearchResult",
+    "Sensitivity",
+    "StageMemory",
+    "Transfer",
+    "broken_rules",
+    "communication",
+    "efficiency",
+    "estimate",
+    "memory",
+    "presets",
+    "search",
+    "smallest_cluster",
+]

@@ -1,0 +1,43 @@
+"""Checks that the planner's dataclasses share. Messages name the class, the field, what it was, what it must be."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def check_counts(owner: Any, names: Iterable[str], at_least: int = 1) -> None:
+    """Raises unless each named field of ``owner`` is an integer of at least ``at_least``."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{type(owner).__name__}: {name} must be an integer, got {value!r}")
+        if value < at_least:
+            raise ValueError(f"{type(owner).__name__}: {name} must be at least {at_least}, got {value}")
+
+
+def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> None:
+    """Raises unless each named field is a finite number above zero (or zero itself, where ``zero`` allows it)."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{type(owner).__name__}: {name} must be a number, got {value!r}")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            sign = "zero or more" if zero else "positive"
+            raise ValueError(f"{type(owner).__name__}: {name} must be finite and {sign}, got {value}")
+
+
+def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:
+    """Raises unless the field is one of ``choices``."""
+    choices = tuple(choices)
+    if getattr(owner, name) not in choices:
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"{type(owner).__name__}: {name} must be one of {known}, got {getattr(owner, name)!r}")
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not among ``known``, with the nearest ones."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+    return ValueError(f"unknown {kind} {name!r}; {hint}")

@@ -1,0 +1,1 @@
+"""The command line ``parallel-ops``: ``app`` has the commands, ``inputs`` reads their arguments, ``tables`` prints."""

@@ -1,0 +1,243 @@
+"""The commands of ``parallel-ops``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from parallel_ops.planner import drawing
+from parallel_ops.planner import html as html_page
+from parallel_ops.planner.cli import inputs, tables
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.estimate import estimate as estimate_plan
+from parallel_ops.planner.estimate import simulation
+from parallel_ops.planner.export import FORMATS
+from parallel_ops.planner.export import export as export_plan
+from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.schedule import KINDS, Times, actions, simulate
+from parallel_ops.planner.search import search
+from parallel_ops.planner.validation import validate
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Plans the parallel training of a language model. Every figure is an estimate; `validate` says how good.",
+)
+
+ModelName = Annotated[str, typer.Option("--model", help="Preset (llama3-70b) or JSON file with the fields of Model.")]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.")
+]
+Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", show_default="the model's")]
+Batch = Annotated[
+    str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
+]
+PlanText = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp is what they leave.",
+        show_default="the fastest",
+    ),
+]
+Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
+
+
+def run() -> None:
+    """Runs the command line; what a user got wrong is one line on stderr and exit code 2."""
+    try:
+        app(prog_name="parallel-ops", standalone_mode=False)
+    except (ValueError, TypeError) as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.strerror else str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except Exception as error:
+        # Typer's usage errors; which package defines their class depends on its version.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        _fail(message(), 2)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelName,
+    cluster: ClusterName,
+    batch: Batch,
+    seq: Sequence = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
+    price: Price = None,
+    json: Json = False,
+    html: Html = None,
+) -> None:
+    """Ranks all plans of a model on a cluster, and says why the others cannot run."""
+    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    result = search(shape, machine, batch=inputs.batch(batch, shape.sequence), keep=max(top, 10))
+    best, shown = result.best, result.plans[:top]
+    _save_page(html, shown, tables.rejection_rows(result))
+    if json:
+        rejected = [
+            {"kind": kind, "plans": count, "example": example} for kind, count, example in tables.rejection_rows(result)
+        ]
+        found = {"plans": [tables.estimate_data(e) for e in shown], "rejected": rejected}
+        _print_json({**found, "sensitivity": tables.sensitivity(result)})
+        return
+    console = Console()
+    console.print(f"{shape.name} on {machine.name}, {best.plan.global_batch:,} x {shape.sequence:,} tokens a step")
+    for part in (tables.plans(shown), tables.rejections(result)):
+        console.print()
+        console.print(part)
+    if lines := tables.sensitivity(result):
+        console.print("\n[italic]Sensitivity[/italic]")
+        console.print("\n".join(lines), highlight=False)
+
+
+@app.command("estimate")
+def estimate_command(
+    model: ModelName,
+    cluster: ClusterName,
+    batch: Batch,
+    seq: Sequence = None,
+    plan: PlanText = None,
+    price: Price = None,
+    json: Json = False,
+    html: Html = None,
+) -> None:
+    """Time, memory and traffic of one plan."""
+    found = _estimate(model, cluster, batch, seq, plan, price)
+    _save_page(html, [found], [])
+    problem = memory_problem(found.cluster, found.plan, found.memory)
+    if json:
+        _print_json({**tables.estimate_data(found), "fits": problem is None})
+        return
+    console = Console()
+    console.print(f"{found.model.name} on {found.cluster.name}\n")
+    for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
+        console.print(part)
+        console.print()
+    for name, reason in found.broken_rules:
+        console.print(f"breaks {name}: {reason}", highlight=False)
+    if problem is not None:
+        console.print(f"[bold red]does not fit: {problem[1]}[/bold red]")
+
+
+@app.command("schedule")
+def schedule_command(
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    kind: Annotated[str, typer.Option(help=", ".join(KINDS))] = "1f1b",
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
+    times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
+    link: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
+    memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold, for zb-2p.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Save a picture, .svg or .png.")] = None,
+    json: Json = False,
+) -> None:
+    """Simulates a pipeline schedule and draws it."""
+    taken = _times(times, link)
+    stages = virtual_stages or (2 if kind == "interleaved" else 1)
+    options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
+    if kind == "zb-2p":
+        options["times"] = taken
+    simulated = simulate(actions(kind, pp, micro_batches, stages, **options), taken)
+    summary = drawing.summary(kind, simulated)
+    if output is not None:
+        drawing.save(simulated, output, summary)
+    if json:
+        _print_json({"kind": kind, **tables.simulation_data(simulated)})
+        return
+    console = Console()
+    console.print(drawing.text(simulated, console.width))
+    console.print(summary, highlight=False)
+
+
+@app.command("validate")
+def validate_command(json: Json = False) -> None:
+    """Compares the planner with every published table that it ships; exit code 1 where a promise does not hold."""
+    report = validate()
+    if json:
+        _print_json(tables.report_data(report))
+    else:
+        console = Console()
+        for part in (*tables.errors(report), tables.targets(report)):
+            console.print(part)
+            console.print()
+    if not all(target.met for target in report.targets):
+        sys.exit(1)
+
+
+@app.command("export")
+def export_command(
+    model: ModelName,
+    cluster: ClusterName,
+    batch: Batch,
+    format: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))],
+    seq: Sequence = None,
+    plan: PlanText = None,
+    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
+    json: Json = False,
+) -> None:
+    """Writes a plan as a config of DeepSpeed or torchtitan, as arguments of Megatron-LM, or as a torchrun command."""
+    if format not in FORMATS:
+        raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
+    shape, machine, chosen = _given(model, cluster, batch, seq, plan, None)
+    text = export_plan(format, shape, machine, chosen or _fastest(shape, machine, batch).plan)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if json:
+        _print_json({"format": format, "text": text})
+        return
+    if output is None:
+        print(text, end="")
+
+
+def _given(
+    model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None
+) -> tuple[Model, Cluster, Plan | None]:
+    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    sequences = inputs.batch(batch, shape.sequence)
+    return shape, machine, None if plan is None else inputs.plan(plan, machine.gpus, sequences)
+
+
+def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None) -> Estimate:
+    shape, machine, chosen = _given(model, cluster, batch, seq, plan, price)
+    return _fastest(shape, machine, batch) if chosen is None else estimate_plan(shape, machine, chosen)
+
+
+def _fastest(model: Model, cluster: Cluster, batch: str) -> Estimate:
+    return search(model, cluster, batch=inputs.batch(batch, model.sequence)).best
+
+
+def _times(text: str, link: float) -> Times:
+    try:
+        forward, input_grad, weight_grad = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--times must be three numbers, F,I,W, got {text!r}") from None
+    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
+
+
+def _save_page(path: Path | None, estimates: Any, rejected: list[tuple[str, int, str]]) -> None:
+    if path is None:
+        return
+    best = estimates[0]
+    pipeline = simulation(best.model, best.cluster, best.plan) if best.plan.pp > 1 else None
+    path.write_text(html_page.page(estimates, pipeline, rejected), encoding="utf-8")
+
+
+def _print_json(data: Any) -> None:
+    print(tables.as_json(data))

@@ -1,0 +1,149 @@
+"""What the commands are given: models and clusters by name or file, batches, plans."""
+
+import json
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from parallel_ops.planner import presets
+from parallel_ops.planner._check import unknown
+from parallel_ops.planner.cluster import GPU, Cluster, Link
+from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.plan import V_SHAPED, Plan
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def model(name: str, sequence: int | None = None) -> Model:
+    """The model of a preset's name or of a JSON file with the fields of ``Model``.
+
+    Raises:
+        ValueError, TypeError: an unknown name, with the nearest ones; a file that is not such a model; a bad length.
+    """
+    if name.endswith(".json"):
+        data = _read(name)
+        if data.get("latent") is not None:
+            data["latent"] = _build(LatentAttention, data["latent"], name)
+        found = _build(Model, {"name": Path(name).stem, **data}, name)
+    else:
+        found = presets.model(name)
+    return found if sequence is None else replace(found, sequence=sequence)
+
+
+def cluster(name: str, price: float | None = None) -> Cluster:
+    """The cluster of a preset's name or of a JSON file with the fields of ``Cluster``.
+
+    In the file ``gpu`` is the name of a GPU or the fields of one, ``intra`` and ``inter`` the fields of a link.
+
+    Raises:
+        ValueError, TypeError: an unknown name, with the nearest ones, or a file that is not such a cluster.
+    """
+    if name.endswith(".json"):
+        data = _read(name)
+        if isinstance(data.get("gpu"), str):
+            data["gpu"] = presets.gpu(data["gpu"])
+        elif "gpu" in data:
+            data["gpu"] = _build(GPU, data["gpu"], name)
+        for side in ("intra", "inter"):
+            if side in data:
+                data[side] = _build(Link, data[side], name)
+        found = _build(Cluster, {"name": Path(name).stem, **data}, name)
+    else:
+        found = presets.cluster(name)
+    return found if price is None else replace(found, price=price)
+
+
+def batch(text: str, sequence: int) -> int:
+    """Sequences of one step: a plain number is sequences; with k or m (2^10 and 2^20) it is tokens.
+
+    Raises:
+        ValueError: not a number, or tokens that are no whole number of sequences.
+    """
+    found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if not found or not int(found[1]):
+        raise ValueError(f"--batch must be sequences (2048) or tokens (16M), got {text!r}")
+    if not found[2]:
+        return int(found[1])
+    tokens = int(found[1]) * _UNITS[found[2]]
+    if tokens % sequence:
+        raise ValueError(
+            f"--batch {text} is {tokens:,} tokens, which are no whole number of sequences of {sequence:,}; the nearest "
+            f"is --batch {max(1, round(tokens / sequence))}, in sequences"
+        )
+    return tokens // sequence
+
+
+def plan(text: str, gpus: int, sequences: int) -> Plan:
+    """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a JSON file with them.
+
+    What is not given has the default of ``Plan``, apart from: ``dp`` is what the other sizes leave of the GPUs,
+    ``sequence_parallel`` goes with ``tp``, V-shaped schedules have two stages a rank, and the loss is fused.
+
+    Raises:
+        ValueError, TypeError: an unknown field, with the nearest names; a value that is not of its type; sizes that do
+            not divide the number of GPUs; or what ``Plan`` raises.
+    """
+    given = _read(text) if text.endswith(".json") else dict(_field(part) for part in text.split(",") if part.strip())
+    for name in given:
+        if name not in _PLAN_FIELDS or name == "global_batch":
+            raise unknown("field of --plan", name, set(_PLAN_FIELDS) - {"global_batch"})
+    if "dp" not in given:
+        sizes = [given.get(name, 1) for name in ("tp", "pp", "cp")]
+        others = math.prod(size for size in sizes if isinstance(size, int))
+        if others < 1 or gpus % others:
+            raise ValueError(f"--plan: tp * pp * cp is {others}, which does not divide the {gpus} GPUs of the cluster")
+        given["dp"] = gpus // others
+    defaults: dict[str, Any] = {"fused_loss": True, "sequence_parallel": given.get("tp", 1) != 1}
+    if given.get("schedule") in V_SHAPED:
+        defaults["virtual_stages"] = 2
+    return Plan(**{**defaults, **given, "global_batch": sequences})
+
+
+_PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
+
+
+def _field(part: str) -> tuple[str, Any]:
+    """``tp=8`` as a name and a value of the type that the field has."""
+    name, equals, value = (piece.strip() for piece in part.partition("="))
+    if not equals:
+        raise ValueError(f"--plan takes fields as name=value, separated by commas; got {part.strip()!r}")
+    default = _PLAN_FIELDS.get(name)
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise ValueError(f"--plan: {name} must be true or false, got {value!r}")
+        return name, value.lower() == "true"
+    if isinstance(default, int):
+        if not re.fullmatch(r"-?\d+", value):
+            raise ValueError(f"--plan: {name} must be an integer, got {value!r}")
+        return name, int(value)
+    if isinstance(default, tuple):
+        if not re.fullmatch(r"\d+(:\d+)*", value):
+            raise ValueError(f"--plan: {name} must be numbers separated by colons, got {value!r}")
+        return name, tuple(map(int, value.split(":")))
+    return name, value
+
+
+def _read(name: str) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} must hold one JSON object, got a {type(data).__name__}")
+    return data
+
+
+def _build(kind: Any, data: Any, name: str) -> Any:
+    """A dataclass from the fields in a file."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: {kind.__name__} must be a JSON object, got {data!r}")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(f"{name}: {kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    try:
+        return kind(**data)
+    except TypeError as error:
+        # "GPU.__init__() missing 1 required keyword-only argument: 'memory'"
+        raise ValueError(f"{name}: {str(error).replace('.__init__()', '')}") from None

@@ -1,0 +1,210 @@
+"""What the commands print: tables for people, JSON for programs."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, SearchResult
+from parallel_ops.planner.schedule import Simulation
+from parallel_ops.planner.stage_groups import stage_groups
+from parallel_ops.planner.validation import Report
+
+
+def _table(title: str = "") -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
+
+
+def plans(estimates: Sequence[Estimate]) -> Table:
+    """Ranked plans, with the rules of thumb that each breaks below it."""
+    out = _table()
+    out.add_column("#", justify="right")
+    out.add_column("plan", ratio=1)
+    for name in ("step", "tokens/s", "MFU", "memory", "bubble"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for number, estimate in enumerate(estimates, 1):
+        plan = Text(estimate.plan.describe())
+        for _, reason in estimate.broken_rules:
+            plan.append(f"\n{reason}", "dim italic")
+        out.add_row(
+            str(number),
+            plan,
+            seconds(estimate.step),
+            f"{estimate.tokens_per_second:,.0f}",
+            f"{estimate.mfu:.1%}",
+            f"{estimate.peak_memory.total / GIB:.1f} GiB",
+            f"{estimate.bubble_fraction:.1%}",
+        )
+    return out
+
+
+def rejections(result: SearchResult) -> Table:
+    """Why plans were rejected, with an example of each kind of reason."""
+    out = _table("Rejected")
+    out.add_column("why")
+    out.add_column("plans", justify="right")
+    out.add_column("for example", ratio=1)
+    for kind, count, example in rejection_rows(result):
+        out.add_row(kind, f"{count:,}", example)
+    return out
+
+
+def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
+    """Kind of reason, number of plans, and an example."""
+    examples = {r.kind: f"{r.plan.describe()}: {r.reason}" for r in reversed(result.rejected)}
+    return [(kind, count, examples[kind]) for kind, count in result.reasons().items()]
+
+
+def sensitivity(result: SearchResult) -> list[str]:
+    """What the choice hangs on, one sentence each."""
+    lines = []
+    for entry in result.sensitivity:
+        line = f"{entry.constant} from -20 % to +20 %: {abs(entry.seconds):.1%} of the step"
+        for change, plan in (("-20 %", entry.low), ("+20 %", entry.high)):
+            if entry.changes and plan != result.best.plan:
+                line += f"; at {change} the best plan is {plan.describe()}"
+        lines.append(line)
+    return lines
+
+
+def summary(estimate: Estimate) -> Table:
+    """One estimate: where the time goes, and what comes out."""
+    out = _table()
+    out.add_column(estimate.plan.describe())
+    out.add_column("", justify="right")
+    for name in ("compute", "bubble", "exposed", "optimizer"):
+        label = "exposed communication" if name == "exposed" else name
+        out.add_row(label, f"{seconds(getattr(estimate, name))}  {getattr(estimate, name) / estimate.step:6.1%}")
+    out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}")
+    out.add_section()
+    out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}")
+    out.add_row("TFLOP/s per GPU", f"{estimate.tflops_per_gpu:,.1f}")
+    out.add_row("model, hardware FLOP/s utilisation", f"{estimate.mfu:.1%}, {estimate.hfu:.1%}")
+    out.add_row("pipeline bubble", f"{estimate.bubble_fraction:.1%}")
+    if estimate.cost:
+        out.add_row("cost of a step", f"{estimate.cost:,.2f}")
+    if estimate.energy:
+        out.add_row("energy of a step", f"{estimate.energy / 3.6e6:,.2f} kWh")
+    return out
+
+
+def memory(estimate: Estimate) -> Table:
+    """Memory of each stage in GiB."""
+    out = _table("Memory of one GPU, GiB")
+    short = dict(zip(DEVICE_MEMORY, ("params", "grads", "optim", "activ", "logits", "buffer", "system"), strict=True))
+    for name in ("stage", *DEVICE_MEMORY, "total", "of"):
+        out.add_column(short.get(name, name), justify="right", no_wrap=True)
+    for group in stage_groups(estimate):
+        parts = [f"{getattr(group.memory, name) / GIB:.2f}" for name in (*DEVICE_MEMORY, "total")]
+        out.add_row(group.label, *parts, f"{group.gpu.memory / GIB:.1f}")
+    return out
+
+
+def transfers(estimate: Estimate) -> Table:
+    """Traffic of a step by group and collective."""
+    out = _table("Communication of a step")
+    out.add_column("collective", ratio=1)
+    out.add_column("link")
+    for name in ("ranks", "count", "GB sent", "time", "exposed"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for t in estimate.transfers:
+        numbers = (f"{t.size:,}", f"{t.count:,}", f"{t.bytes / 1e9:,.2f}", seconds(t.seconds), seconds(t.exposed))
+        out.add_row(f"{t.group} {t.collective}, {t.algorithm}", t.link, *numbers)
+    return out
+
+
+def errors(report: Report) -> list[Table]:
+    """The error table, one part for each published table: its figures beside the planner's."""
+    parts: dict[str, Table] = {}
+    for row in report.rows:
+        title = f"{row.source}, {row.table}"
+        if title not in parts:
+            parts[title] = out = _table(title)
+            out.add_column("", width=32)
+            out.add_column("quantity", width=18)
+            for name in ("published", "planner", "error", "role"):
+                out.add_column(name, justify="right", no_wrap=True, width=8 if name == "error" else 9)
+        bound = {"at least": ">= ", "at most": "<= "}.get(row.bound, "")
+        quantity = f"{row.quantity}, {row.unit}" if row.unit else row.quantity
+        figures = f"{bound}{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
+        parts[title].add_row(row.name, quantity, *figures, row.role)
+    return list(parts.values())
+
+
+def targets(report: Report) -> Table:
+    """What the planner promises, and whether it holds."""
+    out = _table("Promises")
+    out.add_column("", ratio=1)
+    for name in ("found", "at most", ""):
+        out.add_column(name, justify="right", no_wrap=True)
+    for target in report.targets:
+        out.add_row(
+            target.name, f"{target.value:.4g}", f"{target.limit:.4g}", "holds" if target.met else "does not hold"
+        )
+    return out
+
+
+def report_data(report: Report) -> dict[str, Any]:
+    """The error table as plain data."""
+    return {
+        "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
+        "targets": [{**dataclasses.asdict(target), "met": target.met} for target in report.targets],
+    }
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def estimate_data(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as plain data, with what its properties say; the cluster and the model by name."""
+    data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
+    data |= {
+        "model": estimate.model.name,
+        "sequence": estimate.model.sequence,
+        "cluster": estimate.cluster.name,
+        "plan": dataclasses.asdict(estimate.plan),
+        "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in estimate.memory],
+        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
+        "broken_rules": dict(estimate.broken_rules),
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+    }
+    return data
+
+
+def simulation_data(simulation: Simulation) -> dict[str, Any]:
+    """A simulated schedule as plain data: kind, micro-batch, stage, start and end of each pass."""
+    ranks = [
+        [{**action._asdict(), "start": start, "end": end} for action, start, end in zip(*rows, strict=True)]
+        for rows in zip(simulation.schedule, simulation.starts, simulation.ends, strict=True)
+    ]
+    return {
+        "step_time": simulation.step_time,
+        "step_time_without_barrier": simulation.step_time_without_barrier,
+        "bubble": simulation.bubble,
+        "bubble_without_barrier": simulation.bubble_without_barrier,
+        "bubbles": simulation.bubbles,
+        "peak_activations": list(simulation.peak_activations),
+        "ranks": ranks,
+    }
+
+
+def as_json(data: Any) -> str:
+    """JSON in which numbers that are not finite are null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data

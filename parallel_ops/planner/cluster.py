@@ -1,0 +1,155 @@
+"""What it is trained on: GPUs, the links between them, and how many there are.
+
+A link is described by the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth`` seconds (Hockney
+1994; Thakur, Rabenseifner and Gropp 2005). Bandwidths are those that one GPU sees, in one direction.
+"""
+
+from dataclasses import dataclass
+
+from parallel_ops.planner._check import check_choice, check_counts, check_figures
+
+DTYPES = ("fp32", "fp16", "bf16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """One accelerator.
+
+    Attributes:
+        generation: chips of one generation share the fitted efficiencies.
+        memory: bytes. ``bandwidth``: of that memory, in bytes/s.
+        fp32, fp16, bf16, fp8: peak dense FLOP/s of matrix products in that dtype; 0 where the chip has none.
+        watts: power at full load, for the energy estimate; 0 for unknown.
+    """
+
+    name: str
+    generation: str
+    memory: float
+    bandwidth: float
+    fp32: float
+    fp16: float
+    bf16: float
+    fp8: float
+    watts: float
+
+    def __post_init__(self) -> None:
+        check_figures(self, ("memory", "bandwidth"))
+        check_figures(self, ("watts", *DTYPES), zero=True)
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s in ``dtype``.
+
+        Raises:
+            ValueError: this chip has no matrix products in ``dtype``.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"GPU: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        flops: float = getattr(self, dtype)
+        if not flops:
+            known = ", ".join(name for name in DTYPES if getattr(self, name))
+            raise ValueError(f"GPU: {self.name} has no {dtype} matrix products; it has {known}")
+        return flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A network as one GPU sees it: ``latency`` in seconds, ``bandwidth`` in bytes/s and one direction."""
+
+    name: str
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_figures(self, ("bandwidth",))
+        check_figures(self, ("latency",), zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """``gpus`` GPUs of one kind inside a cluster of several kinds."""
+
+    gpu: GPU
+    gpus: int
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("gpus",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs in nodes, a link inside the nodes and one between them.
+
+    Attributes:
+        gpus: in all; a multiple of ``gpus_per_node``, or fewer than one node.
+        intra, inter: the links inside and between nodes.
+        topology: ``"fat-tree"`` (any two nodes at full bandwidth, divided by ``oversubscription``) or ``"torus"``
+            (neighbours alone are at full bandwidth; ``intra`` is also the link between nodes, and rings map onto its
+            axes).
+        price: of one GPU for one hour, in any currency; 0 for unknown.
+        parts: kinds of GPU in the order in which pipeline stages are placed on them, for a cluster of several kinds;
+            ``gpu`` is then the weakest of them. Empty for a cluster of one kind.
+
+    Raises:
+        ValueError, TypeError: naming the field that is wrong.
+    """
+
+    name: str
+    gpu: GPU
+    gpus: int
+    gpus_per_node: int
+    intra: Link
+    inter: Link
+    topology: str = "fat-tree"
+    oversubscription: float = 1.0
+    price: float = 0.0
+    parts: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("gpus", "gpus_per_node"))
+        check_figures(self, ("price",), zero=True)
+        check_choice(self, "topology", ("fat-tree", "torus"))
+        check_figures(self, ("oversubscription",))
+        if self.oversubscription < 1:
+            raise ValueError(f"Cluster: oversubscription must be at least 1, got {self.oversubscription}")
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise ValueError(
+                f"Cluster: gpus must be a multiple of gpus_per_node ({self.gpus_per_node}), or fewer; got {self.gpus}"
+            )
+        if self.parts and sum(part.gpus for part in self.parts) != self.gpus:
+            raise ValueError(f"Cluster: parts must add up to gpus ({self.gpus})")
+
+    @property
+    def node_size(self) -> int:
+        """GPUs of one node that are in use."""
+        return min(self.gpus, self.gpus_per_node)
+
+    def stage_gpus(self, stages: int) -> tuple[GPU, ...]:
+        """The GPU that each of ``stages`` equal, consecutive pipeline stages runs on: the weakest where kinds meet."""
+        if not self.parts:
+            return (self.gpu,) * stages
+        share = self.gpus / stages
+        ends = [sum(part.gpus for part in self.parts[: i + 1]) for i in range(len(self.parts))]
+        placed = []
+        for stage in range(stages):
+            first, last = stage * share, (stage + 1) * share
+            kinds = [
+                part.gpu
+                for part, end in zip(self.parts, ends, strict=True)
+                if end - part.gpus < last - 1e-9 and end > first + 1e-9
+            ]
+            placed.append(weakest(kinds))
+        return tuple(placed)
+
+
+def weakest(kinds: list[GPU]) -> GPU:
+    """A GPU with the smallest of each figure of ``kinds``: what a group of them can count on."""
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    slowest = min(kinds, key=lambda gpu: max(gpu.bf16, gpu.fp16))
+    lowest = {name: min(getattr(gpu, name) for gpu in kinds) for name in ("memory", "bandwidth", *DTYPES)}
+    return GPU(
+        name="+".join(sorted({gpu.name for gpu in kinds})),
+        generation=slowest.generation,
+        watts=max(gpu.watts for gpu in kinds),
+        **lowest,
+    )

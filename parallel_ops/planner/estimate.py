@@ -1,0 +1,91 @@
+"""What a plan costs, all in one.
+
+MFU = FLOPs of the model without recomputation / (step * GPUs * peak)                     arXiv:2205.05198, section
+6.3
+"""
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.efficiency import Efficiency, efficiency
+from parallel_ops.planner.feasibility import check
+from parallel_ops.planner.memory import memory
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.rules import broken_rules
+from parallel_ops.planner.schedule import Simulation
+from parallel_ops.planner.step import Step
+
+# Simulating a schedule is linear in its passes; beyond this many the closed form has to do.
+MOST_SIMULATED_PASSES = 50_000
+
+
+def estimate(
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    constants: Efficiency | None = None,
+    simulated: bool | None = None,
+) -> Estimate:
+    """Step time, throughput, utilisation, memory and traffic of a plan.
+
+    Args:
+        model: its ``sequence`` is the length of a training sequence.
+        plan: of as many GPUs as ``cluster`` has. It need not fit in memory; compare ``peak_memory`` with the GPU's.
+        constants: efficiencies of the hardware; ``None`` for those of the GPU's generation.
+        simulated: simulate the pipeline schedule rather than use its closed form; ``None`` for as long as the schedule
+            has no more than 50,000 passes.
+
+    Raises:
+        ValueError: the plan cannot run, with the reason.
+    """
+    check(model, cluster, plan)
+    if simulated is None:
+        simulated = 2 * plan.pp * plan.virtual_stages * plan.micro_batches <= MOST_SIMULATED_PASSES
+    step = Step(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
+    compute, waits = (part.total * plan.micro_batches for part in step.ranks[step.slowest])
+    pipeline, gathers, optimizer = step.pipeline(simulated), step.gathers(), step.optimizer()
+    outside = step.data_parallel() + step.host()
+    bubble = max(0.0, pipeline - compute - waits - gathers)
+    seconds = pipeline + outside + optimizer
+    tokens = plan.global_batch * model.sequence
+    model_flops = 3.0 * tokens * model.forward_flops
+    hardware_flops = model_flops + tokens * recomputed_flops(model, plan)
+    stage_ranks = plan.gpus / plan.pp
+    peak = sum(gpu.peak(plan.dtype) for gpu in step.gpus) * stage_ranks
+    return Estimate(
+        model=model,
+        cluster=cluster,
+        plan=plan,
+        memory=memory(model, plan),
+        transfers=step.transfers(),
+        step=seconds,
+        compute=compute,
+        bubble=bubble,
+        exposed=waits + gathers + outside,
+        optimizer=optimizer,
+        bubble_fraction=bubble / pipeline,
+        tokens_per_second=tokens / seconds,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        mfu=model_flops / seconds / peak,
+        hfu=hardware_flops / seconds / peak,
+        broken_rules=broken_rules(model, cluster, plan),
+        cost=cluster.price * plan.gpus * seconds / 3600,
+        energy=sum(gpu.watts for gpu in step.gpus) * stage_ranks * seconds,
+    )
+
+
+def simulation(model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None) -> Simulation:
+    """The pipeline of a plan, pass by pass, in seconds; arguments and errors are those of ``estimate``."""
+    check(model, cluster, plan)
+    return Step(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).simulation()
+
+
+def recomputed_flops(model: Model, plan: Plan) -> float:
+    """Forward FLOPs for each token that are done a second time."""
+    if plan.recompute == "full":
+        return float(model.forward_flops - model.head_flops)
+    if plan.recompute == "selective" and not plan.flash_attention:
+        return float(model.layers * model.attention_flops)
+    return 0.0

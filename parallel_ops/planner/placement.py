@@ -1,0 +1,141 @@
+"""Where things are: the layers of each pipeline stage, the micro-batches it holds, and the link that each group uses.
+
+Ranks are numbered as Megatron-LM does, the tensor-parallel rank fastest, then context, data and pipeline. A group whose
+members span more ranks than a node has uses the link between nodes.
+"""
+
+from functools import lru_cache
+
+from parallel_ops.planner.cluster import Cluster, Link
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import V_SHAPED, Plan
+
+
+def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each of ``chunks`` consecutive parts, as even as they can be.
+
+    What is left over goes to the parts in the middle, since the first also has the embedding and the last the logits.
+    """
+    size, extra = divmod(layers, chunks)
+    order = [*range(1, chunks - 1), 0, chunks - 1][:extra]
+    return tuple(size + (chunk in order) for chunk in range(chunks))
+
+
+def balanced_chunks(model: Model, cluster: Cluster, plan: Plan) -> tuple[int, ...]:
+    """Layers of each chunk in proportion to the speed of its GPU, for a cluster of several kinds.
+
+    Each chunk has at least one. Empty, as ``Plan.layers_per_chunk`` wants it, where all stages are equally fast.
+    """
+    speeds = [gpu.peak(plan.dtype) for gpu in cluster.stage_gpus(plan.pp)]
+    chunks = plan.pp * plan.virtual_stages
+    if len(set(speeds)) == 1 or chunks > model.layers:
+        return ()
+    v_shaped = plan.schedule in V_SHAPED
+    each = [speeds[chunk_rank(chunk, plan.pp, v_shaped)] for chunk in range(chunks)]
+    shares = [(model.layers - chunks) * speed / sum(each) for speed in each]
+    sizes = [1 + int(share) for share in shares]
+    # What rounding left over goes to those that lost most by it.
+    behind = sorted(range(chunks), key=lambda chunk: int(shares[chunk]) - shares[chunk])
+    for chunk in behind[: model.layers - sum(sizes)]:
+        sizes[chunk] += 1
+    return tuple(sizes)
+
+
+def chunk_rank(chunk: int, pp: int, v_shaped: bool) -> int:
+    """The pipeline rank that holds a chunk: looped placement, or down the ranks and back up."""
+    return 2 * pp - 1 - chunk if v_shaped and chunk >= pp else chunk % pp
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(
+    layers: int, pp: int, virtual_stages: int, v_shaped: bool, fixed: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """The indices of the layers of each pipeline rank.
+
+    Looped placement gives rank r the chunks r, r + pp, ...; V-shaped placement r and 2 pp - 1 - r.
+    """
+    sizes = fixed or chunk_sizes(layers, pp * virtual_stages)
+    starts = [sum(sizes[:chunk]) for chunk in range(len(sizes))]
+    held: list[list[int]] = [[] for _ in range(pp)]
+    for chunk, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        held[chunk_rank(chunk, pp, v_shaped)] += range(start, start + size)
+    return tuple(tuple(chunk) for chunk in held)
+
+
+def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The indices of the layers of each pipeline rank of ``plan``."""
+    v_shaped = plan.schedule in V_SHAPED
+    return stage_layers(model.layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
+
+
+def chunk_layers(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The indices of the layers of each chunk, in the order of the model."""
+    sizes = plan.layers_per_chunk or chunk_sizes(model.layers, plan.pp * plan.virtual_stages)
+    return tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
+
+
+def has_embedding(plan: Plan, stage: int) -> bool:
+    """Whether the pipeline rank holds the input embedding."""
+    return stage == 0
+
+
+def has_head(plan: Plan, stage: int) -> bool:
+    """Whether the pipeline rank computes logits and loss: the last, or the first of a V-shaped schedule."""
+    return stage == (0 if plan.schedule in V_SHAPED else plan.pp - 1)
+
+
+def in_flight(plan: Plan, stage: int) -> float:
+    """The most micro-batches whose activations a pipeline rank holds at once, in units of all its layers.
+
+        GPipe           m
+        1F1B            p - i                                                  arXiv:2104.04473, section 2.2
+        interleaved     (2 (p - 1 - i) + (v - 1) p + 1) / v                    arXiv:2205.05198, section 4.2.2
+        ZB-H1, ZB-V     p                                                      arXiv:2401.10241, sections 2.3 and 6
+        ZB-2p           2 p
+        DualPipe-V      p + 1/2                                                github.com/deepseek-ai/DualPipe
+
+    with p stages, v chunks each and m micro-batches, for stage i counted from 0; never more than m.
+    """
+    p, v, m = plan.pp, plan.virtual_stages, plan.micro_batches
+    most: dict[str, float] = {
+        "gpipe": m,
+        "1f1b": p - stage,
+        "interleaved": (2 * (p - 1 - stage) + (v - 1) * p + 1) / v,
+        "zb-h1": p,
+        "zb-2p": 2 * p,
+        "zb-v": p,
+        "dualpipe-v": p + 0.5,
+    }
+    return min(float(m), most[plan.schedule]) if p > 1 else 1.0
+
+
+def group_stride(plan: Plan, group: str) -> int:
+    """The distance in ranks between neighbours of a group."""
+    return {
+        "tp": 1,
+        "cp": plan.tp,
+        "ep": plan.tp,
+        "dp": plan.tp,  # gradients are reduced over dp and cp together
+        "pp": plan.tp * plan.cp * plan.dp,
+    }[group]
+
+
+def group_size(plan: Plan, group: str) -> int:
+    """The ranks of a group; ``"dp"`` are the ``dp * cp`` ranks that gradients are reduced over."""
+    return {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp * plan.cp, "pp": plan.pp}[group]
+
+
+def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:
+    """Whether a group's members are on more than one node."""
+    size = group_size(plan, group)
+    return size > 1 and group_stride(plan, group) * size > cluster.node_size
+
+
+def group_link(cluster: Cluster, plan: Plan, group: str) -> Link:
+    """The slowest link that a ring over the group uses."""
+    if not leaves_node(cluster, plan, group):
+        return cluster.intra
+    if cluster.oversubscription == 1:
+        return cluster.inter
+    inter = cluster.inter
+    return Link(name=inter.name, latency=inter.latency, bandwidth=inter.bandwidth / cluster.oversubscription)

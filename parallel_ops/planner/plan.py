@@ -1,0 +1,117 @@
+"""How it is trained: the sizes of every kind of parallelism, the schedule, and what is recomputed or offloaded."""
+
+from dataclasses import dataclass
+
+from parallel_ops.planner._check import check_choice, check_counts
+from parallel_ops.planner.cluster import DTYPES
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+# Two chunks of layers a rank, the second in reverse order of the ranks, so that the first rank holds both ends.
+V_SHAPED = ("zb-v", "dualpipe-v")
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "optimizer+activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way of spreading a model over a cluster.
+
+    The GPUs of a plan are ``dp * tp * pp * cp``. Ranks are laid out as Megatron-LM does: tensor-parallel groups are
+    adjacent, then context, then data, then pipeline.
+
+    Attributes:
+        dp, tp, pp, cp: sizes of data, tensor, pipeline and context parallelism.
+        ep: size of expert parallelism, inside ``dp * cp``, which it divides.
+        zero: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+        sequence_parallel: shard the activations outside tensor-parallel regions too (arXiv:2205.05198).
+        schedule: one of ``SCHEDULES``. ``virtual_stages``: chunks of layers a rank; above 1 for ``interleaved``, 2 for
+            V-shaped ones.
+        cp_kind: ``"ring"`` (arXiv:2310.01889) or ``"all-to-all"`` (arXiv:2309.14509).
+        micro_batch: sequences of one forward pass on one data-parallel rank. ``global_batch``: sequences of one step in
+            all.
+        recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198) or ``"full"`` (whole layers).
+        offload: what lives in host memory.
+        dtype: of parameters and activations. ``grad_dtype``: of accumulated gradients, ``"fp32"`` or ``dtype``.
+        flash_attention: scores are never stored, as in arXiv:2205.14135.
+        fused_ops: elementwise ops next to each other are one kernel (bias-GeLU, bias-dropout-add, masked softmax).
+        fused_loss: output embedding and cross-entropy are one op (``vocab_parallel_linear_cross_entropy``), which keeps
+            no logits.
+        scatter_gather: a pipeline message is split over the tensor-parallel ranks (arXiv:2104.04473, section 4.1).
+        overlap: data-parallel communication and pipeline messages run beside computation.
+        layers_per_chunk: layers of each of the ``pp * virtual_stages`` consecutive chunks, for uneven stages; empty for
+            as even as they can be.
+
+    Raises:
+        ValueError, TypeError: naming the field that is wrong.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    cp_kind: str = "ring"
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: str = "none"
+    offload: str = "none"
+    dtype: str = "bf16"
+    grad_dtype: str = "fp32"
+    flash_attention: bool = True
+    fused_ops: bool = True
+    fused_loss: bool = False
+    scatter_gather: bool = True
+    overlap: bool = True
+    layers_per_chunk: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("dp", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch"))
+        check_choice(self, "zero", (0, 1, 2, 3))
+        check_choice(self, "schedule", SCHEDULES)
+        check_choice(self, "cp_kind", ("ring", "all-to-all"))
+        check_choice(self, "recompute", RECOMPUTE)
+        check_choice(self, "offload", OFFLOAD)
+        check_choice(self, "dtype", DTYPES)
+        check_choice(self, "grad_dtype", ("fp32", self.dtype))
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"Plan: ep must divide dp * cp ({self.dp * self.cp}), got {self.ep}")
+        if self.global_batch % (self.dp * self.micro_batch):
+            share = f"dp * micro_batch ({self.dp * self.micro_batch})"
+            raise ValueError(f"Plan: global_batch must be a multiple of {share}, got {self.global_batch}")
+        expected = {"interleaved": "2 or more", **dict.fromkeys(V_SHAPED, "2")}.get(self.schedule, "1")
+        right = self.virtual_stages >= 2 if self.schedule == "interleaved" else str(self.virtual_stages) == expected
+        if not right:
+            raise ValueError(
+                f"Plan: virtual_stages must be {expected} for the schedule {self.schedule}, got {self.virtual_stages}"
+            )
+        chunks = self.pp * self.virtual_stages
+        if self.layers_per_chunk and (len(self.layers_per_chunk) != chunks or min(self.layers_per_chunk) < 0):
+            wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
+            raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step on one data-parallel rank."""
+        return self.global_batch // (self.dp * self.micro_batch)
+
+    def describe(self) -> str:
+        """One line: the sizes above 1, and what is not at its default."""
+        sizes = [f"{name}{getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        parts = sizes or ["dp1"]
+        parts += [f"zero{self.zero}"] if self.zero else []
+        parts += ["sp"] if self.sequence_parallel else []
+        if self.pp > 1:
+            parts += [self.schedule + (f" v{self.virtual_stages}" if self.schedule == "interleaved" else "")]
+        parts += [self.cp_kind] if self.cp > 1 else []
+        parts += [f"b{self.micro_batch} x {self.micro_batches}"]
+        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        parts += [f"offload {self.offload}"] if self.offload != "none" else []
+        return ", ".join(parts)

@@ -1,0 +1,117 @@
+"""Models, GPUs and clusters by name. The figures are in the JSON files beside this one, each with its source."""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any
+
+from parallel_ops.planner._check import unknown
+from parallel_ops.planner.cluster import GPU, Cluster, Link, Part, weakest
+from parallel_ops.planner.model import LatentAttention, Model
+
+
+@functools.cache
+def _file(kind: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{kind}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def _figures(kind: str, name: str) -> dict[str, Any]:
+    presets = _file(f"{kind}s")["presets"]
+    if name.lower() not in presets:
+        raise unknown(kind, name, presets)
+    return {field: entry["value"] for field, entry in presets[name.lower()].items()}
+
+
+def gpus() -> tuple[str, ...]:
+    """Names of the known GPUs."""
+    return tuple(_file("gpus")["presets"])
+
+
+def models() -> tuple[str, ...]:
+    """Names of the known models."""
+    return tuple(_file("models")["presets"])
+
+
+def clusters() -> tuple[str, ...]:
+    """Names of the known clusters: of systems whose number of GPUs is to be given, and of whole clusters."""
+    return tuple(_file("clusters")["presets"])
+
+
+def sources(kind: str, name: str) -> Mapping[str, str]:
+    """The source of each figure of a preset; ``kind`` is ``"gpu"``, ``"model"`` or ``"cluster"``."""
+    if kind not in ("gpu", "model", "cluster"):
+        raise ValueError(f"sources: kind must be 'gpu', 'model' or 'cluster', got {kind!r}")
+    _figures(kind, name)
+    data = _file(f"{kind}s")
+    return {field: data["sources"][entry["source"]] for field, entry in data["presets"][name.lower()].items()}
+
+
+@functools.cache
+def gpu(name: str) -> GPU:
+    """The GPU of this name.
+
+    Raises:
+        ValueError: unknown, with the nearest names.
+    """
+    return GPU(name=name.lower(), **_figures("gpu", name))
+
+
+@functools.cache
+def model(name: str) -> Model:
+    """The model of this name, at the sequence length that it was trained with.
+
+    Raises:
+        ValueError: unknown, with the nearest names.
+    """
+    figures = _figures("model", name)
+    latent = figures.pop("latent", None)
+    return Model(name=name.lower(), latent=LatentAttention(**latent) if latent else None, **figures)
+
+
+@functools.cache
+def cluster(name: str) -> Cluster:
+    """The cluster of this name: ``selene``, ``h100x512``, ``a100-80x64+h100x64`` (two kinds, pipeline stages in that
+    order).
+
+    A system alone, such as ``h100``, is one node of it. A cluster of several kinds takes the slowest link and the
+    smallest node.
+
+    Raises:
+        ValueError: unknown, with the nearest names, or a number of GPUs that does not fill nodes.
+    """
+    kinds = [_one_kind(part.strip()) for part in name.split("+")]
+    if len(kinds) == 1:
+        return kinds[0]
+
+    def slowest(side: str) -> Link:
+        links: list[Link] = [getattr(kind, side) for kind in kinds]
+        return min(links, key=lambda link: link.bandwidth)
+
+    return replace(
+        kinds[0],
+        name=name.lower(),
+        gpu=weakest([kind.gpu for kind in kinds]),
+        gpus=sum(kind.gpus for kind in kinds),
+        gpus_per_node=min(kind.gpus_per_node for kind in kinds),
+        parts=tuple(Part(gpu=kind.gpu, gpus=kind.gpus) for kind in kinds),
+        intra=slowest("intra"),
+        inter=slowest("inter"),
+    )
+
+
+def _one_kind(name: str) -> Cluster:
+    counted = re.fullmatch(r"(.+)x(\d+)", name)
+    known = _file("clusters")["presets"]
+    system, count = (name, None) if name.lower() in known or counted is None else counted.groups()
+    figures = _figures("cluster", system)
+
+    def link(side: str) -> Link:
+        return Link(**{field: figures.pop(f"{side}_{field}") for field in ("name", "latency", "bandwidth")})
+
+    intra, inter = link("intra"), link("inter")
+    figures["gpus"] = int(count) if count else figures.get("gpus", figures["gpus_per_node"])
+    return Cluster(name=name.lower(), gpu=gpu(figures.pop("gpu")), intra=intra, inter=inter, **figures)

@@ -1,0 +1,195 @@
+"""What the planner answers: memory of each stage, traffic of each group, the estimate of a plan, a search."""
+
+from dataclasses import dataclass, fields
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Peak memory of one GPU of a pipeline stage, in bytes, by what holds it.
+
+    Attributes:
+        parameters, gradients, optimizer: the model states, master weights counted with the optimizer.
+        activations: kept for the backward pass, by all micro-batches in flight, and what one layer needs on top to
+            recompute.
+        logits: logits, their gradient and the softmax of the loss.
+        buffers: communication buffers: gathered parameters of ZeRO-3, gradient buckets, pipeline messages.
+        runtime: what the driver, NCCL and the allocator keep.
+        host: bytes of host memory that one GPU offloads to, not part of ``total``.
+        in_flight: micro-batches whose activations are held at the peak.
+    """
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    runtime: float
+    host: float = 0.0
+    in_flight: float = 1.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in DEVICE_MEMORY)
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+DEVICE_MEMORY = tuple(f.name for f in fields(StageMemory) if f.name not in ("stage", "host", "in_flight"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The traffic of one kind of collective in one step, as one GPU of the busiest stage sees it.
+
+    Attributes:
+        group: ``"dp"``, ``"tp"``, ``"pp"``, ``"cp"`` or ``"ep"``; ``"host"`` for offload.
+        collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"send-receive"`` or
+            ``"copy"``.
+        algorithm: ``"ring"``, ``"tree"`` or ``"direct"``. ``link``: the name of the slowest link used.
+        size: ranks of the group. ``count``: collectives in a step.
+        bytes: that one GPU sends in a step. ``seconds``: that they take in a step, all together; ``exposed``: of these,
+            not hidden behind computation.
+    """
+
+    group: str
+    collective: str
+    algorithm: str
+    link: str
+    size: int
+    count: int
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one plan costs. Times in seconds and of one optimizer step, memory in bytes.
+
+    Attributes:
+        memory: of each pipeline stage, the first stage first.
+        transfers: traffic by group and collective.
+        step: time of a step, the sum of ``compute``, ``bubble``, ``exposed`` and ``optimizer``.
+        compute: forward, backward and recomputation of the slowest stage.
+        bubble: that it waits for other stages and their messages.
+        exposed: communication not hidden behind computation. ``optimizer``: the update of the parameters.
+        bubble_fraction: ``bubble / (step - exposed data-parallel communication - optimizer)``.
+        tokens_per_second: of the whole cluster.
+        model_flops: of one step over all GPUs, without recomputation; ``hardware_flops``: with it.
+        mfu, hfu: model and hardware FLOP/s over the peak.
+        broken_rules: names of the rules of thumb (``parallel_ops.planner.rules``) that the plan breaks, with the
+            reason.
+        cost: of one step, in the currency of ``cluster.price``; 0 where that is unknown. ``energy``: joules of one
+            step.
+    """
+
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    memory: tuple[StageMemory, ...]
+    transfers: tuple[Transfer, ...]
+    step: float
+    compute: float
+    bubble: float
+    exposed: float
+    optimizer: float
+    bubble_fraction: float
+    tokens_per_second: float
+    model_flops: float
+    hardware_flops: float
+    mfu: float
+    hfu: float
+    broken_rules: tuple[tuple[str, str], ...] = ()
+    cost: float = 0.0
+    energy: float = 0.0
+
+    @property
+    def peak_memory(self) -> StageMemory:
+        """The stage that needs the most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """TFLOP/s of one GPU, recomputation not counted."""
+        return self.model_flops / self.step / self.plan.gpus / 1e12
+
+    def days(self, tokens: float) -> float:
+        """Days to train on ``tokens`` tokens."""
+        return tokens / self.tokens_per_second / 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80``. ``kind`` groups equal reasons."""
+
+    plan: Plan
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How the ranking depends on one assumption of the model.
+
+    Attributes:
+        constant: its name. ``low``, ``high``: the best plan when it is 20 % lower or higher.
+        changes: whether either differs from the best plan as it stands.
+        seconds: change of the best plan's step time from low to high, as a fraction of it.
+    """
+
+    constant: str
+    low: Plan
+    high: Plan
+    changes: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """All plans of a model on a cluster: those that run, fastest first, and the others with their reasons.
+
+    Attributes:
+        plans: estimates of the fastest plans. ``ranking``: every plan that runs, with the seconds of a step by the
+            closed forms.
+        rejected: the plans that do not run.
+        sensitivity: which constant the choice hangs on.
+        smallest: the fewest GPUs of this kind on which the model would run, where it does not run on these; else 0.
+    """
+
+    model: Model
+    cluster: Cluster
+    plans: tuple[Estimate, ...]
+    rejected: tuple[Rejection, ...]
+    sensitivity: tuple[Sensitivity, ...] = ()
+    ranking: tuple[tuple[Plan, float], ...] = ()
+    smallest: int = 0
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest plan.
+
+        Raises:
+            ValueError: nothing fits; says the smallest cluster that would do.
+        """
+        if not self.plans:
+            would = f"{self.smallest} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
+            raise ValueError(f"no plan of {self.model.name} fits on {self.cluster.name}; {would}")
+        return self.plans[0]
+
+    def reasons(self) -> dict[str, int]:
+        """How many plans were rejected for each kind of reason, the most frequent first."""
+        counts: dict[str, int] = {}
+        for rejection in self.rejected:
+            counts[rejection.kind] = counts.get(rejection.kind, 0) + 1
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,103 @@
+"""Pipeline schedules: the actions of each rank, what they take, and their bubble.
+
+    >>> simulation = simulate(actions("1f1b", pp=4, micro_batches=8))
+    >>> round(simulation.bubble, 4), closed_form_bubble("1f1b", 4, 8)
+    (0.2727, 0.2727272727272727)
+
+``parallel_ops/planner/schedules/`` has one file for each family, which says where it comes from.
+"""
+
+from collections.abc import Callable
+
+from parallel_ops.planner.schedules.action import Action, Kind, Schedule
+from parallel_ops.planner.schedules.closed_form import closed_form_bubble, closed_form_idle
+from parallel_ops.planner.schedules.memory_bounded import zb_2p
+from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
+from parallel_ops.planner.schedules.simulate import Simulation, Times, peak_activations, simulate
+from parallel_ops.planner.schedules.v_shaped import dualpipe_v, zb_v
+from parallel_ops.planner.schedules.zero_bubble import zb_h1, zb_h2
+
+__all__ = [
+    "KINDS",
+    "Action",
+    "Kind",
+    "Schedule",
+    "Simulation",
+    "Times",
+    "actions",
+    "chunks",
+    "closed_form_bubble",
+    "closed_form_idle",
+    "peak_activations",
+    "simulate",
+]
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-2p", "zb-v", "dualpipe-v")
+
+_FIXED: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+}
+
+
+def chunks(kind: str, virtual_stages: int = 1) -> int:
+    """How many stages a rank holds: ``virtual_stages`` for interleaved 1F1B, 2 for the V-shaped schedules, else 1."""
+    _check_kind(kind)
+    return virtual_stages if kind == "interleaved" else 2 if kind in ("zb-v", "dualpipe-v") else 1
+
+
+def actions(
+    kind: str,
+    pp: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    *,
+    times: Times | None = None,
+    memory_limit: float | None = None,
+    retained: float = 1.0,
+) -> Schedule:
+    """The ordered actions of each rank.
+
+    Args:
+        kind: one of ``KINDS``.
+        pp: number of pipeline ranks.
+        micro_batches: number of micro-batches in a step.
+        virtual_stages: stages on each rank of ``interleaved``, at least 2 there. The other schedules take 1, or the
+            number that they have (2 for ``zb-v`` and ``dualpipe-v``).
+        times: for ``zb-2p``, which is made for them. F = I = W = 1 where None.
+        memory_limit: for ``zb-2p``: the largest number of micro-batches whose activations a rank may hold. ``2 * pp``
+            where None.
+        retained: for ``zb-2p``: the share of a micro-batch's activations that a rank still holds between I and W.
+
+    Returns:
+        One list for each rank. Every F, I and W of every stage and micro-batch is in it exactly once; a B stands for I
+        and W.
+
+    Raises:
+        ValueError: an unknown kind, sizes below 1, a number of virtual stages or an option that the kind does not have.
+    """
+    _check_kind(kind)
+    for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"actions: {name} must be a whole number of at least 1, got {value!r}")
+    if kind == "interleaved":
+        if virtual_stages < 2:
+            raise ValueError("actions: interleaved needs virtual_stages of at least 2, got 1; with 1 it is 1f1b")
+    elif virtual_stages not in (1, chunks(kind)):
+        raise ValueError(f"actions: virtual_stages is {virtual_stages}, but {kind} has {chunks(kind)} stage(s) a rank")
+    if kind != "zb-2p" and (times is not None or memory_limit is not None or retained != 1):
+        raise ValueError(f"actions: times, memory_limit and retained are for zb-2p; {kind} is the same for all of them")
+    if kind == "interleaved":
+        return interleaved_one_f_one_b(pp, micro_batches, virtual_stages)
+    if kind == "zb-2p":
+        return zb_2p(pp, micro_batches, times or Times(), 2 * pp if memory_limit is None else memory_limit, retained)
+    return _FIXED[kind](pp, micro_batches)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"schedule: kind must be one of {', '.join(KINDS)}, got {kind!r}")

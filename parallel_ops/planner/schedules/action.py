@@ -1,0 +1,66 @@
+"""What a pipeline schedule is made of.
+
+A model is cut into ``pp * chunks`` stages, ``chunks`` of them on each rank, and a batch into micro-batches. Each stage
+computes for each micro-batch
+
+    F  the forward pass,                        after F of the stage before;
+    I  the gradient of the stage's input,       after its own F and after I (or B) of the stage behind;
+    W  the gradient of the stage's weights,     after its own I;
+    B  I and W together, the whole backward pass.
+
+A schedule is the order in which each rank does so: one list of actions per rank. It says nothing of time.
+
+The split of B into I and W: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241 (which writes B for I).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "I", "W", "B"]
+
+
+class Action(NamedTuple):
+    """One pass of one stage over one micro-batch.
+
+    Attributes:
+        kind: F, I, W or B.
+        micro_batch: from 0.
+        stage: from 0 over the whole model. The chunk of the rank that it belongs to is ``stage // pp``, in both
+            placements: looped (stage ``c * pp + r`` on rank ``r``) and V-shaped (stages ``r`` and ``2 * pp - 1 - r``).
+        paired: an F that runs together with the B that follows it (DualPipe's overlapped pair): neither starts before
+            both can, and both end together.
+    """
+
+    kind: Kind
+    micro_batch: int
+    stage: int
+    paired: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch} of stage {self.stage}"
+
+
+Schedule = list[list[Action]]
+
+
+def v_stages(pp: int, rank: int) -> tuple[int, int]:
+    """The two stages of a rank in the V-shaped placement: down the ranks and back up."""
+    return rank, 2 * pp - 1 - rank
+
+
+def first_micro_batches(schedule: Iterable[Sequence[Action]], micro_batches: int) -> Schedule:
+    """The schedule without the micro-batches from ``micro_batches`` on.
+
+    What is left still runs: no action depends on another micro-batch, and a part of a workable order is workable.
+    It lets a family that needs a least number of micro-batches serve fewer.
+    """
+    out: Schedule = []
+    for order in schedule:
+        kept: list[Action] = []
+        for position, action in enumerate(order):
+            if action.micro_batch >= micro_batches:
+                continue
+            partner_left = action.paired and order[position + 1].micro_batch >= micro_batches
+            kept.append(action._replace(paired=False) if partner_left else action)
+        out.append(kept)
+    return out

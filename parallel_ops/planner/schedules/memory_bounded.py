@@ -1,0 +1,154 @@
+"""ZB-2p: a zero-bubble schedule made for given times under a bound on activations.
+
+The heuristic of Qi et al., arXiv:2401.10241, section 3.1, as a simulation in which each rank chooses its next pass when
+it becomes free:
+
+    - before its first I a rank runs F as far as memory allows, or only while F does not delay that I;
+    - then F and I in turn, or whichever of the two can run;
+    - W where the rank would otherwise wait for longer than W takes, or where memory is full;
+    - W in a shorter wait too, where this wait would make the rank the one that has idled most, or nowhere.
+
+The two choices left open here make four variants; the one with the shortest step is returned. The bound of 2p
+micro-batches is where the paper finds that more memory hardly helps.
+"""
+
+import heapq
+import itertools
+import math
+
+from parallel_ops.planner.schedules.action import Action, Kind, Schedule
+from parallel_ops.planner.schedules.simulate import Times, simulate
+
+# Sums of the same times in another order differ in the last bits; no real pass is this short.
+_TOLERANCE = 1e-9
+
+
+def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retained: float = 1.0) -> Schedule:
+    """The best of the heuristic's schedules; ``parallel_ops.planner.schedule.actions`` has the arguments."""
+    if memory_limit < 1:
+        raise ValueError(f"zb-2p: memory_limit must be at least 1 micro-batch, got {memory_limit}")
+    if not 0 <= retained <= 1:
+        raise ValueError(f"zb-2p: retained must be between 0 and 1, got {retained}")
+    if times.pair is not None:
+        raise ValueError("zb-2p: has no pairs; leave out the time of a pair")
+    best: Schedule = []
+    shortest = math.inf
+    for delay_first, fill in itertools.product((False, True), repeat=2):
+        schedule = _Builder(pp, micro_batches, times, memory_limit, retained, delay_first, fill).build()
+        step = simulate(schedule, times).step_time_without_barrier
+        if step < shortest:
+            best, shortest = schedule, step
+    return best
+
+
+class _Builder:
+    """One variant. Ranks come up in the order of time, so each knows what its neighbours have begun."""
+
+    def __init__(
+        self,
+        pp: int,
+        micro_batches: int,
+        times: Times,
+        memory_limit: float,
+        retained: float,
+        delay_first: bool,
+        fill: bool,
+    ) -> None:
+        self.pp, self.micro_batches = pp, micro_batches
+        self.durations: dict[Kind, list[float]] = {
+            "F": times.per_stage("forward", pp),
+            "I": times.per_stage("input_grad", pp),
+            "W": times.per_stage("weight_grad", pp),
+        }
+        self.link = times.per_stage("link", pp - 1)
+        self.memory_limit, self.retained = memory_limit + _TOLERANCE, retained
+        self.delay_first, self.fill = delay_first, fill
+        self.tolerance = _TOLERANCE * max(1.0, *(max(times) for times in self.durations.values()))
+        # Per rank: the ends of F and of I, how many W are done, when it is free, how long it has idled.
+        self.forward_ends: list[list[float]] = [[] for _ in range(pp)]
+        self.input_grad_ends: list[list[float]] = [[] for _ in range(pp)]
+        self.weight_grads = [0] * pp
+        self.free = [0.0] * pp
+        self.idled = [0.0] * pp
+        self.most_idled = 0.0
+        self.order: Schedule = [[] for _ in range(pp)]
+
+    def build(self) -> Schedule:
+        events = [(0.0, rank) for rank in range(self.pp)]
+        while events:
+            now, rank = heapq.heappop(events)
+            if now < self.free[rank] - self.tolerance or self.weight_grads[rank] == self.micro_batches:
+                continue
+            kind, wake = self._choose(rank, now)
+            if kind is None:
+                if wake < math.inf:
+                    heapq.heappush(events, (wake, rank))
+                continue
+            end = self._run(rank, kind, now)
+            heapq.heappush(events, (end, rank))
+            # The neighbour that waits for this pass now knows when it ends.
+            neighbour = {"F": rank + 1, "I": rank - 1}.get(kind, -1)
+            if 0 <= neighbour < self.pp:
+                heapq.heappush(events, (max(now, self.free[neighbour]), neighbour))
+        return self.order
+
+    def _choose(self, rank: int, now: float) -> tuple[Kind | None, float]:
+        """The next pass of a free rank, or none and when to look again (never, where only a neighbour can help)."""
+        forward, backward = self._forward_arrival(rank), self._input_grad_arrival(rank)
+        forwards, input_grads = len(self.forward_ends[rank]), len(self.input_grad_ends[rank])
+        soon = now + self.tolerance
+        held = forwards - input_grads + (input_grads - self.weight_grads[rank]) * self.retained
+        room = held + 1 <= self.memory_limit
+        can_forward = forward <= soon and room
+        if not input_grads and not self.delay_first and backward > soon:
+            can_forward = can_forward and backward >= soon + self.durations["F"][rank] - 2 * self.tolerance
+        if backward <= soon and not (can_forward and input_grads and self.order[rank][-1].kind == "I"):
+            return "I", now
+        if can_forward:
+            return "F", now
+        arrivals = [backward] if not room else [forward, backward]
+        wake = min((time for time in arrivals if time > soon), default=math.inf)
+        if self.weight_grads[rank] < input_grads:
+            wait = wake - now
+            full = forward <= soon and not room
+            matters = self.fill and self.idled[rank] + wait > self.most_idled - self.tolerance
+            if full or matters or wait >= self.durations["W"][rank] - self.tolerance:
+                return "W", now
+        return None, wake
+
+    def _run(self, rank: int, kind: Kind, now: float) -> float:
+        order = self.order[rank]
+        if order:
+            self.idled[rank] += max(0.0, now - self.free[rank])
+            self.most_idled = max(self.most_idled, self.idled[rank])
+        end = now + self.durations[kind][rank]
+        if kind == "W":
+            order.append(Action("W", self.weight_grads[rank], rank))
+            self.weight_grads[rank] += 1
+        else:
+            ends = self.forward_ends[rank] if kind == "F" else self.input_grad_ends[rank]
+            order.append(Action(kind, len(ends), rank))
+            ends.append(end)
+        self.free[rank] = end
+        return end
+
+    def _forward_arrival(self, rank: int) -> float:
+        """When the rank's next F can run; infinite where that is not known yet."""
+        mb = len(self.forward_ends[rank])
+        if mb == self.micro_batches:
+            return math.inf
+        if rank == 0:
+            return 0.0
+        before = self.forward_ends[rank - 1]
+        return before[mb] + self.link[rank - 1] if mb < len(before) else math.inf
+
+    def _input_grad_arrival(self, rank: int) -> float:
+        """The same for its next I."""
+        mb = len(self.input_grad_ends[rank])
+        if mb >= len(self.forward_ends[rank]):
+            return math.inf
+        own = self.forward_ends[rank][mb]
+        if rank == self.pp - 1:
+            return own
+        behind = self.input_grad_ends[rank + 1]
+        return max(own, behind[mb] + self.link[rank]) if mb < len(behind) else math.inf

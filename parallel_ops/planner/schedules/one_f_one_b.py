@@ -1,0 +1,47 @@
+"""GPipe, 1F1B and interleaved 1F1B: the schedules without a split backward pass.
+
+GPipe (Huang et al., arXiv:1811.06965)          all forward passes, then all backward passes.
+1F1B (Narayanan et al., arXiv:2104.04473)       rank r runs p - 1 - r forward passes ahead, then one forward and one
+                                                backward pass in turn: at most p - r micro-batches are in flight.
+interleaved 1F1B (the same paper, section 2.2)  v stages a rank, visited p micro-batches at a time; the bubble
+                                                shrinks by v, and the messages grow by v.
+"""
+
+from parallel_ops.planner.schedules.action import Action, Schedule, first_micro_batches
+
+
+def gpipe(pp: int, micro_batches: int) -> Schedule:
+    """All forward passes, then all backward passes."""
+    return [
+        [Action("F", mb, rank) for mb in range(micro_batches)] + [Action("B", mb, rank) for mb in range(micro_batches)]
+        for rank in range(pp)
+    ]
+
+
+def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
+    """1F1B: PipeDream-Flush."""
+    return [_order(pp, rank, micro_batches, 1) for rank in range(pp)]
+
+
+def interleaved_one_f_one_b(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
+    """Interleaved 1F1B with ``virtual_stages`` stages on each rank; plain 1F1B with one.
+
+    Micro-batches come in rounds of ``pp``. The last round may lack some: they are left out of a full one, since
+    ranks that count on a full round would wait for each other in a short one.
+    """
+    full_rounds = -(-micro_batches // pp) * pp
+    return first_micro_batches((_order(pp, rank, full_rounds, virtual_stages) for rank in range(pp)), micro_batches)
+
+
+def _order(pp: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+    rounds = [range(start, min(start + pp, micro_batches)) for start in range(0, micro_batches, pp)]
+    forward = [Action("F", mb, c * pp + rank) for group in rounds for c in range(chunks) for mb in group]
+    backward = [Action("B", mb, c * pp + rank) for group in rounds for c in reversed(range(chunks)) for mb in group]
+    # How far forward passes run ahead: with one chunk, until the first backward pass comes back down the ranks. With
+    # more, a whole round of every chunk but the last, and twice the distance, since the way is taken v times.
+    ahead = pp - 1 - rank if chunks == 1 else 2 * (pp - 1 - rank) + (chunks - 1) * pp
+    ahead = min(ahead, len(forward))
+    order = forward[:ahead]
+    for f, b in zip(forward[ahead:], backward, strict=False):
+        order += (f, b)
+    return order + backward[len(forward) - ahead :]

@@ -1,0 +1,230 @@
+"""The time of one step, part by part.
+
+    step      = pipeline + exposed data-parallel communication + optimizer
+    pipeline  = m (F + I + W) of the slowest stage, communication of its layers included, + the time it waits for others
+
+The wait is simulated from the schedule's own actions (``parallel_ops.planner.schedule``) or taken from the closed
+forms. Data-parallel communication of c seconds runs beside one micro-batch of w seconds (ZeRO-0 to 2: one of the step;
+ZeRO-3: each) and makes it longer by max(0, c - w) + interference * min(c, w); without overlap, by c.
+"""
+
+from dataclasses import replace
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute import Passes, head_passes, layer_passes, work_of
+from parallel_ops.planner.efficiency import HOST_MEMORY, Efficiency
+from parallel_ops.planner.memory import stage_parameters, state_bytes
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, has_head, layers_of
+from parallel_ops.planner.plan import V_SHAPED, Plan
+from parallel_ops.planner.results import Transfer
+from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
+from parallel_ops.planner.traffic import LayerTraffic, StepTraffic, layer_traffic, repeat, step_traffic
+
+
+def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
+    """Seconds of a step by the closed forms, without checks: what a search compares."""
+    return Step(model, cluster, plan, constants).seconds()
+
+
+class Step:
+    """One estimate in the making: the passes of each rank, and of these the slowest."""
+
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
+        self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
+        self.work = work_of(plan)
+        self.gpus = cluster.stage_gpus(plan.pp)
+        self._cost: dict[tuple[int, bool], tuple[Passes, Passes]] = {}
+        layers = layers_of(model, plan)
+        self._groups: dict[tuple[int, int, bool, int], tuple[Passes, Passes]] = {}
+        self.ranks = [self._rank(rank, layers[rank]) for rank in range(plan.pp)]
+        totals = [compute.total + waits.total for compute, waits in self.ranks]
+        self.slowest = max(range(plan.pp), key=totals.__getitem__)
+        self.busy = totals[self.slowest]
+        self.mean = sum(totals) / plan.pp
+        self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
+
+    def _rank(self, rank: int, layers: tuple[int, ...]) -> tuple[Passes, Passes]:
+        """Compute and exposed communication of one micro-batch on a pipeline rank, all its chunks together."""
+        sparse = sum(self.model.is_sparse(layer) for layer in layers) if self.model.experts else 0
+        head = has_head(self.plan, rank)
+        key = (len(layers) - sparse, sparse, head, id(self.gpus[rank]))
+        if key not in self._groups:
+            self._groups[key] = self._part(rank, len(layers) - sparse, sparse, head)
+        return self._groups[key]
+
+    def _part(self, rank: int, dense: int, sparse: int, head: bool) -> tuple[Passes, Passes]:
+        compute = waits = Passes(0.0, 0.0, 0.0)
+        for count, kind in ((dense, False), (sparse, True)):
+            if count:
+                layer, exposed = self.layer(rank, kind)
+                compute, waits = compute + layer.times(count), waits + exposed.times(count)
+        if head:
+            compute += head_passes(self.model, self.gpus[rank], self.constants, self.work)
+        return compute, waits
+
+    def layer(self, rank: int, sparse: bool) -> tuple[Passes, Passes]:
+        """Compute and exposed communication of one micro-batch in one layer on a pipeline rank."""
+        key = (id(self.gpus[rank]), sparse)
+        if key not in self._cost:
+            passes = layer_passes(self.model, self.gpus[rank], self.constants, self.work, sparse)
+            traffic = layer_traffic(self.model, self.cluster, self.plan, self.constants, sparse)
+            self._cost[key] = passes, self._paired(passes, traffic)
+        return self._cost[key]
+
+    def _paired(self, passes: Passes, traffic: LayerTraffic) -> Passes:
+        """Exposed communication of a layer. DualPipe's pairs hide the all-to-alls of one pass behind the other."""
+        routed = sum(transfer.seconds * count for transfer, count in traffic.transfers if transfer.group == "ep")
+        if self.plan.schedule != "dualpipe-v" or not routed:
+            return traffic.exposed
+        total = traffic.exposed.total
+        return traffic.exposed.times((total - routed + self._beside(routed, passes.total)) / total)
+
+    def seconds(self) -> float:
+        """Seconds of the step by the closed forms."""
+        return self.pipeline(simulated=False) + self.data_parallel() + self.optimizer() + self.host()
+
+    def pipeline(self, simulated: bool) -> float:
+        """From the first forward pass to the last backward pass."""
+        plan, traffic = self.plan, self.traffic
+        if plan.pp == 1:
+            return plan.micro_batches * self.busy
+        if simulated:
+            return self.simulation().step_time + self.gathers()
+        return plan.micro_batches * self.busy + self._idle() + self._messages() * traffic.link + self.gathers()
+
+    def gathers(self) -> float:
+        """All-gathers of pipeline messages that came in parts, one for each tensor-parallel rank."""
+        return 2 * self.plan.micro_batches * self.plan.virtual_stages * self.traffic.blocking
+
+    def simulation(self) -> Simulation:
+        """The pipeline schedule with the times of its stages."""
+        plan = self.plan
+        chunks = chunk_layers(self.model, plan)
+        passes = []
+        for chunk, layers in enumerate(chunks):
+            rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
+            sparse = sum(self.model.is_sparse(layer) for layer in layers)
+            compute, waits = self._part(rank, len(layers) - sparse, sparse, chunk == len(chunks) - 1)
+            passes.append(compute + waits)
+        # Without overlap a rank sends before it goes on: the message is a part of the pass, but at the model's ends.
+        link, last = self.traffic.link, len(passes) - 1
+        sends = 0.0 if plan.overlap else link
+        times = Times(
+            forward=[p.forward + (sends if chunk < last else 0.0) for chunk, p in enumerate(passes)],
+            input_grad=[p.input_grad + (sends if chunk > 0 else 0.0) for chunk, p in enumerate(passes)],
+            weight_grad=[p.weight_grad for p in passes],
+            link=link if plan.overlap else 0.0,
+        )
+        own_times = times if plan.schedule == "zb-2p" else None
+        order = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages, times=own_times)
+        return simulate(order, times)
+
+    def _idle(self) -> float:
+        """The closed form of the wait, with the mean over the ranks for what the others take to fill and drain."""
+        plan = self.plan
+        rank = self.ranks[self.slowest]
+        whole = rank[0] + rank[1]
+        f, i, w = (part * self.mean / self.busy for part in (whole.forward, whole.input_grad, whole.weight_grad))
+        v = plan.virtual_stages
+        each = {
+            "gpipe": f + i + w,
+            "1f1b": f + i + w,
+            "interleaved": (f + i + w) / v,
+            "zb-h1": f + i - w,
+            # These two end together but start one after another, and the optimizer waits for all.
+            "zb-2p": max(f, f + i - 2 * w),
+            "zb-v": max(f + (i - w) / 2, 2 * (i - w)) / v,
+            "dualpipe-v": (f + 2 * i - w) / v,
+        }[plan.schedule]
+        return (plan.pp - 1) * max(0.0, each)
+
+    def _messages(self) -> int:
+        """Messages that delay the step, one after another: 1F1B passes one each way in every micro-batch."""
+        p, m, v = self.plan.pp, self.plan.micro_batches, self.plan.virtual_stages
+        if not self.plan.overlap:
+            return 2 * (m * v + p - 1)
+        return {"1f1b": 2 * m, "interleaved": 2 * m * v, "zb-h1": m + p}.get(self.plan.schedule, 2 * (p - 1) * v)
+
+    def data_parallel(self) -> float:
+        """Data-parallel communication that nothing hides."""
+        return self._not_hidden(self.traffic.once) + self.plan.micro_batches * self._not_hidden(self.traffic.each)
+
+    def _not_hidden(self, seconds: float) -> float:
+        """Of ``seconds`` of communication beside one micro-batch, what the step gets longer by."""
+        return self._beside(seconds, self.busy) if self.plan.overlap else seconds
+
+    def _beside(self, communication: float, computation: float) -> float:
+        """What computation gets longer by when communication runs beside it."""
+        shorter = min(communication, computation)
+        return max(0.0, communication - computation) + self.constants.interference * shorter
+
+    def _owned(self) -> float:
+        plan, ranks = self.plan, group_size(self.plan, "dp")
+        dense, expert = stage_parameters(self.model, plan, self.slowest)
+        return dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
+
+    def optimizer(self) -> float:
+        """Adam: gradients read for their norm and for the update, two moments and the master weights read and
+        written."""
+        width, gradient, _ = state_bytes(self.plan)
+        moved = self._owned() * (2 * gradient + 24 + width)
+        if self.plan.offload != "none":
+            return moved / HOST_MEMORY
+        return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)
+
+    def host(self) -> float:
+        """Copies to and from the host that nothing hides: optimizer states at the step, activations behind the
+        passes."""
+        copies = [t for t in self.traffic.transfers if t.group == "host"]
+        if not copies:
+            return 0.0
+        each = [t.seconds / t.count for t in copies if t.count > 1]
+        waits = sum(self._beside(seconds, self.busy) * self.plan.micro_batches for seconds in each)
+        return sum(t.seconds for t in copies if t.count == 1) + waits
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All traffic of the slowest stage."""
+        out: list[Transfer] = []
+        m = self.plan.micro_batches
+        layers = layers_of(self.model, self.plan)[self.slowest]
+        sparse = sum(self.model.is_sparse(layer) for layer in layers)
+        for count, kind in ((len(layers) - sparse, False), (sparse, True)):
+            if not count:
+                continue
+            found = layer_traffic(self.model, self.cluster, self.plan, self.constants, kind)
+            total = sum(t.seconds * times for t, times in found.transfers)
+            for transfer, times in found.transfers:
+                whole = repeat(transfer, times * count * m)
+                share = whole.seconds / (total * count * m) if total else 0.0
+                out.append(repeat(transfer, times * count * m, found.exposed.total * count * m * share))
+        return _merged(out) + self._with_exposed()
+
+    def _with_exposed(self) -> tuple[Transfer, ...]:
+        exposed = {"dp": self.data_parallel(), "host": self.host()}
+        if self.plan.pp > 1:
+            exposed["pp"] = self._messages() * self.traffic.link
+        totals: dict[str, float] = {}
+        for transfer in self.traffic.transfers:
+            totals[transfer.group] = totals.get(transfer.group, 0.0) + transfer.seconds
+        return tuple(
+            replace(t, exposed=min(t.seconds, exposed[t.group] * t.seconds / totals[t.group]) if t.seconds else 0.0)
+            for t in self.traffic.transfers
+        )
+
+
+def _merged(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+    """One entry for each group and collective."""
+    merged: dict[tuple[str, str], Transfer] = {}
+    for transfer in transfers:
+        key = (transfer.group, transfer.collective)
+        if key in merged:
+            before = merged[key]
+            sums = {
+                name: getattr(before, name) + getattr(transfer, name)
+                for name in ("count", "bytes", "seconds", "exposed")
+            }
+            merged[key] = replace(before, **sums)
+        else:
+            merged[key] = transfer
+    return tuple(merged.values())

@@ -1,0 +1,258 @@
+"""Bytes and seconds of communication, by group and collective.
+
+M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k experts a token:
+
+    data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 reduce-scatter and all-gather, 2 M; ZeRO-2 the same, with
+               a reduce-scatter for every micro-batch; ZeRO-3 gathers the parameters forward and backward and
+               reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054, section 7
+    tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 4 all-gathers and 4
+               reduce-scatters; 6 with full recomputation. arXiv:1909.08053, arXiv:2205.05198
+    pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
+               parallelism, then all-gathered inside the tensor group. arXiv:2104.04473, section 4.1
+    context    ring: keys and values pass all ranks forward, they and their gradients backward, behind the attention of
+               the block at hand (arXiv:2310.01889); all-to-all: q, k, v and the output change from shards of the
+               sequence to shards of the heads and back (arXiv:2309.14509)
+    expert     dispatch and combine, an all-to-all of 2 s b h k bytes each, forward and backward (arXiv:2006.16668);
+               a node that holds several of a token's experts gets it once (arXiv:2412.19437, section 3.2.2), and fp8
+               dispatches in one byte
+    host       gradients to the host and parameters back, once a step; activations there and back. arXiv:2101.06840
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from parallel_ops.planner import collectives
+from parallel_ops.planner.cluster import Cluster, Link
+from parallel_ops.planner.compute import Passes
+from parallel_ops.planner.efficiency import HOST_LINK, Efficiency
+from parallel_ops.planner.memory import layer_activations, stage_parameters, state_bytes
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import group_link, group_size, layers_of, leaves_node
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Transfer
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Communication of one layer for one micro-batch: seconds that computation waits, and transfers with counts of
+    1."""
+
+    exposed: Passes
+    transfers: tuple[tuple[Transfer, int], ...]
+
+
+def usable(link: Link, efficiency: Efficiency) -> Link:
+    """The link at the share of its bandwidth that collectives reach."""
+    return Link(name=link.name, latency=link.latency, bandwidth=link.bandwidth * efficiency.network)
+
+
+@lru_cache(maxsize=65536)
+def _layer_traffic(
+    model: Model,
+    cluster: Cluster,
+    sizes: tuple[int, int, int, int, int],
+    kinds: tuple[bool, str, bool, str],
+    efficiency: Efficiency,
+    sparse: bool,
+) -> LayerTraffic:
+    # Plans that differ in nothing else share what is computed here.
+    dp, tp, cp, ep, micro_batch = sizes
+    sequence_parallel, cp_kind, full, dtype = kinds
+    plan = Plan(
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        micro_batch=micro_batch,
+        global_batch=dp * micro_batch,
+        sequence_parallel=sequence_parallel,
+        cp_kind=cp_kind,
+        recompute="full" if full else "none",
+        dtype=dtype,
+    )
+    found: list[tuple[Transfer, int]] = []
+    forward = backward = 0.0
+    width = state_bytes(plan)[0]
+    tokens = model.sequence * plan.micro_batch / plan.cp
+    size = width * tokens * model.hidden
+    again = 1 if plan.recompute == "full" else 0
+    if plan.tp > 1:
+        link = usable(group_link(cluster, plan, "tp"), efficiency)
+        if plan.sequence_parallel:
+            seconds = 2 * collectives.ring_all_gather(plan.tp, size, link)
+            sent = (plan.tp - 1) / plan.tp * size
+            for kind in ("all-gather", "reduce-scatter"):
+                found.append((_transfer("tp", kind, "ring", link, plan.tp, sent, seconds / 2), 4 + 2 * again))
+        else:
+            algorithm, seconds = collectives.all_reduce(plan.tp, size, link)
+            sent = 2 * (plan.tp - 1) / plan.tp * size
+            found.append((_transfer("tp", "all-reduce", algorithm, link, plan.tp, sent, seconds), 4 + 2 * again))
+        forward += 2 * seconds
+        backward += 2 * seconds
+    if plan.ep > 1 and sparse:
+        link = usable(group_link(cluster, plan, "ep"), efficiency)
+        routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
+        torus = cluster.topology == "torus"
+        seconds = collectives.all_to_all(plan.ep, routed, link, torus=torus)
+        sent = (plan.ep - 1) / plan.ep * routed
+        found.append((_transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * again))
+        forward += 2 * seconds
+        backward += 2 * seconds
+    if plan.cp > 1:
+        transfer, count, exposed = _context(model, cluster, plan, efficiency, tokens * width)
+        found.append((transfer, count + count // 3 * again))
+        forward += exposed[0]
+        backward += exposed[1]
+    return LayerTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
+
+
+def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
+    """How often a token is sent to be routed: once to each of its experts, or to each of the nodes that hold them."""
+    if not leaves_node(cluster, plan, "ep"):
+        return model.experts_per_token
+    nodes = plan.tp * plan.ep // cluster.node_size
+    return min(model.experts_per_token, model.expert_nodes or model.experts_per_token, nodes)
+
+
+def _context(
+    model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, row: float
+) -> tuple[Transfer, int, tuple[float, float]]:
+    """Transfer, number of them a layer, and the seconds that forward and backward wait. ``row``: bytes a unit of
+    width."""
+    link = usable(group_link(cluster, plan, "cp"), efficiency)
+    if plan.cp_kind == "all-to-all":
+        size = row * (model.query_width + model.key_value_width + model.value_width) / plan.tp
+        seconds = collectives.all_to_all(plan.cp, size, link, torus=cluster.topology == "torus")
+        sent = (plan.cp - 1) / plan.cp * size
+        return _transfer("cp", "all-to-all", "direct", link, plan.cp, sent, seconds), 2, (seconds, seconds)
+    block = row * model.key_value_width / plan.tp
+    step = collectives.send_receive(block, link)
+    attention = model.sequence * plan.micro_batch / plan.cp * model.attention_flops / plan.tp / 2
+    attention /= cluster.gpu.peak(plan.dtype) * efficiency.matmul * plan.cp
+    waits = max(0.0, step - attention), max(0.0, 2 * step - 2 * attention)
+    steps = plan.cp - 1
+    transfer = _transfer("cp", "send-receive", "ring", link, plan.cp, block, step)
+    return transfer, 3 * steps, (steps * waits[0], steps * waits[1])
+
+
+def _transfer(
+    group: str, collective: str, algorithm: str, link: Link, size: int, sent: float, seconds: float
+) -> Transfer:
+    return Transfer(
+        group=group,
+        collective=collective,
+        algorithm=algorithm,
+        link=link.name,
+        size=size,
+        count=1,
+        bytes=sent,
+        seconds=seconds,
+        exposed=0.0,
+    )
+
+
+def layer_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, sparse: bool) -> LayerTraffic:
+    """Communication inside one layer, for one micro-batch."""
+    sizes = plan.dp, plan.tp, plan.cp, plan.ep, plan.micro_batch
+    kinds = plan.sequence_parallel, plan.cp_kind, plan.recompute == "full", plan.dtype
+    return _layer_traffic(model, cluster, sizes, kinds, efficiency, sparse)
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Communication of a whole step of one stage outside its layers.
+
+    Attributes:
+        link: seconds of one pipeline message between stages, and ``blocking``: of the all-gather after it.
+        each, once: seconds of data-parallel communication in each micro-batch (ZeRO-3), and once a step.
+        transfers: by group and collective, of the whole step.
+    """
+
+    link: float
+    blocking: float
+    each: float
+    once: float
+    transfers: tuple[Transfer, ...]
+
+
+def repeat(transfer: Transfer, count: int, exposed: float = 0.0) -> Transfer:
+    """``count`` times one transfer."""
+    return replace(
+        transfer,
+        count=count,
+        bytes=transfer.bytes * count,
+        seconds=transfer.seconds * count,
+        exposed=exposed,
+    )
+
+
+def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> StepTraffic:
+    """Communication of one step of one stage outside its layers: pipeline, data parallel, host."""
+    transfers: list[Transfer] = []
+    width, gradient, _ = state_bytes(plan)
+    link_seconds = blocking = 0.0
+    if plan.pp > 1:
+        link = usable(group_link(cluster, plan, "pp"), efficiency)
+        size = width * model.sequence * plan.micro_batch / plan.cp * model.hidden
+        split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
+        sent = size / plan.tp if split else size
+        link_seconds = collectives.send_receive(sent, link)
+        messages = 2 * plan.micro_batches * plan.virtual_stages
+        transfers.append(repeat(_transfer("pp", "send-receive", "direct", link, plan.pp, sent, link_seconds), messages))
+        if split and not plan.sequence_parallel:
+            inside = usable(group_link(cluster, plan, "tp"), efficiency)
+            blocking = collectives.ring_all_gather(plan.tp, size, inside)
+    each = once = 0.0
+    for kind, count, size, ranks in _data_parallel(plan, *stage_parameters(model, plan, stage), width, gradient):
+        link = usable(group_link(cluster, plan, "dp"), efficiency)
+        if kind == "all-reduce":
+            algorithm, seconds = collectives.all_reduce(ranks, size, link)
+            sent = 2 * (ranks - 1) / ranks * size
+        else:
+            algorithm, seconds = "ring", collectives.ring_all_gather(ranks, size, link)
+            sent = (ranks - 1) / ranks * size
+        transfers.append(repeat(_transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
+        if count >= plan.micro_batches > 1:
+            each += seconds * count / plan.micro_batches
+        else:
+            once += seconds * count
+    transfers += _host(model, plan, stage, gradient, width)
+    return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+
+
+def _data_parallel(
+    plan: Plan, dense: float, expert: float, width: int, gradient: int
+) -> Iterator[tuple[str, int, float, int]]:
+    """Collective, how often a step, bytes of the whole tensor and ranks, for shared and for expert parameters."""
+    ranks = group_size(plan, "dp")
+    for parameters, members in ((dense, ranks), (expert, ranks // plan.ep)):
+        if not parameters or members == 1:
+            continue
+        if plan.zero == 0:
+            yield "all-reduce", 1, parameters * gradient, members
+        elif plan.zero < 3:
+            # Sharded gradients leave no room to add up whole ones, so ZeRO-2 reduces those of each micro-batch.
+            yield "reduce-scatter", plan.micro_batches if plan.zero == 2 else 1, parameters * gradient, members
+            yield "all-gather", 1, parameters * width, members
+        else:
+            yield "all-gather", 2 * plan.micro_batches, parameters * width, members
+            yield "reduce-scatter", plan.micro_batches, parameters * width, members
+
+
+def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
+    """Gradients to the host and parameters back, once a step; activations there and back, every micro-batch."""
+    if plan.offload == "none":
+        return []
+    link = Link(name="host", latency=0.0, bandwidth=HOST_LINK)
+    ranks = group_size(plan, "dp")
+    dense, expert = stage_parameters(model, plan, stage)
+    owned = dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
+    size = owned * (gradient + width)
+    out = [_transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
+    if plan.offload == "optimizer+activations":
+        tokens = model.sequence * plan.micro_batch / plan.cp
+        layers = layers_of(model, plan)[stage]
+        kept = 2 * tokens * sum(layer_activations(model, plan, model.is_sparse(layer)) for layer in layers)
+        out.append(repeat(_transfer("host", "copy", "direct", link, 1, kept, kept / HOST_LINK), plan.micro_batches))
+    return out

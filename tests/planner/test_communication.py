@@ -1,0 +1,134 @@
+"""Communication: the volumes of the papers, the alpha-beta times, and which link is used."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops.planner import Link, Plan, collectives, communication, presets
+from parallel_ops.planner.placement import group_link, leaves_node
+
+LLAMA = presets.model("llama3-8b")
+H100 = presets.cluster("h100x64")
+LINK = Link(name="link", latency=1e-5, bandwidth=1e10)
+
+
+def traffic(model, cluster, plan, group):
+    cluster = replace(cluster, gpus=plan.gpus)
+    return {t.collective: t for t in communication(model, cluster, plan) if t.group == group}
+
+
+@pytest.mark.parametrize(
+    ("zero", "volume"),
+    # In bytes of 16-bit parameters: gradients are of the same width here.
+    [(0, 2), (1, 2), (2, 2), (3, 3)],
+)
+def test_data_parallelism_moves_two_or_three_times_the_parameters(zero, volume):
+    plan = Plan(dp=64, zero=zero, grad_dtype="bf16", global_batch=64)
+    found = traffic(LLAMA, H100, plan, "dp").values()
+    assert sum(t.bytes for t in found) == pytest.approx(volume * 2 * LLAMA.parameters * 63 / 64)
+
+
+@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 4), (3, 8, 4)])
+def test_accumulation_repeats_what_is_sharded(zero, gathers, scatters):
+    found = traffic(LLAMA, H100, Plan(dp=8, zero=zero, global_batch=32), "dp")
+    assert found["all-gather"].count == gathers
+    assert found["reduce-scatter"].count == scatters
+
+
+def test_tensor_parallelism_moves_four_all_reduces_a_layer():
+    plan = Plan(tp=8, global_batch=4)
+    found = traffic(LLAMA, H100, plan, "tp")["all-reduce"]
+    size = 2 * LLAMA.sequence * LLAMA.hidden
+    assert found.count == 4 * LLAMA.layers * 4
+    assert found.bytes == pytest.approx(found.count * 2 * size * 7 / 8)
+    assert found.exposed == pytest.approx(found.seconds)
+    assert found.link == "NVLink"
+
+
+def test_sequence_parallelism_moves_as_much_as_tensor_parallelism():
+    plain, sharded = (
+        traffic(LLAMA, H100, Plan(tp=8, sequence_parallel=on, global_batch=4), "tp") for on in (False, True)
+    )
+    assert set(sharded) == {"all-gather", "reduce-scatter"}
+    assert sum(t.bytes for t in sharded.values()) == pytest.approx(plain["all-reduce"].bytes)
+
+
+def test_full_recomputation_repeats_the_forward_collectives():
+    found = traffic(LLAMA, H100, Plan(tp=8, recompute="full", global_batch=4), "tp")["all-reduce"]
+    assert found.count == 6 * LLAMA.layers * 4
+
+
+def test_scatter_gather_divides_the_pipeline_message():
+    plan = Plan(tp=8, pp=8, global_batch=16)
+    whole, split = (
+        traffic(LLAMA, H100, replace(plan, scatter_gather=on), "pp")["send-receive"] for on in (False, True)
+    )
+    assert whole.bytes == 8 * split.bytes == 2 * 16 * 2 * LLAMA.sequence * LLAMA.hidden
+    assert whole.link == split.link == "InfiniBand"
+
+
+def test_context_parallelism_passes_keys_and_values_around():
+    plan = Plan(cp=8, global_batch=1)
+    ring = traffic(LLAMA, H100, plan, "cp")["send-receive"]
+    block = 2 * LLAMA.sequence / 8 * LLAMA.key_value_width
+    assert ring.bytes == pytest.approx(LLAMA.layers * 3 * 7 * block)
+    swap = traffic(LLAMA, H100, replace(plan, cp_kind="all-to-all"), "cp")["all-to-all"]
+    width = LLAMA.query_width + LLAMA.key_value_width + LLAMA.value_width
+    assert swap.bytes == pytest.approx(LLAMA.layers * 2 * 7 / 8 * 2 * LLAMA.sequence / 8 * width)
+
+
+def test_experts_cost_four_all_to_alls_a_layer_and_one_copy_a_node():
+    model = presets.model("deepseek-v3")
+    cluster = presets.cluster("h800x64")
+    inside = traffic(model, cluster, Plan(dp=8, ep=8, global_batch=8), "ep")["all-to-all"]
+    across = traffic(model, cluster, Plan(dp=64, ep=64, global_batch=64), "ep")["all-to-all"]
+    token = 2 * model.hidden * model.sequence
+    assert inside.count == across.count == 4 * model.sparse_layers
+    assert inside.bytes == pytest.approx(inside.count * token * 8 * 7 / 8)
+    assert across.bytes == pytest.approx(across.count * token * 4 * 63 / 64)  # eight experts on four nodes at most
+    assert (inside.link, across.link) == ("NVLink", "InfiniBand")
+
+
+@pytest.mark.parametrize(
+    ("plan", "outside"),
+    [
+        (Plan(tp=8), set()),
+        (Plan(tp=4, cp=2, dp=8, global_batch=8), {"dp"}),
+        (Plan(tp=4, cp=4, dp=4, global_batch=4), {"cp", "dp"}),
+        (Plan(tp=8, pp=8, global_batch=8), {"pp"}),
+        (Plan(tp=16, dp=4, global_batch=4), {"tp", "dp"}),
+    ],
+)
+def test_a_group_leaves_the_node_when_its_ranks_do(plan, outside):
+    cluster = replace(H100, gpus=plan.gpus) if plan.gpus < 64 else H100
+    groups = [group for group in ("tp", "cp", "dp", "pp") if leaves_node(cluster, plan, group)]
+    assert {group for group in groups if group != "pp" or plan.pp > 1} == outside
+
+
+def test_oversubscription_narrows_the_link_between_nodes():
+    narrow = replace(H100, oversubscription=7.0)
+    plan = Plan(dp=64, global_batch=64)
+    assert group_link(narrow, plan, "dp").bandwidth == H100.inter.bandwidth / 7
+
+
+@given(ranks=st.integers(2, 4096), size=st.floats(1, 1e12))
+def test_all_reduce_takes_the_faster_algorithm(ranks, size):
+    ring = 2 * (ranks - 1) * (LINK.latency + size / ranks / LINK.bandwidth)
+    tree = 2 * (math.ceil(math.log2(ranks)) * LINK.latency + size / LINK.bandwidth)
+    algorithm, seconds = collectives.all_reduce(ranks, size, LINK)
+    assert seconds == pytest.approx(min(ring, tree))
+    assert algorithm == ("tree" if tree < ring else "ring")
+
+
+def test_small_messages_take_the_tree_and_large_ones_the_ring():
+    assert collectives.all_reduce(1024, 1e4, LINK)[0] == "tree"
+    assert collectives.all_reduce(64, 1e10, LINK)[0] == "ring"
+
+
+def test_all_to_all_takes_detours_on_a_large_torus():
+    near, far = (collectives.all_to_all(n, 1e9, LINK, torus=True) for n in (64, 4096))
+    assert near == pytest.approx(collectives.all_to_all(64, 1e9, LINK))
+    assert far == pytest.approx(4 * collectives.all_to_all(4096, 1e9, LINK), rel=1e-3)

@@ -1,0 +1,172 @@
+"""Memory: the formulas of the papers, and what must hold of any plan."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops.planner import Plan, memory, presets
+from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.memory import deepest_stages, layer_activations
+from parallel_ops.planner.placement import in_flight, layers_of
+from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
+from parallel_ops.planner.schedule import actions, simulate
+
+GPT3 = presets.model("gpt3-175b")
+LLAMA = presets.model("llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (Plan(tp=4), lambda s, h, a, t: s * h * (10 + 24 / t + 5 * a * s / (h * t))),
+        (Plan(tp=4, sequence_parallel=True), lambda s, h, a, t: s * h / t * (34 + 5 * a * s / h)),
+        (Plan(tp=4, recompute="selective"), lambda s, h, a, t: s * h * (10 + 24 / t)),
+        (Plan(tp=4, sequence_parallel=True, recompute="selective"), lambda s, h, a, t: 34 * s * h / t),
+        (Plan(tp=4, recompute="full"), lambda s, h, a, t: 2 * s * h),
+    ],
+)
+def test_a_gpt_layer_keeps_what_the_paper_says(plan, expected):
+    kept = layer_activations(GPT3, replace(plan, flash_attention=False), sparse=False) * GPT3.sequence
+    assert kept == pytest.approx(expected(GPT3.sequence, GPT3.hidden, GPT3.heads, 4), rel=1e-12)
+
+
+@pytest.mark.parametrize(("grad_dtype", "bytes_each"), [("bf16", 16), ("fp32", 18)])
+def test_states_take_16_bytes_a_parameter_and_18_with_fp32_gradients(grad_dtype, bytes_each):
+    stage = memory(LLAMA, Plan(grad_dtype=grad_dtype))[0]
+    assert stage.states == bytes_each * LLAMA.parameters
+
+
+def test_states_in_fp32_take_16_bytes():
+    assert memory(LLAMA, Plan(dtype="fp32"))[0].states == 16 * LLAMA.parameters
+
+
+def test_zero_shards_one_state_after_the_other():
+    stages = [memory(LLAMA, Plan(dp=8, zero=zero, global_batch=8))[0] for zero in range(4)]
+    P = LLAMA.parameters
+    assert [s.optimizer for s in stages] == [12 * P, 12 * P / 8, 12 * P / 8, 12 * P / 8]
+    assert [s.gradients for s in stages] == [4 * P, 4 * P, 4 * P / 8, 4 * P / 8]
+    assert [s.parameters for s in stages] == [2 * P, 2 * P, 2 * P, 2 * P / 8]
+
+
+def test_the_stages_together_hold_the_model():
+    for plan in (
+        Plan(pp=4, global_batch=8),
+        Plan(pp=4, global_batch=8, schedule="interleaved", virtual_stages=2),
+        Plan(pp=4, global_batch=8, schedule="zb-v", virtual_stages=2),
+        Plan(pp=5, global_batch=8),
+    ):
+        total = sum(stage.parameters for stage in memory(LLAMA, plan))
+        assert total == 2 * LLAMA.parameters
+        assert sorted(sum(layers_of(LLAMA, plan), ())) == list(range(LLAMA.layers))
+
+
+def test_expert_parallelism_shards_experts_alone():
+    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    one, eight = (memory(mixtral, Plan(dp=8, ep=ep, global_batch=8))[0] for ep in (1, 8))
+    experts = 2 * mixtral.layers * mixtral.experts * mixtral.expert_weights
+    assert one.parameters - eight.parameters == experts * 7 / 8
+
+
+def test_zero_shards_experts_over_the_ranks_that_share_them():
+    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    stage = memory(mixtral, Plan(dp=16, ep=8, zero=1, global_batch=16))[0]
+    experts = mixtral.layers * mixtral.experts * mixtral.expert_weights
+    assert stage.optimizer == 12 * ((mixtral.parameters - experts) / 16 + experts / 8 / 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_ends_of_a_gpt_keep_what_the_paper_says(sequence_parallel):
+    plan = Plan(tp=4, sequence_parallel=sequence_parallel, flash_attention=False)
+    stage = memory(GPT3, plan)[0]
+    sbh, t = GPT3.sequence * GPT3.hidden, 4 if sequence_parallel else 1
+    layers = GPT3.layers * layer_activations(GPT3, plan, sparse=False) * GPT3.sequence
+    assert stage.activations - layers == pytest.approx(sbh / 4 + 4 * sbh / t)
+    assert stage.logits == pytest.approx(4 * GPT3.sequence * GPT3.vocab / 4)
+
+
+def test_a_plan_fits_when_its_fullest_stage_does():
+    plan = Plan(pp=4, global_batch=8)
+    stages = memory(LLAMA, plan)
+    fullest = max(stages, key=lambda stage: stage.total)
+    cluster = presets.cluster("a100-80x4")
+    just = replace(cluster, gpu=replace(cluster.gpu, memory=fullest.total))
+    assert memory_problem(just, plan, stages) is None
+    short = replace(cluster, gpu=replace(cluster.gpu, memory=fullest.total - 1))
+    kind, reason = memory_problem(short, plan, stages)
+    size = f"{fullest.total / 2**30:.1f}"
+    assert (kind, reason) == ("memory", f"stage {fullest.stage} needs {size} GiB of {size}")
+
+
+def test_the_fused_loss_keeps_no_logits():
+    plan = Plan(micro_batch=8, global_batch=8)
+    unfused, fused = (memory(LLAMA, replace(plan, fused_loss=on))[0] for on in (False, True))
+    tokens = 8 * LLAMA.sequence
+    assert unfused.logits + unfused.buffers == 6 * tokens * LLAMA.vocab
+    assert fused.logits < 3 * 2**30
+
+
+def test_offload_moves_the_optimizer_to_the_host():
+    here, there = (memory(LLAMA, Plan(offload=offload))[0] for offload in ("none", "optimizer"))
+    assert here.optimizer == there.host
+    assert there.optimizer == 0
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(("pp", "m"), [(4, 16), (4, 8), (8, 16)])
+def test_micro_batches_in_flight_are_those_of_the_schedule(kind, pp, m):
+    v = 2 if kind in ("interleaved", *V_SHAPED) else 1
+    plan = Plan(pp=pp, schedule=kind, virtual_stages=v, global_batch=m)
+    simulated = simulate(actions(kind, pp, m, v)).peak_activations
+    planned = [in_flight(plan, stage) for stage in range(pp)]
+    if kind in ("gpipe", "1f1b", "interleaved"):
+        assert planned == pytest.approx(simulated)
+    else:  # of these the formula gives the most that any rank holds
+        assert max(simulated) <= max(planned) + 1e-9
+        assert max(planned) <= max(simulated) + 1
+
+
+PLANS = st.builds(
+    Plan,
+    dp=st.sampled_from([1, 2, 4]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+    zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+    micro_batch=st.sampled_from([1, 2]),
+    global_batch=st.just(64),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    flash_attention=st.booleans(),
+    fused_loss=st.booleans(),
+)
+
+
+def peak(model, plan):
+    return max(stage.total - stage.buffers for stage in memory(model, plan))
+
+
+@given(plan=PLANS, name=st.sampled_from(["dp", "tp", "cp", "pp"]), model=st.sampled_from([GPT3, LLAMA]))
+def test_more_gpus_never_need_more_memory_each(plan, name, model):
+    """Communication buffers apart, which only exist where there is communication."""
+    larger = replace(plan, **{name: 2 * getattr(plan, name)})
+    assert peak(model, larger) <= peak(model, plan) * (1 + 1e-12)
+
+
+@given(plan=PLANS)
+def test_each_way_of_saving_memory_saves(plan):
+    used = [memory(GPT3, replace(plan, recompute=kind)) for kind in ("none", "selective", "full")]
+    kept = [max(stage.activations for stage in stages) for stages in used]
+    assert kept[0] >= kept[1]
+    assert replace(plan, zero=3).zero == 3
+    states = [memory(GPT3, replace(plan, zero=zero))[0].states for zero in range(4)]
+    assert states == sorted(states, reverse=True)
+
+
+@given(plan=PLANS, layers=st.integers(8, 40))
+def test_the_quick_check_looks_at_the_stage_that_needs_most(plan, layers):
+    model = replace(LLAMA, layers=layers)
+    stages = memory(model, plan)
+    worst = max(stage.total for stage in stages)
+    assert max(stages[index].total for index in deepest_stages(plan)) == worst

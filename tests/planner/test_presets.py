@@ -1,0 +1,125 @@
+"""Models, GPUs and clusters: what they are made of, what wrong ones raise, and that each figure has a source."""
+
+import dataclasses
+
+import pytest
+
+from parallel_ops.planner import Cluster, Link, Model, Plan, efficiency, presets
+
+# Parameters of the published weights, counted by their publishers.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen2-72b": 72_706_203_648,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+}
+GPT = Model(name="gpt", layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_parameters_are_those_of_the_published_weights(name, parameters):
+    assert presets.model(name).parameters == parameters
+
+
+def test_parameters_of_deepseek_v3():
+    model = presets.model("deepseek-v3")
+    assert model.parameters == pytest.approx(671.0e9, rel=1e-3)
+    assert model.active_parameters == pytest.approx(37e9, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in presets.models() if name.startswith("megatron")])
+def test_gpt_counts_agree_with_the_closed_forms(name):
+    m = presets.model(name)
+    l, h, s, V = m.layers, m.hidden, m.sequence, m.vocab
+    assert m.parameters == 12 * l * h**2 + 13 * l * h + (V + s) * h + 2 * h
+    assert m.forward_flops == pytest.approx(24 * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h)), rel=1e-12)
+
+
+def test_a_name_says_its_size():
+    for name in presets.models():
+        size = name.split("-")[-1]
+        if size.endswith("b") and "x" not in size:
+            assert presets.model(name).parameters == pytest.approx(float(size[:-1]) * 1e9, rel=0.08)
+
+
+@pytest.mark.parametrize("kind", ["gpu", "model", "cluster"])
+def test_every_preset_loads_and_every_figure_has_a_source(kind):
+    for name in {"gpu": presets.gpus, "model": presets.models, "cluster": presets.clusters}[kind]():
+        preset = getattr(presets, kind)(name)
+        sources = presets.sources(kind, name)
+        assert preset.name == name
+        assert all(len(source) > 5 for source in sources.values())
+        assert len(sources) >= 7
+
+
+def test_the_usual_gpus_have_a_preset_and_a_system():
+    gpus = {"v100", "a100-40", "a100-80", "h100", "h200", "b200", "rtx3090", "rtx4090", "tpu-v4", "tpu-v5p", "h800"}
+    assert gpus <= set(presets.gpus())
+    assert gpus <= set(presets.clusters())
+
+
+def test_clusters_by_name_and_number():
+    assert presets.cluster("h100x512").gpus == 512
+    assert presets.cluster("RTX3090x8").gpu is presets.gpu("rtx3090")
+    assert presets.cluster("rtx3090").gpus == 8
+    mixed = presets.cluster("a100-80x64+h100x64")
+    assert mixed.gpus == 128
+    assert mixed.inter.bandwidth == presets.cluster("a100-80").inter.bandwidth
+    assert [gpu.name for gpu in mixed.stage_gpus(4)] == ["a100-80", "a100-80", "h100", "h100"]
+    # A stage on both kinds counts on the weaker of each figure.
+    middle = mixed.stage_gpus(1)[0]
+    assert middle.bf16 == presets.gpu("a100-80").bf16
+    assert middle.memory == presets.gpu("h100").memory
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: presets.model("llama3-404b"), "unknown model 'llama3-404b'; nearest: llama3-405b"),
+        (lambda: presets.gpu("h10"), "nearest: h100"),
+        (lambda: presets.cluster("zzz"), "unknown cluster 'zzz'; known: a100-40"),
+        (lambda: presets.cluster("h100x12"), r"gpus must be a multiple of gpus_per_node \(8\), or fewer; got 12"),
+        (lambda: presets.cluster("h100x0"), "gpus must be at least 1, got 0"),
+        (lambda: presets.gpu("tpu-v4").peak("fp16"), "tpu-v4 has no fp16 matrix products; it has bf16"),
+        (
+            lambda: Model(name="x", layers=1, hidden=2305, heads=24, vocab=1, sequence=1),
+            r"hidden \(2305\) must be a multiple of heads \(24\)",
+        ),
+        (lambda: dataclasses.replace(GPT, layers=-1), "layers must be at least 1, got -1"),
+        (lambda: dataclasses.replace(GPT, kv_heads=5), r"heads \(24\) must be a multiple of kv_heads \(5\)"),
+        (lambda: dataclasses.replace(GPT, experts=4, experts_per_token=5), "between 1 and experts"),
+        (lambda: dataclasses.replace(GPT, experts_per_token=2), "need experts"),
+        (lambda: dataclasses.replace(GPT, norm="batch"), "norm must be one of 'layer', 'rms', got 'batch'"),
+        (lambda: Link(name="x", latency=0, bandwidth=-1.0), "bandwidth must be finite and positive"),
+        (lambda: Link(name="x", latency=float("nan"), bandwidth=1.0), "latency must be finite"),
+        (lambda: Plan(dp=3, global_batch=4), r"multiple of dp \* micro_batch \(3\), got 4"),
+        (lambda: Plan(schedule="interleaved", pp=2), "virtual_stages must be 2 or more"),
+        (lambda: Plan(schedule="zb-v", pp=2), "virtual_stages must be 2 for the schedule zb-v"),
+        (lambda: Plan(schedule="1f2b"), "schedule must be one of 'gpipe'"),
+        (lambda: Plan(ep=3), r"ep must divide dp \* cp \(1\), got 3"),
+        (lambda: Plan(zero=4), "zero must be one of 0, 1, 2, 3, got 4"),
+        (lambda: Plan(pp=2, layers_per_chunk=(1, 2, 3)), r"layers_per_chunk must have pp \* virtual_stages \(2\)"),
+        (lambda: dataclasses.replace(efficiency("ampere"), matmul=1.2), "matmul must be at most 1"),
+    ],
+)
+def test_bad_figures_are_one_clear_line(call, message):
+    with pytest.raises(ValueError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["gpus", "gpus_per_node"])
+def test_counts_must_be_integers(field):
+    with pytest.raises(TypeError, match=f"Cluster: {field} must be an integer, got 8.0"):
+        dataclasses.replace(presets.cluster("h100"), **{field: 8.0})
+
+
+def test_a_cluster_of_parts_must_add_up():
+    mixed = presets.cluster("a100-80x8+h100x8")
+    with pytest.raises(ValueError, match=r"parts must add up to gpus \(32\)"):
+        dataclasses.replace(mixed, gpus=32)
+    assert isinstance(mixed, Cluster)

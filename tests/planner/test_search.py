@@ -1,0 +1,131 @@
+"""Search: it is complete and quick, gives a reason for what it leaves out, and says what the choice hangs on."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from parallel_ops.planner import Options, Plan, estimate, memory, presets, search, smallest_cluster
+from parallel_ops.planner.feasibility import problem
+
+GPT3 = presets.model("gpt3-175b")
+LLAMA = presets.model("llama2-7b")
+A100 = presets.cluster("a100-80x1024")
+FEW = Options(schedules=("1f1b",), micro_batches=(1, 2), zero=(0, 1), offload=("none",))
+
+
+@pytest.fixture(scope="module")
+def large():
+    start = time.process_time()
+    found = search(GPT3, A100, batch=1536)
+    return found, time.process_time() - start
+
+
+def test_175b_on_1024_gpus_takes_less_than_10_seconds(large):
+    assert large[1] < 10
+
+
+def test_all_plans_that_run_are_ranked(large):
+    found = large[0]
+    times = [seconds for _, seconds in found.ranking]
+    assert times == sorted(times)
+    assert len(found.plans) == 20
+    assert [plan.step for plan in found.plans] == sorted(plan.step for plan in found.plans)
+    assert found.best is found.plans[0]
+    assert len({plan for plan, _ in found.ranking}) == len(found.ranking)
+    for plan, _ in found.ranking[::50]:
+        assert problem(GPT3, A100, plan) is None
+        assert max(stage.total for stage in memory(GPT3, plan)) <= A100.gpu.memory
+
+
+def test_every_rejected_plan_has_its_reason(large):
+    found = large[0]
+    kinds = {}
+    for rejection in found.rejected:
+        kinds.setdefault(rejection.kind, rejection)
+    assert kinds["tp leaves the node"].reason == "TP 16 would leave the node of 8 GPUs"
+    assert "chunks of layers" in kinds["too few layers"].reason
+    assert kinds["batch does not divide"].reason == "DP 1024 does not divide the batch of 1536"
+    over = kinds["memory"]
+    stage = max(memory(GPT3, over.plan), key=lambda stage: stage.total)
+    assert over.reason == f"stage {stage.stage} needs {stage.total / 2**30:.1f} GiB of 80.0"
+    assert sum(found.reasons().values()) == len(found.rejected)
+    assert not {rejection.plan for rejection in found.rejected} & {plan for plan, _ in found.ranking}
+
+
+def test_no_option_hides_a_faster_plan():
+    """What recomputation and offload are left out for is no slower without them."""
+    options = replace(FEW, offload=("none", "optimizer"))
+    cluster = presets.cluster("a100-80x8")
+    best = search(LLAMA, cluster, batch=64, options=options).best
+    slower = []
+    for recompute in ("none", "selective", "full"):
+        for offload in ("none", "optimizer"):
+            for plan, _ in search(
+                LLAMA, cluster, batch=64, options=replace(options, recompute=(recompute,), offload=(offload,))
+            ).ranking:
+                slower.append(estimate(LLAMA, cluster, plan, simulated=False).step)
+    assert min(slower) >= best.step * 0.999
+
+
+def test_sensitivity_tries_each_constant(large):
+    found = {row.constant: row for row in large[0].sensitivity}
+    assert set(found) == {"matmul", "network", "interference", "memory"}
+    assert found["matmul"].seconds < -0.2  # a better constant, a shorter step
+    assert found["interference"].seconds >= 0
+
+
+def test_where_nothing_fits_it_says_what_would():
+    cluster = presets.cluster("rtx3090x8")
+    found = search(GPT3, cluster, batch=64, options=FEW)
+    assert found.plans == ()
+    assert found.smallest == smallest_cluster(GPT3, cluster, batch=64, options=FEW) > 8
+    with pytest.raises(ValueError, match=f"no plan of gpt3-175b fits on rtx3090x8; {found.smallest} of these GPUs"):
+        _ = found.best
+    enough = search(GPT3, replace(cluster, gpus=found.smallest), batch=64, options=replace(FEW, micro_batches=(1,)))
+    assert enough.plans
+
+
+def test_more_gpus_never_need_more_memory_each():
+    """The most frugal plan, over every way to use twice the GPUs."""
+    needs = []
+    for gpus in (8, 16, 32, 64):
+        cluster = presets.cluster(f"a100-80x{gpus}")
+        found = search(LLAMA, cluster, batch=64, options=replace(FEW, micro_batches=(1,), recompute=("none",)))
+        needs.append(min(max(s.total for s in memory(LLAMA, plan)) for plan, _ in found.ranking))
+    assert needs == sorted(needs, reverse=True)
+
+
+def test_experts_are_spread_where_that_helps():
+    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    found = search(mixtral, presets.cluster("h100x64"), batch=256, options=FEW)
+    assert {plan.ep for plan, _ in found.ranking} == {1, 2, 4, 8}
+    assert found.best.plan.ep > 1
+
+
+def test_stages_of_two_kinds_of_gpu_get_layers_by_speed():
+    mixed = presets.cluster("a100-80x8+h100x8")
+    best = search(LLAMA, mixed, batch=64, options=replace(FEW, zero=(1,))).best.plan
+    assert best.pp > 1
+    half = len(best.layers_per_chunk) // 2
+    assert sum(best.layers_per_chunk[:half]) < sum(best.layers_per_chunk[half:])
+    assert sum(best.layers_per_chunk) == LLAMA.layers
+
+
+@pytest.mark.parametrize("name", ["batch", "keep"])
+def test_counts_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        search(LLAMA, A100, **{"batch": 64, name: 0})
+
+
+def test_a_gpu_without_bf16_is_searched_in_fp16():
+    cluster = presets.cluster("v100x32")
+    assert search(LLAMA, cluster, batch=64, keep=1).best.plan.dtype == "fp16"
+    with pytest.raises(ValueError, match="v100 has no bf16 matrix products; it has fp32, fp16"):
+        search(LLAMA, cluster, batch=64, options=FEW)
+
+
+def test_base_gives_the_other_fields():
+    options = replace(FEW, base=Plan(dtype="fp16", fused_loss=False))
+    best = search(LLAMA, presets.cluster("v100x32"), batch=64, options=options).best.plan
+    assert (best.dtype, best.fused_loss) == ("fp16", False)

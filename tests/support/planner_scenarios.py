@@ -1,0 +1,213 @@
+"""The worked scenarios of ``docs/planner.md``: tables between ``<!-- name -->`` marks, made by the code.
+
+``python -m support.planner_scenarios`` from ``tests/`` writes them; ``tests/planner/test_docs.py`` compares.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from parallel_ops.planner import (
+    Cluster,
+    Estimate,
+    Model,
+    Options,
+    Plan,
+    SearchResult,
+    estimate,
+    memory,
+    presets,
+    search,
+)
+from parallel_ops.planner.results import GIB
+from parallel_ops.planner.validation import Report, validate
+from parallel_ops.planner.validation.report import largest_error, mean_error
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "planner.md"
+# Schedules that users have at hand; without those that the search of a large cluster would only be slower for.
+USUAL = Options(schedules=("1f1b", "interleaved", "zb-v"), zero=(1, 3), sequence_parallel=(True,), cp_kinds=("ring",))
+
+
+def table(header: str, rows: list[list[str]]) -> str:
+    columns = header.split("|")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
+
+
+def plan_row(found: Estimate) -> list[str]:
+    return [
+        found.plan.describe(),
+        f"{found.step:.3g}",
+        f"{found.tflops_per_gpu:.0f}",
+        f"{found.mfu:.1%}",
+        f"{found.peak_memory.total / GIB:.1f}",
+        f"{found.bubble_fraction:.1%}",
+        f"{found.exposed / found.step:.1%}",
+    ]
+
+
+PLAN_HEADER = "plan|step, s|TFLOP/s a GPU|MFU|GiB|bubble|exposed communication"
+
+
+def outcome(found: SearchResult, count: int = 3) -> str:
+    """The fastest plans that differ in more than ties, and why others were rejected."""
+    chosen: list[Estimate] = []
+    for one in found.plans:
+        if all(abs(one.step / other.step - 1) > 1e-3 for other in chosen):
+            chosen.append(one)
+    reasons = ", ".join(f"{kind} {count}" for kind, count in list(found.reasons().items())[:4])
+    decisive = [row.constant for row in found.sensitivity if row.changes]
+    hangs = f"a 20 % error of {' or '.join(decisive)} would change" if decisive else "no 20 % error would change"
+    return "\n".join(
+        [
+            table(PLAN_HEADER, [plan_row(one) for one in chosen[:count]]),
+            "",
+            f"{len(found.ranking):,} plans run, {len(found.rejected):,} do not ({reasons}). Of the constants, {hangs} "
+            "the choice.",
+        ]
+    )
+
+
+@cache
+def best(model: Model, cluster: Cluster, batch: int, options: Options = USUAL) -> SearchResult:
+    return search(model, cluster, batch=batch, options=options, keep=8)
+
+
+def searched(model: str, cluster: str, batch: int, options: Options = USUAL, sequence: int = 0) -> Callable[[], str]:
+    shape = presets.model(model)
+    shape = replace(shape, sequence=sequence) if sequence else shape
+    return lambda: outcome(best(shape, presets.cluster(cluster), batch, options))
+
+
+def seventy_billion() -> str:
+    """Model states of ZeRO-1, 2 and 3 by data parallelism alone, and the best plan of all."""
+    model = presets.model("llama3-70b")
+    rows = []
+    for gpus in (16, 32, 64):
+        states = [memory(model, Plan(dp=gpus, zero=zero, global_batch=gpus))[0].states / GIB for zero in (1, 2, 3)]
+        found = best(model, presets.cluster(f"a100-80x{gpus}"), 512, OFFLOADED).best
+        rows.append(
+            [
+                str(gpus),
+                *(f"{size:.0f}" for size in states),
+                found.plan.describe(),
+                f"{found.peak_memory.total / GIB:.1f}",
+                f"{found.step:.3g}",
+                f"{found.mfu:.1%}",
+            ]
+        )
+    return table("GPUs|ZeRO-1, GiB|ZeRO-2, GiB|ZeRO-3, GiB|best plan|GiB|step, s|MFU", rows)
+
+
+OFFLOADED = replace(USUAL, offload=("none", "optimizer"))
+
+
+def data_parallel_limits() -> str:
+    """One model, one batch, more and more data-parallel ranks."""
+    model, batch = presets.model("llama3-8b"), 512
+    rows = []
+    first = 0.0
+    for gpus in (8, 32, 128, 512):
+        plan = Plan(dp=gpus, zero=1, global_batch=batch, recompute="selective", fused_loss=True)
+        found = estimate(model, presets.cluster(f"h100x{gpus}"), plan)
+        rate = found.tokens_per_second / gpus
+        first = first or rate
+        rows.append(
+            [
+                str(gpus),
+                str(plan.micro_batches),
+                f"{found.step:.3g}",
+                f"{found.tokens_per_second / 1e3:,.0f}",
+                f"{rate / first:.0%}",
+                f"{found.exposed / found.step:.1%}",
+            ]
+        )
+    rows.append(["1,024", "", "", "", "", "no: 512 sequences cannot be divided"])
+    return table("GPUs|micro-batches|step, s|thousand tokens/s|efficiency|exposed communication", rows)
+
+
+def two_generations() -> str:
+    """The same number of GPUs, of one kind and of two, with even and with balanced stages."""
+    model = presets.model("llama3-70b")
+    rows = []
+    for name in ("a100-80x64", "a100-80x32+h100x32", "h100x64"):
+        found = best(model, presets.cluster(name), 512, OFFLOADED).best
+        layers = found.plan.layers_per_chunk
+        sizes = "/".join(map(str, layers)) if layers else "even"
+        rows.append([name, found.plan.describe(), sizes, f"{found.step:.3g}", f"{found.mfu:.1%}"])
+    mixed = presets.cluster("a100-80x32+h100x32")
+    balanced = best(model, mixed, 512, OFFLOADED).best.plan
+    even = estimate(model, mixed, replace(balanced, layers_per_chunk=()))
+    rows.append(["a100-80x32+h100x32", "the same", "even", f"{even.step:.3g}", f"{even.mfu:.1%}"])
+    return table("cluster|plan|layers of the stages|step, s|MFU", rows)
+
+
+@cache
+def report() -> Report:
+    return validate()
+
+
+def validation() -> str:
+    """The error table by quantity."""
+    names = (
+        ("step time", "step time, arXiv:2104.04473 tables 1 and 2, arXiv:2205.05198 table 5"),
+        ("layer time", "one layer's passes, arXiv:2205.05198 table 4"),
+        ("gain", "fused operators, scatter/gather, interleaving, arXiv:2104.04473"),
+        ("memory", "measured peak memory, arXiv:2401.10241 table 4"),
+        ("other GPUs", "Llama 3 on H100, DeepSeek-V3 on H800, with the constants of the A100"),
+        ("activations", "activations by formula, arXiv:2205.05198 figure 1"),
+        ("model states", "model states by formula, arXiv:1910.02054 table 1"),
+        ("bubble", "bubble by simulation, arXiv:2401.10241 table 5"),
+    )
+    rows = []
+    for quantity, name in names:
+        found = report().select(quantity)
+        fitted = len(report().select(quantity, "fitted"))
+        errors = f"{mean_error(found):.2%}", f"{largest_error(found):.2%}"
+        rows.append([name, str(len(found)), str(fitted), *errors])
+    return table("what|rows|of these fitted|mean error|largest error", rows)
+
+
+def steps() -> str:
+    rows = [
+        [row.table, row.name, f"{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}", row.role]
+        for row in report().select("step time")
+    ]
+    return table("table|row|published, s|planner, s|error|role", rows)
+
+
+EXPERTS = Options(
+    schedules=("1f1b", "dualpipe-v"), zero=(1,), micro_batches=(1, 2), offload=("none",), sequence_parallel=(True,)
+)
+
+SCENARIOS: dict[str, Callable[[], str]] = {
+    "7b-on-8": searched("llama2-7b", "a100-80x8", 1024),
+    "13b-on-24gb": searched("llama2-13b", "rtx3090x8", 512, Options(micro_batches=(1, 2, 4))),
+    "70b": seventy_billion,
+    "175b-on-128": searched("gpt3-175b", "a100-80x128", 1536),
+    "180b-on-128": searched("falcon-180b", "h100x128", 2048),
+    "405b-8k": searched("llama3-405b", "llama3-cluster", 2048),
+    "405b-128k": searched("llama3-405b", "llama3-cluster", 128, USUAL, 131072),
+    "deepseek-v3": searched("deepseek-v3", "deepseek-v3-cluster", 15360, EXPERTS),
+    "data-parallel-limits": data_parallel_limits,
+    "two-generations": two_generations,
+    "validation": validation,
+    "steps": steps,
+}
+
+
+def regenerate(text: str) -> str:
+    """The document with every table made anew."""
+    for name, make in SCENARIOS.items():
+        mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not mark.search(text):
+            raise ValueError(f"docs/planner.md has no place for {name}")
+        made = make()
+        text = mark.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(regenerate(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
