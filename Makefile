@@ -29,7 +29,7 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 
 # The main job. TEXT=path trains on your own file or folder; ARGS passes options through (see --help).
 demo: venv
-	@$(BIN)/python -m parallel_ops.train $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
+	@$(BIN)/python -m parallel_ops.train --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
 test: venv
 	$(TEST_ENV) $(PYTEST)
@@ -52,4 +52,4 @@ format: venv
 	$(BIN)/clang-format -i $(FORMATTED)
 
 clean:
-	rm -rf $(VENV) build *.egg-info parallel_ops/_C*.so
+	rm -rf $(VENV) build *.egg-info parallel_ops/_C*.so parallel_ops/_nccl*.so

@@ -4,6 +4,9 @@ Environment:
   FORCE_CUDA            unset: build csrc/cuda when there are CUDA sources, a toolkit and a GPU;
                         1: build it or fail; 0: never.
   TORCH_CUDA_ARCH_LIST  when set, counts as FORCE_CUDA=1 and names the architectures.
+  PARALLEL_OPS_NCCL_BUILD
+                        unset: build csrc/nccl if pybind11 is there, and go on without if it does not compile;
+                        1: build it or fail; 0: never.
   MAX_JOBS              compilers run side by side.
 """
 
@@ -40,6 +43,43 @@ def cuda_sources() -> list[str]:
     return sources if buildable and (wanted or torch.cuda.is_available()) else []
 
 
+def nccl_extension() -> Extension | None:
+    """The NCCL binding. It needs neither NCCL nor CUDA to build, but pybind11, which has no stable ABI."""
+    wanted = os.environ.get("PARALLEL_OPS_NCCL_BUILD", "")
+    if wanted not in ("", "0", "1"):
+        sys.exit(f"parallel_ops: PARALLEL_OPS_NCCL_BUILD must be unset, 0 or 1, got {wanted!r}")
+    if wanted == "0" or sys.platform != "linux":
+        return None
+    try:
+        import pybind11
+    except ImportError:
+        if wanted == "1":
+            sys.exit("parallel_ops: PARALLEL_OPS_NCCL_BUILD=1 needs pybind11; run: pip install pybind11")
+        return None
+    return Extension(
+        name="parallel_ops._nccl",
+        sources=sorted(glob("csrc/nccl/*.cpp")),
+        depends=sorted(glob("csrc/nccl/*.h")),
+        include_dirs=[pybind11.get_include()],
+        # Its calls take far longer than what is around them; -O1 keeps the build short.
+        extra_compile_args=["-O1", "-g0", "-std=c++17", "-fvisibility=hidden", "-Wall", "-Wextra"],
+        extra_link_args=["-ldl"],
+        optional=wanted != "1",
+    )
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's, in which a failure of an optional extension is a warning, as it is in setuptools' own."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            if not ext.optional:
+                raise
+            self.warn(f"{ext.name} was not built, since it failed to compile: {error}")
+
+
 def check_compiler() -> None:
     """One clear sentence instead of a page of ninja output."""
     compiler = os.environ.get("CXX", "c++").split()[-1]
@@ -64,8 +104,8 @@ def extension() -> Extension:
     ]
     return factory(
         name="parallel_ops._C",
-        sources=["csrc/registration.cpp", *sorted(glob("csrc/cpu/*.cpp")), *cuda],
-        depends=sorted(glob("csrc/**/*.h", recursive=True)),
+        sources=["csrc/registration.cpp", *sorted(glob("csrc/cpu/*.cpp")), *sorted(glob("csrc/cuda/*.cpp")), *cuda],
+        depends=sorted(glob("csrc/c*/*.h")),
         define_macros=macros,
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-std=c++17"]} if cuda else flags,
         py_limited_api=True,
@@ -75,12 +115,17 @@ def extension() -> Extension:
 if not {"sdist", "egg_info", "dist_info", "--version"} & set(sys.argv):
     check_compiler()
 
+nccl = nccl_extension()
+
 setup(
-    ext_modules=[extension()],
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    ext_modules=[extension()] + ([] if nccl is None else [nccl]),
+    cmdclass={"build_ext": BuildExtension},
+    # Without the NCCL binding one wheel serves every CPython from 3.10; with it, the version that built it.
+    options={} if nccl is not None else {"bdist_wheel": {"py_limited_api": "cp310"}},
     packages=[
         "parallel_ops",
+        "parallel_ops.comm",
+        "parallel_ops.layers",
         "parallel_ops.models",
         "parallel_ops.ops",
         "parallel_ops.planner",
@@ -94,7 +139,7 @@ setup(
     ],
     package_dir={"parallel_ops.triton_kernels": "triton_kernels"},
     package_data={
-        "parallel_ops": ["py.typed"],
+        "parallel_ops": ["py.typed", "*.pyi"],
         "parallel_ops.planner.presets": ["*.json"],
         "parallel_ops.planner.validation": ["*.json"],
     },

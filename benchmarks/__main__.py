@@ -66,8 +66,8 @@ def main(
 
 
 def ops_available() -> list[str]:
-    """The ops that have a benchmark file."""
-    return sorted(path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py"))
+    """The ops that have a benchmark file. That of overlap has a command line of its own."""
+    return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - {"overlap"})
 
 
 def load(op: str) -> Benchmark:

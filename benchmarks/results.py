@@ -2,9 +2,9 @@
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 
 # The providers, in the order in which tables and charts show them.
 PROVIDERS = ("parallel_ops", "inplace", "eager", "compile", "torch", "liger", "cce", "clone")
@@ -46,40 +46,58 @@ class Row:
         return self.op, self.direction, self.shape, self.dtype, self.provider
 
 
-_PARSERS: dict[str, Callable[[str], float | int]] = {
-    **dict.fromkeys(
-        ("ms_median", "ms_p25", "ms_p75", "gb_per_s", "percent_of_clone", "peak_mib", "overhead_us"), float
-    ),
-    **dict.fromkeys(("bytes", "threads"), int),
-}
+R = TypeVar("R", bound="Keyed")
+
+
+class Keyed(Protocol):
+    """A row of a table: a dataclass of texts and numbers, where some tell which measurement it is."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> tuple[str, ...]: ...
 
 
 def read(path: Path) -> list[Row]:
     """The rows of a file; none if there is no such file."""
+    return read_as(Row, path)
+
+
+def read_as(kind: type[R], path: Path) -> list[R]:
+    """As ``read``, of rows of another kind."""
     if not path.exists():
         return []
+    parsers = {name: _parser(hint) for name, hint in get_type_hints(kind).items()}
     with path.open(newline="") as file:
-        return [_row(row) for row in csv.DictReader(file)]
+        return [
+            kind(**{name: parsers[name](text) if text else _empty(parsers[name]) for name, text in row.items()})
+            for row in csv.DictReader(file)
+        ]
 
 
-def merge(path: Path, rows: Sequence[Row]) -> list[Row]:
-    """Writes ``rows`` into the file, in the place of older rows of the same key, and returns all that it holds."""
-    merged = {row.key: row for row in [*read(path), *rows]}
+def merge(path: Path, rows: Sequence[R]) -> list[R]:
+    """Writes ``rows``, all of one kind, into the file, in the place of older rows of the same key; returns all rows."""
+    kind = type(rows[0])
+    merged = {row.key: row for row in [*read_as(kind, path), *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [f.name for f in fields(kind)], lineterminator="\n")
         writer.writeheader()
         for row in merged.values():
-            writer.writerow({name: _format(value) for name, value in asdict(row).items()})
+            writer.writerow({f.name: _format(getattr(row, f.name)) for f in fields(kind)})
     return list(merged.values())
+
+
+def _parser(hint: Any) -> Callable[[str], Any]:
+    """``float`` for ``float | None``, and so on."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    parser: Callable[[str], Any] = kinds[0]
+    return parser
+
+
+def _empty(parser: Callable[[str], Any]) -> str | None:
+    return "" if parser is str else None
 
 
 def _format(value: object) -> object:
     return f"{value:.5g}" if isinstance(value, float) else "" if value is None else value
-
-
-def _row(texts: dict[str, str]) -> Row:
-    values: dict[str, Any] = dict(texts)
-    for name, parse in _PARSERS.items():
-        values[name] = parse(texts[name]) if texts[name] else None
-    return Row(**values)

@@ -43,6 +43,19 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
       "per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
+      "bool[] needs) -> Tensor[]");
+  m.def(
+      "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
+      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+  m.def(
+      "linear_reduce_scatter(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
+      "bool[] needs) -> Tensor[]");
+  m.def(
+      "linear_reduce_scatter_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
+      "overlap, "
+      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+  m.def(
       "layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
       " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
@@ -57,6 +70,9 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
   m.def(
       "rotary_embedding_backward(Tensor grad, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
+  m.def("stream_write_value(int stream, int address, int value) -> ()");
+  m.def("stream_wait_value(int stream, int address, int value) -> ()");
+  m.def("stream_signal_status() -> int");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

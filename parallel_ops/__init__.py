@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
+    from parallel_ops.comm import ParallelMesh
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.bias_gelu import bias_gelu
     from parallel_ops.ops.bias_swiglu import bias_swiglu
@@ -18,14 +19,19 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax
     from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax
     from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+    from parallel_ops.tensor_parallel.all_gather_linear import all_gather_linear
+    from parallel_ops.tensor_parallel.linear_reduce_scatter import linear_reduce_scatter
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ParallelMesh",
+    "all_gather_linear",
     "bias_dropout_add",
     "bias_gelu",
     "bias_swiglu",
     "layer_norm",
+    "linear_reduce_scatter",
     "rms_norm",
     "rotary_embedding",
     "scaled_causal_softmax",
@@ -34,8 +40,15 @@ __all__ = [
     "vocab_parallel_linear_cross_entropy",
 ]
 
-_TENSOR_PARALLEL = {"vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"}
-_ROOMS = {"ops", "planner", "tensor_parallel"}
+# Where the names that are no local op come from.
+_HOMES = {
+    "ParallelMesh": "comm",
+    "all_gather_linear": "tensor_parallel",
+    "linear_reduce_scatter": "tensor_parallel",
+    "vocab_parallel_cross_entropy": "tensor_parallel",
+    "vocab_parallel_linear_cross_entropy": "tensor_parallel",
+}
+_ROOMS = {"comm", "layers", "models", "ops", "planner", "tensor_parallel"}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name that it could not resolve yet from here
@@ -45,8 +58,7 @@ if not TYPE_CHECKING:  # a type checker would take any name that it could not re
             return importlib.import_module(f"parallel_ops.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'parallel_ops' has no attribute {name!r}")
-        room = "tensor_parallel" if name in _TENSOR_PARALLEL else "ops"
-        value = getattr(importlib.import_module(f"parallel_ops.{room}"), name)
+        value = getattr(importlib.import_module(f"parallel_ops.{_HOMES.get(name, 'ops')}"), name)
         globals()[name] = value
         return value
 

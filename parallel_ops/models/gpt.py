@@ -108,6 +108,16 @@ def rotary_angles(length: int, size: int, base: float, device: torch.device) -> 
     return angles.cos(), angles.sin()
 
 
+def check_tokens(config: GPTConfig, tokens: Tensor, targets: Tensor | None) -> None:
+    """ValueError for tokens or targets that a GPT of this shape cannot take."""
+    if tokens.dim() != 2 or not 1 <= tokens.shape[0] <= config.seq_length:
+        raise ValueError(
+            f"GPT: tokens must have shape [s, b] with s from 1 to {config.seq_length}, got {list(tokens.shape)}"
+        )
+    if targets is not None and targets.shape != tokens.shape:
+        raise ValueError(f"GPT: targets must have shape {list(tokens.shape)}, got {list(targets.shape)}")
+
+
 class SelfAttention(nn.Module):
     """Causal multi-head attention, ``[s, b, h] -> [s, b, h]``, without the output projection's bias, returned apart."""
 
@@ -211,13 +221,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: tokens not ``[s, b]`` or longer than ``seq_length``, or targets of another shape.
         """
-        if tokens.dim() != 2 or not 1 <= tokens.shape[0] <= self.config.seq_length:
-            raise ValueError(
-                f"GPT: tokens must have shape [s, b] with s from 1 to {self.config.seq_length}, "
-                f"got {list(tokens.shape)}"
-            )
-        if targets is not None and targets.shape != tokens.shape:
-            raise ValueError(f"GPT: targets must have shape {list(tokens.shape)}, got {list(targets.shape)}")
+        check_tokens(self.config, tokens, targets)
         x, angles = self.tokens(tokens), None
         if self.positions is None:
             size = self.config.hidden // self.config.heads

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._compat import all_gather_single, reduce_scatter_single
 from parallel_ops.ops import cross_entropy as local
-
-# Columns of a 16-bit weight gradient that are computed at a time before they are added to the fp32 sum (CPU).
-_WGRAD_COLS = 8192
+from parallel_ops.tensor_parallel._products import add_product
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Chunks:
         h = self.hidden[i * self.rows : (i + 1) * self.rows]
         if self.call.parts > 1:
             gathered = h.new_empty((self.call.parts * h.shape[0], h.shape[1]))
-            dist.all_gather_into_tensor(gathered, h.contiguous(), group=group)
+            all_gather_single(gathered, h.contiguous(), group=group)
             h = gathered
         z = self._buffer[: h.shape[0]]
         if self.bias is None:
@@ -81,7 +80,7 @@ class Chunks:
         if self.dhidden is not None:
             self.dhidden[i * self.rows : (i + 1) * self.rows] = self._sum_over_ranks(dz @ self.weight, group)
         if self.dweight is not None:
-            _add_product(self.dweight, dz, h)
+            add_product(self.dweight, dz, h)
         if self.dbias is not None:
             self.dbias += dz.sum(0, dtype=self.dbias.dtype)
 
@@ -93,16 +92,5 @@ class Chunks:
             dist.all_reduce(dh, group=group)
             return dh
         mine = dh.new_empty((dh.shape[0] // self.call.parts, dh.shape[1]))
-        dist.reduce_scatter_tensor(mine, dh, group=group)
+        reduce_scatter_single(mine, dh, group=group)
         return mine
-
-
-def _add_product(total: Tensor, dz: Tensor, h: Tensor) -> None:
-    """``total += dz^T h``, accumulated in the dtype of ``total``."""
-    if total.dtype == dz.dtype:
-        total.addmm_(dz.t(), h)
-    elif dz.is_cuda:
-        torch.addmm(total, dz.t(), h, out_dtype=total.dtype, out=total)
-    else:
-        for first in range(0, dz.shape[1], _WGRAD_COLS):
-            total[first : first + _WGRAD_COLS] += dz[:, first : first + _WGRAD_COLS].t() @ h

@@ -20,13 +20,16 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from parallel_ops.comm._compat import all_gather_single
+from parallel_ops.comm._failure import naming_peers
+from parallel_ops.comm._group import group_device, resolve_group
+from parallel_ops.comm.transport import PeerError
 
 # 10,922 rows of plain fp32 statistics: enough for the usual batch, little enough to cost hardly more than no payload.
 PAYLOAD_BYTES = 128 << 10
@@ -54,22 +57,6 @@ class _Header:
 _HEADER_BYTES = 8 * len(dataclasses.fields(_Header))
 
 
-def group_name(op: str, group: ProcessGroup | None) -> str | None:
-    """What a process group is called in an op's schema; ``None`` where there is nothing to communicate."""
-    if group is None:
-        return None
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"{op}: group must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
-            f"got {type(group).__name__}"
-        )
-    return None if group.size() == 1 else group.group_name
-
-
-def resolve(name: Any) -> ProcessGroup:
-    return _resolve_process_group(name)
-
-
 def check_target_values(op: str, target: Tensor, vocab: int, ignore_index: int) -> None:
     """ValueError for a target outside the vocabulary on CPU; on CUDA the loss of such a row is NaN instead."""
     if target.device.type == "cpu" and (bad := _first_bad_target(target, vocab, ignore_index)) is not None:
@@ -90,19 +77,16 @@ def _bad_target(op: str, row: int, value: int, vocab: int, where: str = "") -> s
 
 
 @contextlib.contextmanager
-def announcing_failure(group: str | None) -> Iterator[None]:
+def announcing_failure(op: str, group: str | None) -> Iterator[None]:
     """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait."""
     try:
         yield
     except (TypeError, ValueError):
         if group is not None and not torch.compiler.is_compiling():
-            process_group = resolve(group)
-            _all_gather(process_group, _message(_tensor([_Header()], _device_of(process_group))[0], None))
+            process_group = resolve_group(group)
+            with contextlib.suppress(PeerError):  # this rank's own error says more
+                _all_gather(op, process_group, _message(_tensor([_Header()], group_device(process_group))[0], None))
         raise
-
-
-def _device_of(group: ProcessGroup) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def _tensor(headers: Sequence[_Header], device: torch.device) -> Tensor:
@@ -117,9 +101,10 @@ def _message(header: Tensor, payload: Tensor | None) -> Tensor:
     return message
 
 
-def _all_gather(group: ProcessGroup, t: Tensor) -> Tensor:
+def _all_gather(op: str, group: ProcessGroup, t: Tensor) -> Tensor:
     out = t.new_empty((group.size(), *t.shape))
-    dist.all_gather_into_tensor(out.flatten(), t.contiguous().flatten(), group=group)
+    with naming_peers(op, group):
+        all_gather_single(out.flatten(), t.contiguous().flatten(), group=group)
     return out
 
 
@@ -156,7 +141,7 @@ _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyD
 
 def known_layout(group: str, cols: int) -> Layout:
     """The layout that the forward of this rank's shard of ``cols`` columns found."""
-    return _states[resolve(group)].layouts[cols]
+    return _states[resolve_group(group)].layouts[cols]
 
 
 class _LayoutChanged(Exception):
@@ -168,7 +153,7 @@ class VocabShards:
 
     def __init__(self, op: str, group: str, cols: int, target: Tensor, ignore_index: int, agreed: tuple[object, ...]):
         self.op, self.cols, self.target, self.ignore_index = op, cols, target, ignore_index
-        self.group = resolve(group)
+        self.group = resolve_group(group)
         self._agreed = hash(agreed)  # of numbers: the same in every process
         self._sent: dict[tuple[Layout, int, int], Tensor] = {}
         self._state = _states.setdefault(self.group, _GroupState())
@@ -184,7 +169,7 @@ class VocabShards:
 
     def _learn_layout(self) -> Layout:
         header = _Header(cols=self.cols, rows=self.target.numel(), agreed=self._agreed)
-        received = _all_gather(self.group, _message(_tensor([header], self.target.device)[0], None))
+        received = _all_gather(self.op, self.group, _message(_tensor([header], self.target.device)[0], None))
         self._read(received)
         raise AssertionError("unreachable: this rank's own header does not know the layout")
 
@@ -193,11 +178,11 @@ class VocabShards:
         read = self._on_cpu or not self._is_known(layout)
         expected = self._expected(layout)
         payload = statistics if statistics.nbytes <= PAYLOAD_BYTES else None
-        received = _all_gather(self.group, _message(expected[self.group.rank()], payload))
+        received = _all_gather(self.op, self.group, _message(expected[self.group.rank()], payload))
         if read:  # before a gather of a size that ranks may disagree on
             self._read_or_forget(layout, received)
         if payload is None:
-            gathered = _all_gather(self.group, statistics)
+            gathered = _all_gather(self.op, self.group, statistics)
         else:
             end = _HEADER_BYTES + payload.nbytes
             gathered = received[:, _HEADER_BYTES:end].contiguous().view(statistics.dtype).view(-1, *statistics.shape)
@@ -209,7 +194,7 @@ class VocabShards:
     def agree(self, layout: Layout) -> None:
         """Checks that all ranks make the same call, for callers that exchange something else before ``gather``."""
         read = self._on_cpu or not self._is_known(layout)
-        received = _all_gather(self.group, _message(self._expected(layout)[self.group.rank()], None))
+        received = _all_gather(self.op, self.group, _message(self._expected(layout)[self.group.rank()], None))
         if read:
             self._read_or_forget(layout, received)
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._group import group_name
 from parallel_ops.ops import cross_entropy as local
 from parallel_ops.ops._check import check_floating, check_same_device
 from parallel_ops.ops._registration import register
@@ -38,7 +39,6 @@ from parallel_ops.tensor_parallel._vocab_shards import (
     VocabShards,
     announcing_failure,
     check_target_values,
-    group_name,
 )
 
 _NAME = "vocab_parallel_cross_entropy"
@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     same rows; the incoming gradient must be the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(name):
+    with announcing_failure(_NAME, name):
         check_floating(_NAME, "logits", logits)
         if logits.dim() == 0:
             raise ValueError(f"{_NAME}: logits must have at least one dimension, got a scalar")

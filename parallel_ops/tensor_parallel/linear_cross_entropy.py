@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._group import group_name, resolve_group
 from parallel_ops.ops import cross_entropy as local
 from parallel_ops.ops._check import check_floating, check_same_device, check_same_dtype
 from parallel_ops.ops._registration import cast_to_autocast_dtype, register
@@ -45,9 +46,7 @@ from parallel_ops.tensor_parallel._vocab_shards import (
     VocabShards,
     announcing_failure,
     check_target_values,
-    group_name,
     known_layout,
-    resolve,
 )
 
 _NAME = "vocab_parallel_linear_cross_entropy"
@@ -97,7 +96,7 @@ def vocab_parallel_linear_cross_entropy(
     the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(name):
+    with announcing_failure(_NAME, name):
         _check_tensors(hidden, weight, bias)
         parts = group.size() if group is not None and sequence_parallel else 1
         if sequence_parallel and hidden.dim() < 2:
@@ -206,7 +205,7 @@ def _backward(
     """The gradients for reduction "none", whose forward kept no chunk: each is made again."""
     call = LinearCall(*arguments)
     layout = Layout((weight.shape[0],), 0) if call.group is None else known_layout(call.group, weight.shape[0])
-    group = None if call.group is None else resolve(call.group)
+    group = None if call.group is None else resolve_group(call.group)
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes), gradients=True)
     grads, columns = chunks.of(grad), chunks.of(column)
     kept = [chunks.of(row) for row in saved]

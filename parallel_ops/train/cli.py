@@ -14,7 +14,9 @@ from parallel_ops.models import GPTConfig
 from parallel_ops.train import report
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import batches, load_text
-from parallel_ops.train.lockstep import Run, train
+from parallel_ops.train.lockstep import Run, names_of, train
+from parallel_ops.train.loop import Trainer
+from parallel_ops.train.worker import joined
 
 
 class Which(str, enum.Enum):
@@ -63,7 +65,7 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 70,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 60,
     layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
@@ -81,17 +83,26 @@ def command(
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU, float32 on a CPU.")] = Dtype.auto,
     ops: Annotated[Which, typer.Option(help="Which ops to train with.")] = Which.both,
+    tp: Annotated[
+        int, typer.Option(help="Train on this many tensor-parallel processes as well.", show_default="1, no such run")
+    ] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="These processes split the tokens between products too.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
-    """Trains a small GPT on the bytes of a text, once with plain PyTorch ops and once with the fused ones.
+    """Trains a small GPT on the bytes of a text: with plain PyTorch ops, with the fused ones, and tensor-parallel.
 
-    Both start from the same weights and see the same batches; they take turns step by step, each in its own process.
-    Prints one table that compares them and saves a picture of the loss curves and step times. The loss at the end is
-    the mean over the last tenth of the steps.
+    All start from the same weights and see the same batches; they take turns step by step, each in its own process or
+    processes. Prints one table that compares them and saves a picture of the loss curves and step times. The loss at
+    the end is the mean over the last tenth of the steps.
+
+    The tensor-parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
+    processes are used, and rank 0 trains the other models beside.
     """
     try:
-        place = _device(device)
+        place, tp = _device(device), _ranks(device, tp)
         model = GPTConfig(
             vocab_size=256,
             seq_length=seq_length,
@@ -113,6 +124,8 @@ def command(
             seed=seed,
             device=place,
             dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
+            tp=tp,
+            sequence_parallel=sequence_parallel,
         )
         batches(load_text(text), seq_length=seq_length, batch=batch, seed=seed)
         for path in (output, json):
@@ -121,9 +134,10 @@ def command(
             raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
     except (ValueError, OSError) as error:
         _fail(error, code=2)
-    names = ["plain", "fused"] if ops is Which.both else [ops.value]
     try:
-        runs = _train(config, names)
+        runs = _train(config, names_of(config, ["plain", "fused"] if ops is Which.both else [ops.value]))
+        if not runs:
+            return
         Console().print(report.table(config, runs))
         report.picture(config, runs, output)
         if json is not None:
@@ -135,6 +149,20 @@ def command(
 
 
 def _train(config: TrainConfig, names: list[str]) -> list[Run]:
+    """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
+    if not _under_torchrun():
+        return _train_all(config, names, None)
+    rank = int(os.environ["RANK"])
+    with joined(config, rank) as (own, group):
+        trainer = Trainer(own, group=group)
+        if rank == 0:
+            return _train_all(config, names, trainer)
+        for _ in range(config.steps):
+            trainer.step()
+        return []
+
+
+def _train_all(config: TrainConfig, names: list[str], here: Trainer | None) -> list[Run]:
     """Trains behind a progress bar, where there is a terminal to show it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -145,7 +173,26 @@ def _train(config: TrainConfig, names: list[str]) -> list[Run]:
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
             progress.update(task, advance=1, description=f"loss: {losses}")
 
-        return train(config, names, show)
+        return train(config, names, show, here=here)
+
+
+def _under_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def _ranks(device: Device, tp: int) -> int:
+    """The number of tensor-parallel processes: what torchrun started, or what was asked for and there are GPUs for."""
+    world = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
+    if world > 1 and tp not in (1, world):
+        raise ValueError(f"--tp {tp}: torchrun started {world} processes; leave --tp out, or make them the same")
+    wanted = max(tp, world)
+    gpus = torch.cuda.device_count() if _device(device) == "cuda" else wanted
+    if gpus >= wanted:
+        return tp if world == 1 else world
+    if device is Device.cuda or world > 1:
+        raise ValueError(f"--tp {wanted}: needs as many GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
+    typer.echo(f"note: --tp {wanted} needs as many GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
+    return 1
 
 
 def _device(device: Device) -> str:

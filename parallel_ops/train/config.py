@@ -25,6 +25,8 @@ class TrainConfig:
         seed: of weights, batches and dropout.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
+        tp: processes of the tensor-parallel run, which share each weight; 1 for no such run.
+        sequence_parallel: they share the tokens between the layers' products too.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -41,11 +43,13 @@ class TrainConfig:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    tp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.model.vocab_size < 256:
             raise ValueError(f"TrainConfig: vocab_size must be at least 256 (bytes), got {self.model.vocab_size}")
-        for name in ("steps", "batch"):
+        for name in ("steps", "batch", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr", "clip"):
@@ -55,6 +59,13 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: seed must be between 0 and 2^63 - 1, got {self.seed}")
         if self.dtype not in DTYPES:
             raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+        shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
+        if self.sequence_parallel:
+            shared["seq_length"] = self.model.seq_length
+        for name, value in shared.items():
+            if value % self.tp:
+                raise ValueError(f"TrainConfig: {name} must be a multiple of tp={self.tp}, got {value}")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -1,22 +1,15 @@
-"""Trains the same configuration with several sets of ops, so that the runs can be compared.
+"""Trains the same configuration in several ways, so that the runs can be compared.
 
-Each run has a process of its own, and so a peak memory of its own. The processes take turns, one step each on the same
+Each run has processes of its own, and so a peak memory of its own. The runs take turns, one step each on the same
 batch, and which goes first alternates: whatever else the machine does, it does to all of them alike.
 """
 
-import contextlib
-import multiprocessing
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
-
-import torch
 
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.loop import OPS, Trainer
+from parallel_ops.train.loop import Trainer
+from parallel_ops.train.worker import Here, Worker
 
 
 @dataclass
@@ -29,20 +22,34 @@ class Run:
     peak_memory: int | None = None
 
 
+def names_of(config: TrainConfig, ops: Sequence[str] = ("plain", "fused")) -> list[str]:
+    """The runs of a configuration: one for each set of ops, and the tensor-parallel one where it has several ranks."""
+    return [*ops, *([f"tp{config.tp}"] if config.tp > 1 else [])]
+
+
 def train(
-    config: TrainConfig, names: Sequence[str] = ("plain", "fused"), on_step: Callable[[list[Run]], None] | None = None
+    config: TrainConfig,
+    names: Sequence[str] = ("plain", "fused"),
+    on_step: Callable[[list[Run]], None] | None = None,
+    *,
+    here: Trainer | None = None,
 ) -> list[Run]:
-    """Trains ``config`` once for each name in ``OPS``, in lock-step.
+    """Trains ``config`` once for each name, in lock-step.
 
     Args:
+        names: keys of ``OPS``, for a run on one process, or ``tp{config.tp}``: see ``names_of``.
         on_step: called with the runs so far after each step of all of them.
+        here: the tensor-parallel run's trainer, where its other ranks are processes that somebody else has started and
+            that take as many steps. Without it they are started here.
 
     Raises:
         RuntimeError: a run's process ended early (it has printed why, unless the system killed it).
     """
     runs = [Run(name) for name in names]
-    workers = [_Worker(config, name) for name in names]
+    workers: list[Worker | Here] = []
     try:
+        for name in names:
+            workers.append(Here(here) if here is not None and name == f"tp{config.tp}" else Worker(config, name))
         for worker in workers:
             worker.receive()  # ready: model built, nothing timed yet
         pairs = list(zip(workers, runs, strict=True))
@@ -59,73 +66,3 @@ def train(
         for worker in workers:
             worker.stop()
     return runs
-
-
-class _Worker:
-    """The near end of a process that trains one model on request."""
-
-    def __init__(self, config: TrainConfig, name: str) -> None:
-        # Spawned, not forked: a fork would carry the parent's memory and break CUDA and OpenMP.
-        context = multiprocessing.get_context("spawn")
-        self.name = name
-        self.connection, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(config, name, far), daemon=True)
-        with _interrupts_ignored():
-            self.process.start()
-        far.close()
-
-    def ask(self, request: str) -> Any:
-        try:
-            self.connection.send(request)
-        except OSError:
-            self._ended()
-        return self.receive()
-
-    def receive(self) -> Any:
-        try:
-            answer = self.connection.recv()
-        except (EOFError, OSError):
-            self._ended()
-        if isinstance(answer, MemoryError):
-            raise RuntimeError(f"the {self.name} run is out of memory: {answer}")
-        return answer
-
-    def _ended(self) -> NoReturn:
-        self.process.join(timeout=10)
-        raise RuntimeError(f"the {self.name} run ended early (exit code {self.process.exitcode})")
-
-    def stop(self) -> None:
-        """Ends the process: it leaves at the end of the pipe, or is made to."""
-        self.connection.close()
-        self.process.join(timeout=5)
-        if self.process.is_alive():
-            self.process.terminate()
-            self.process.join()
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A process started here ignores Ctrl-C, which reaches the whole process group: the parent ends its workers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _serve(config: TrainConfig, name: str, connection: Connection) -> None:
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        try:
-            trainer = Trainer(config, OPS[name])
-            connection.send(None)
-            while True:
-                request = connection.recv()
-                connection.send(trainer.step() if request == "step" else trainer.peak_memory())
-        except (MemoryError, RuntimeError) as error:
-            # torch has a class for a full GPU, but only a message for full host memory.
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            connection.send(MemoryError(str(error).partition("\n")[0]))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from parallel_ops.models import FUSED, GPT, PLAIN, Ops
+from parallel_ops.layers import clip_grad_norm
+from parallel_ops.models import FUSED, GPT, PLAIN, Ops, ParallelGPT
 from parallel_ops.train.config import DTYPES, TrainConfig
 from parallel_ops.train.data import batches, load_text
 
@@ -30,10 +32,14 @@ class Trainer:
         config: the run.
         ops: what the model calls. Nothing else depends on it: weights and batches are those of the seed.
         tokens: the text; ``None`` to load ``config.text``.
+        group: the tensor-parallel processes, this one among them, that train one model, with the fused ops; ``None``
+            for a model on this process alone.
     """
 
-    def __init__(self, config: TrainConfig, ops: Ops = FUSED, tokens: Tensor | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: TrainConfig, ops: Ops = FUSED, tokens: Tensor | None = None, group: ProcessGroup | None = None
+    ) -> None:
+        self.config, self.group = config, group
         self.device = torch.device(config.device)
         self.batches: Iterator[tuple[Tensor, Tensor]] = batches(
             load_text(config.text) if tokens is None else tokens,
@@ -42,7 +48,12 @@ class Trainer:
             seed=config.seed,
         )
         torch.manual_seed(config.seed)
-        self.model = GPT(config.model, ops).to(self.device)
+        model: GPT | ParallelGPT
+        if group is None:
+            model = GPT(config.model, ops)
+        else:
+            model = ParallelGPT(config.model, group=group, sequence_parallel=config.sequence_parallel)
+        self.model = model.to(self.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [
@@ -63,7 +74,10 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32):
             loss = self.model(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        if self.group is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        else:
+            clip_grad_norm(self.model, self.config.clip, self.group)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1

@@ -15,8 +15,10 @@ from rich.table import Table
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.lockstep import Run
 
-# Plain is wide and light, fused thin and dark on top of it, so that curves that agree are both seen.
-STYLES = {"plain": ("#f4a261", 4.5), "fused": ("#1d3557", 1.4)}
+# Plain is wide and light, fused thin and dark on top of it, tensor parallel dotted on top of both, so that curves that
+# agree are all seen.
+STYLES = {"plain": ("#f4a261", 5.0, "solid"), "fused": ("#1d3557", 1.8, "solid")}
+PARALLEL_STYLE = ("#2a9d8f", 1.8, (0, (2, 2)))
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -32,6 +34,12 @@ def loss_difference(a: Run, b: Run) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
+def largest_difference(runs: Sequence[Run]) -> float:
+    """The largest ``loss_difference`` of the first run and another; NaN where one is."""
+    differences = [loss_difference(runs[0], run) for run in runs[1:]]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
 def speed_up(plain: Run, fused: Run) -> float:
     """The median over steps of plain time / fused time: a step's two times were taken one after the other, so that a
     machine that is busy for a while slows both."""
@@ -39,7 +47,7 @@ def speed_up(plain: Run, fused: Run) -> float:
 
 
 def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
-    """One column for each run; the comparison below them where there are two."""
+    """One column for each run; below them the comparison of the others with the first."""
     tokens = config.batch * config.model.seq_length
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     out.add_column("")
@@ -50,10 +58,11 @@ def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
     out.add_row("median step time", *(f"{1e3 * median(run.seconds):,.1f} ms" for run in runs))
     out.add_row("tokens per second", *(f"{tokens / median(run.seconds):,.0f}" for run in runs))
     out.add_row("peak memory", *(_mebibytes(run.peak_memory) for run in runs))
-    if len(runs) == 2:
+    first, *others = runs
+    if others:
         out.add_section()
-        out.add_row("largest loss difference", "", f"{loss_difference(*runs):.1e}")
-        out.add_row("speed-up, median over steps", "", f"{speed_up(*runs):.2f}x")
+        out.add_row("largest loss difference", "", *(f"{loss_difference(first, run):.1e}" for run in others))
+        out.add_row("speed-up, median over steps", "", *(f"{speed_up(first, run):.2f}x" for run in others))
     return out
 
 
@@ -67,8 +76,8 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
     losses, times = figure.subplots(1, 2)
     steps = range(1, config.steps + 1)
     for run in runs:
-        color, width = STYLES[run.name]
-        losses.plot(steps, run.losses, color=color, linewidth=width, label=run.name, solid_capstyle="round")
+        color, width, dashes = STYLES.get(run.name, PARALLEL_STYLE)
+        losses.plot(steps, run.losses, color=color, linewidth=width, linestyle=dashes, label=run.name)
         milliseconds = [1e3 * s for s in run.seconds]
         middle = median(milliseconds)
         times.plot(steps, milliseconds, "o", color=color, markersize=3.5, alpha=0.7, markeredgewidth=0)
@@ -78,9 +87,11 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
     # One slow step (the first, or one that the machine interrupted) must not flatten all the others.
     typical = sorted(1e3 * s for run in runs for s in run.seconds)
     times.set_ylim(0, 1.35 * typical[int(0.95 * (len(typical) - 1))])
-    if len(runs) == 2:
-        losses.set_title(f"Loss (largest difference {loss_difference(*runs):.1e})")
-        times.set_title(f"Step time (speed-up {speed_up(*runs):.2f}x)")
+    first, *others = runs
+    if others:
+        losses.set_title(f"Loss (largest difference {largest_difference(runs):.1e})")
+        speed_ups = ", ".join(f"{run.name} {speed_up(first, run):.2f}x" for run in others)
+        times.set_title(f"Step time (speed-up: {speed_ups})")
     for axes in (losses, times):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -110,9 +121,10 @@ def as_json(config: TrainConfig, runs: Sequence[Run]) -> str:
             "seconds": run.seconds,
             "peak_memory_bytes": run.peak_memory,
         }
-    if len(runs) == 2:
-        out["largest_loss_difference"] = _finite(loss_difference(*runs))
-        out["speed_up"] = speed_up(*runs)
+    first, *others = runs
+    for run in others:
+        out[run.name]["largest_loss_difference"] = _finite(loss_difference(first, run))
+        out[run.name]["speed_up"] = speed_up(first, run)
     return json.dumps(out, indent=1, allow_nan=False) + "\n"
 
 

@@ -103,6 +103,38 @@ runpy.run_path({str(ROOT / "setup.py")!r})
     assert (result.returncode == 0) == (force != "1")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the NCCL binding is for Linux")
+def test_the_nccl_binding_is_built_when_possible_or_wanted():
+    """With it the wheel is for one version of Python, since pybind11 has no stable ABI; without it, for all."""
+    code = """
+import os, runpy, sys, setuptools, pybind11
+def setup(ext_modules, options, **others):
+    print([e.name for e in ext_modules], ext_modules[-1].optional, options)
+setuptools.setup = setup
+for flag in ("", "1", "0", "yes"):
+    os.environ["PARALLEL_OPS_NCCL_BUILD"] = flag
+    for module in (pybind11, None):
+        sys.modules["pybind11"] = module
+        try:
+            runpy.run_path(sys.argv[1])
+        except SystemExit as error:
+            print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, ROOT / "setup.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    abi3 = "['parallel_ops._C'] None {'bdist_wheel': {'py_limited_api': 'cp310'}}"
+    assert result.stdout.splitlines() == [
+        "['parallel_ops._C', 'parallel_ops._nccl'] True {}",
+        abi3,
+        "['parallel_ops._C', 'parallel_ops._nccl'] False {}",
+        "parallel_ops: PARALLEL_OPS_NCCL_BUILD=1 needs pybind11; run: pip install pybind11",
+        abi3,
+        abi3,
+        *["parallel_ops: PARALLEL_OPS_NCCL_BUILD must be unset, 0 or 1, got 'yes'"] * 2,
+    ], result.stderr
+
+
 def test_source_tree_without_the_extension_says_what_to_do(tmp_path):
     """The most common mistake: starting Python in a fresh clone after installing the package elsewhere."""
     shutil.copytree(ROOT / "parallel_ops", tmp_path / "parallel_ops", ignore=shutil.ignore_patterns("*.so"))

@@ -128,15 +128,25 @@ def _specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def compile_for(launch: Launch, capability: int) -> Compiled:
-    """Compiles ``launch`` for ``sm_<capability>`` and reads the machine code."""
+def _compile(launch: Launch, capability: int) -> Any:
     source = ASTSource(
         launch.kernel,
         dict(launch.signature),
         dict(launch.constants),
         {(index,): [["tt.divisibility", 16]] for index in launch.aligned},
     )
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+
+
+def assembly(launch: Launch, capability: int) -> str:
+    """The PTX of ``launch`` for ``sm_<capability>``."""
+    text: str = _compile(launch, capability).asm["ptx"]
+    return text
+
+
+def compile_for(launch: Launch, capability: int) -> Compiled:
+    """Compiles ``launch`` for ``sm_<capability>`` and reads the machine code."""
+    kernel = _compile(launch, capability)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])

@@ -56,7 +56,10 @@ class Ranks:
                 self.close()
                 ranks.cache_clear()
                 raise TimeoutError(f"rank {rank} did not answer within {ANSWER_SECONDS} s")
-            results.append(_unpack(pipe.recv_bytes()))
+            try:
+                results.append(_unpack(pipe.recv_bytes()))
+            except EOFError:
+                results.append(Raised("Killed", f"rank {rank} is gone", ""))
         return results
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

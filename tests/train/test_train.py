@@ -171,8 +171,8 @@ def test_command_end_to_end(text, tmp_path):
         assert result[name]["losses"][-1] < result[name]["losses"][0]
     if sys.platform == "linux":
         assert all(2**25 < result[name]["peak_memory_bytes"] < 2**33 for name in OPS)
-    assert result["largest_loss_difference"] < 1e-3
-    assert result["speed_up"] > 0
+    assert result["fused"]["largest_loss_difference"] < 1e-3
+    assert result["fused"]["speed_up"] > 0
 
 
 class TestCommandErrors:
@@ -225,7 +225,7 @@ class TestCommandErrors:
         [(KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("the fused run ended early"), 1, "ended early")],
     )
     def test_a_run_that_stops(self, text, tmp_path, monkeypatch, error, code, message):
-        def stop(*_):
+        def stop(*_, **__):
             raise error
 
         monkeypatch.setattr(cli, "train", stop)
@@ -260,7 +260,7 @@ class TestReport:
         runs = self.runs(5.0, math.nan, math.inf)
         result = json.loads(report.as_json(self.CONFIG, runs))
         assert result["fused"]["losses"] == [5.0, None, None]
-        assert result["largest_loss_difference"] is None
+        assert result["fused"]["largest_loss_difference"] is None
         report.picture(self.CONFIG, runs, tmp_path / "p.svg")
         assert (tmp_path / "p.svg").stat().st_size > 1000
 

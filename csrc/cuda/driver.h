@@ -1,0 +1,52 @@
+// The few driver calls that this package makes, found in libcuda.so.1 when the first of them is needed.
+//
+// Own declarations, so that every build has them, with or without a CUDA toolkit, and nothing links libcuda; a test
+// compares them with cuda.h where a toolkit is installed.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdint>
+
+namespace parallel_ops::cuda {
+
+using Result = int;                   // CUresult
+using Stream = void*;                 // CUstream
+using DevicePointer = uint64_t;       // CUdeviceptr
+constexpr Result kSuccess = 0;        // CUDA_SUCCESS
+constexpr unsigned kWaitGeq = 0;      // CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32_t)(*address - value) >= 0
+constexpr unsigned kWriteFenced = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: after all earlier writes of the stream
+
+using StreamValue32 = Result (*)(Stream, DevicePointer, uint32_t, unsigned);
+using GetErrorString = Result (*)(Result, const char**);
+
+struct Driver {
+  enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
+
+  Status status = kNoLibrary;
+  StreamValue32 stream_write_value = nullptr;
+  StreamValue32 stream_wait_value = nullptr;
+  GetErrorString get_error_string = nullptr;
+
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+
+  const char* describe(Result result) const {
+    const char* text = nullptr;
+    return get_error_string(result, &text) == kSuccess && text != nullptr ? text : "unknown error";
+  }
+
+ private:
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    if (library == nullptr) return;
+    stream_write_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWriteValue32_v2"));
+    stream_wait_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWaitValue32_v2"));
+    get_error_string = reinterpret_cast<GetErrorString>(dlsym(library, "cuGetErrorString"));
+    status = stream_write_value && stream_wait_value && get_error_string ? kFound : kNoFunction;
+  }
+};
+
+}  // namespace parallel_ops::cuda

@@ -1,0 +1,46 @@
+// Flags in device memory that streams set and wait for, without a kernel and without the host.
+//
+// Streams and addresses come as integers: a flag may lie in the memory of a peer, of which this process has no tensor.
+// A driver that is not there is no error until a flag is used.
+#include <limits>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "driver.h"
+
+namespace parallel_ops::cuda {
+namespace {
+
+void call(const char* op, StreamValue32 Driver::* function, int64_t stream, int64_t address, int64_t value,
+          unsigned flags) {
+  const Driver& driver = Driver::get();
+  STD_TORCH_CHECK(driver.status == Driver::kFound, op, ": the CUDA driver cannot be used: ",
+                  driver.status == Driver::kNoLibrary ? "libcuda.so.1 is not installed" : "it is older than CUDA 12");
+  STD_TORCH_CHECK(address != 0 && address % 4 == 0, op, ": the address must be a multiple of 4, got ", address);
+  STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<uint32_t>::max(), op,
+                  ": the value must fit into 32 bits, got ", value);
+  const Result result = (driver.*function)(reinterpret_cast<Stream>(stream), static_cast<DevicePointer>(address),
+                                           static_cast<uint32_t>(value), flags);
+  STD_TORCH_CHECK(result == kSuccess, op, ": ", driver.describe(result));
+}
+
+void stream_write_value(int64_t stream, int64_t address, int64_t value) {
+  call("stream_write_value", &Driver::stream_write_value, stream, address, value, kWriteFenced);
+}
+
+void stream_wait_value(int64_t stream, int64_t address, int64_t value) {
+  call("stream_wait_value", &Driver::stream_wait_value, stream, address, value, kWaitGeq);
+}
+
+int64_t stream_signal_status() { return Driver::get().status; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CompositeExplicitAutograd, m) {
+  m.impl("stream_write_value", TORCH_BOX(&stream_write_value));
+  m.impl("stream_wait_value", TORCH_BOX(&stream_wait_value));
+  m.impl("stream_signal_status", TORCH_BOX(&stream_signal_status));
+}
+
+}  // namespace parallel_ops::cuda

@@ -1,0 +1,51 @@
+"""What a rank says when it loses the others: which op, which rank, and who else has not been heard of.
+
+A backend's own error names an address at best. So every rank that loses contact leaves a note in the store of its
+group, waits a moment for the notes of the others, and names those who left none: they are gone, stuck, or (in a large
+group) have not noticed yet.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm._compat import group_store
+from parallel_ops.comm.transport import PeerError
+
+# Long enough for ranks that time out in the same collective, which they entered at slightly different times.
+NOTE_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+
+
+@contextlib.contextmanager
+def naming_peers(op: str, group: ProcessGroup, what: str = "lost the other ranks") -> Iterator[None]:
+    """Turns an error of the backend in the block into a PeerError that names op, rank and suspects."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(f"{op}: rank {group.rank()} of {group.size()} {what}; {_silent(group)}: {error}") from error
+
+
+def _silent(group: ProcessGroup) -> str:
+    """Leaves this rank's note and says who has left none."""
+    missing = [rank for rank in range(group.size()) if rank != group.rank()]
+    end = time.monotonic() + NOTE_SECONDS
+    try:
+        store = group_store(group)
+        store.set(_note(group, group.rank()), "1")
+        while missing and time.monotonic() < end:
+            missing = [rank for rank in missing if not store.check([_note(group, rank)])]
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError:
+        return "the job's store is gone too, and with it probably rank 0 of the job"
+    if not missing:
+        return "all ranks reported a failure"
+    return f"no word from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+
+
+def _note(group: ProcessGroup, rank: int) -> str:
+    return f"parallel_ops/lost/{group.group_name}/{rank}"

@@ -1,0 +1,321 @@
+"""Collectives with gradients.
+
+    forward                backward
+    copy_to_group          all-reduce of the gradients            x is whole on every rank, each uses it differently
+    reduce_from_group      the gradient as it is                  x is a partial sum
+    scatter_to_group       all-gather                             x is whole, each rank goes on with its part
+    gather_from_group      this rank's part of the gradient       each rank holds a part, all go on alike
+    all_gather             reduce-scatter                         each rank holds a part and uses the whole differently
+    reduce_scatter         all-gather                             x is a partial sum, each rank goes on with its part
+    all_to_all             all-to-all, the other way
+
+The first four are the f and g of Shoeybi et al., arXiv:1909.08053, and the next two those of sequence parallelism
+(Korthikanti et al., arXiv:2205.05198). A backward is one of the functions above, so second derivatives work.
+
+Common to all: ``group=None`` is a group of one. ``dim`` may be any dimension, negative too. ``sizes`` are the sizes of
+the ranks' shards along ``dim``, in rank order, the same tuple on every rank; without it all shards have one size.
+``fp32_reduction=True`` sums in rank order in fp32 with one rounding at the end: the same bits run after run, whatever
+the backend. ``False`` leaves the sum to the backend, in the tensor's dtype and in the backend's order.
+
+Ranks that make different calls all get the same ValueError before data moves (``_agreement`` says when it is asked).
+Under ``torch.compile`` each is one opaque op of the graph: nothing is fused into it and it blocks its stream in program
+order. Arguments are then checked when the graph is made, and what ranks must have in common at every run. A compiler
+may swap ops that do not depend on each other; it is sure to do so alike on all ranks only where they compile the same
+graph, which with uneven shards they do not: compile those with ``backend="aot_eager"``, which keeps the order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm import _primitives
+from parallel_ops.comm._agreement import announcing_failure
+from parallel_ops.comm._arguments import (
+    check_dim,
+    check_receive_sizes,
+    check_sizes,
+    check_summable,
+    check_tensor,
+    shard_sizes,
+)
+from parallel_ops.comm._group import group_name
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "copy_to_group",
+    "gather_from_group",
+    "reduce_from_group",
+    "reduce_scatter",
+    "scatter_to_group",
+    "shard_sizes",
+]
+
+
+def copy_to_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool = True) -> Tensor:
+    """``x`` as it is; in the backward the gradients of all ranks are summed.
+
+    Args:
+        x: any shape, floating: the same on every rank.
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x and the result replicated; the gradient of the result partial over group, that of x replicated.
+    """
+    op = "copy_to_group"
+    name = group_name(op, group)
+    check_summable(op, x, group)
+    return x if name is None else _Copy.apply(x, fp32_reduction, name, op)
+
+
+def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool = True) -> Tensor:
+    """The sum of ``x`` over the ranks; the gradient passes as it is.
+
+    Args:
+        x: any shape, floating or integer: this rank's partial sum.
+
+    Returns: shape and dtype of ``x``; with ``fp32_reduction`` every rank has the same bits.
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x partial over group; the result, its gradient and that of x replicated.
+    """
+    op = "reduce_from_group"
+    name = group_name(op, group)
+    with announcing_failure(op, name):
+        check_summable(op, x, group)
+    return x if name is None else _Reduce.apply(x, fp32_reduction, name, op)
+
+
+def scatter_to_group(
+    x: Tensor, group: ProcessGroup | None, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """This rank's part of ``x``; in the backward the parts of the gradient are gathered. The forward sends nothing.
+
+    Args:
+        x: any shape: the same on every rank.
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x replicated, the result S(dim) over group; their gradients likewise.
+    """
+    op = "scatter_to_group"
+    name = group_name(op, group)
+    check_tensor(op, x, group)
+    dim = check_dim(op, "dim", dim, x)
+    split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
+    return x if name is None else _Scatter.apply(x, dim, split, name, op)
+
+
+def gather_from_group(
+    x: Tensor, group: ProcessGroup | None, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """``x`` of all ranks, concatenated along ``dim``; in the backward each rank takes its part of the gradient.
+
+    Right where every rank goes on in the same way with the whole, so that all have the same gradient of it. Where they
+    do not, use ``all_gather``.
+
+    Args:
+        x: any shape: this rank's shard.
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x S(dim) over group, the result replicated; their gradients likewise.
+    """
+    op = "gather_from_group"
+    name = group_name(op, group)
+    with announcing_failure(op, name):
+        check_tensor(op, x, group)
+        dim = check_dim(op, "dim", dim, x)
+        split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
+    return x if name is None else _Gather.apply(x, dim, split, name, op)
+
+
+def all_gather(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    fp32_reduction: bool = True,
+) -> Tensor:
+    """``x`` of all ranks, concatenated along ``dim``; in the backward the gradients are reduce-scattered.
+
+    Args:
+        x: any shape: this rank's shard.
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x S(dim) over group, the result replicated; the gradient of the result partial over group.
+    """
+    op = "all_gather"
+    name = group_name(op, group)
+    with announcing_failure(op, name):
+        check_tensor(op, x, group)
+        dim = check_dim(op, "dim", dim, x)
+        split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
+    return x if name is None else _AllGather.apply(x, dim, split, fp32_reduction, name, op)
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    fp32_reduction: bool = True,
+) -> Tensor:
+    """This rank's part along ``dim`` of the sum of ``x`` over the ranks; in the backward the gradients are gathered.
+
+    Args:
+        x: any shape, floating or integer: this rank's partial sum of the whole.
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x partial over group, the result S(dim) over group; the gradient of x replicated.
+    """
+    op = "reduce_scatter"
+    name = group_name(op, group)
+    with announcing_failure(op, name):
+        check_summable(op, x, group)
+        dim = check_dim(op, "dim", dim, x)
+        split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
+    return x if name is None else _ReduceScatter.apply(x, dim, split, fp32_reduction, name, op)
+
+
+def all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Part j of ``x`` along ``split_dim`` goes to rank j; what arrives is concatenated along ``concat_dim``.
+
+    Args:
+        x: any shape.
+        split_sizes: how much of ``split_dim`` goes to each rank; without it, equal parts.
+        concat_sizes: how much of ``concat_dim`` comes from each rank; without it, as much as ``x`` has from each
+            (``split_dim`` and ``concat_dim`` differ) or equal parts (they are the same).
+
+    Where the dimensions differ, both tuples must be the same on every rank (a change of sharding, from heads to
+    sequence, say). Where they are the same, each rank has its own, and what rank i sends to rank j must be what rank j
+    expects from rank i (tokens to experts, say).
+
+    Raises: TypeError, ValueError: see the module.
+
+    Sharding: x S(concat_dim) over group, the result S(split_dim) over group; their gradients likewise.
+    """
+    op = "all_to_all"
+    name = group_name(op, group)
+    with announcing_failure(op, name):
+        check_tensor(op, x, group)
+        split_dim = check_dim(op, "split_dim", split_dim, x)
+        concat_dim = check_dim(op, "concat_dim", concat_dim, x)
+        split = check_sizes(op, "split_sizes", split_sizes, group, split_dim, whole=x)
+        if split_dim != concat_dim:
+            concat = check_sizes(op, "concat_sizes", concat_sizes, group, concat_dim, shard=x)
+        else:
+            concat = check_receive_sizes(op, "concat_sizes", concat_sizes, group, split)
+    return x if name is None else _AllToAll.apply(x, split_dim, split, concat_dim, concat, name, op)
+
+
+# Each Function's last argument is the name of the call for errors: of the forward, or of whose backward it is.
+
+
+def _backward_of(op: str) -> str:
+    return f"backward of {op}"
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+        ctx.args = fp32_reduction, group, _backward_of(op)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Reduce.apply(grad, *ctx.args), None, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+        ctx.args = fp32_reduction, group, _backward_of(op)
+        return _primitives.all_reduce(x, fp32_reduction, group, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Copy.apply(grad, *ctx.args), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
+        ctx.args = dim, sizes, group, _backward_of(op)
+        return _primitives.scatter(x, dim, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(grad, *ctx.args), None, None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
+        ctx.args = dim, sizes, group, _backward_of(op)
+        return _primitives.all_gather(x, dim, sizes, group, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Scatter.apply(grad, *ctx.args), None, None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
+    ) -> Tensor:
+        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
+        return _primitives.all_gather(x, dim, sizes, group, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _ReduceScatter.apply(grad, *ctx.args), None, None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
+    ) -> Tensor:
+        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
+        return _primitives.reduce_scatter(x, dim, sizes, fp32_reduction, group, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllGather.apply(grad, *ctx.args), None, None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split_dim: int,
+        split_sizes: Sequence[int],
+        concat_dim: int,
+        concat_sizes: Sequence[int],
+        group: str,
+        op: str,
+    ) -> Tensor:
+        ctx.args = concat_dim, concat_sizes, split_dim, split_sizes, group, _backward_of(op)
+        return _primitives.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, group, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllToAll.apply(grad, *ctx.args), None, None, None, None, None, None

@@ -1,0 +1,275 @@
+"""NCCL called directly: a communicator of one's own, beside those of torch.
+
+What torch's process groups do not give: sends, receives and collectives in one launch on a stream that the caller
+chooses; settings per communicator (how many CTAs it may take, say); windows on symmetric memory; and calls that end
+when a peer is gone. A communicator is non-blocking: NCCL works in the background, and every call here waits for it up
+to a timeout, then aborts the communicator and raises. Work on the GPU is watched by a thread that does the same.
+
+    communicator = Communicator(group, config=Config(max_ctas=4))
+    communicator.enqueue("exchange", [send(x, right), receive(y, left)])
+
+Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html. How the library is found:
+``parallel_ops.comm.nccl_library``. CUDA graph capture is refused: launches come from a thread of NCCL's.
+"""
+
+import atexit
+import math
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel_ops import _nccl
+from parallel_ops.comm.nccl_config import Config, CtaPolicy
+from parallel_ops.comm.nccl_library import Library, NcclError, NotSupported, load_nccl
+from parallel_ops.comm.nccl_operations import Operation, to_call
+from parallel_ops.comm.nccl_watchdog import Event, Watchdog
+
+__all__ = ["Communicator", "Config", "CtaPolicy", "NcclError", "NotSupported", "load_nccl"]
+
+# As torch's default for its NCCL process groups.
+DEFAULT_TIMEOUT = 600.0
+_TIMEOUT_CODE = 8  # ncclTimeout
+
+
+class Communicator:
+    """This rank's end of an NCCL communicator over the ranks of ``group``. Collective.
+
+    Args:
+        group: a process group of torch, of any backend; it carries NCCL's unique id to the ranks, and nothing after.
+        config: settings; the ranks may differ.
+        device: the CUDA device of this rank; the current one by default.
+        timeout: seconds that the other ranks have to join, to launch, and to finish what was launched.
+
+    A communicator that is dropped is aborted: close it, or use it in a ``with`` block, when its work shall be finished.
+
+    Raises:
+        TypeError, ValueError: the arguments of this rank are wrong.
+        NotSupported: a rank has no CUDA device or no NCCL, or one that is too old for its ``config``; the ranks have
+            different versions of NCCL; another rank found its arguments wrong.
+        NcclError: NCCL failed, or a rank did not join in time.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        config: Config | None = None,
+        device: torch.device | int | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"Communicator: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        # A rank that cannot take part tells the others instead of raising while they wait.
+        try:
+            _check_timeout(timeout)
+            own_device = _cuda_device(device)
+            library = load_nccl()
+            native_config = (config or Config()).to_native(library)
+        except (TypeError, ValueError, RuntimeError) as error:
+            exchange_unique_id(group, error)
+            raise
+        unique_id = exchange_unique_id(group, library)
+        with torch.cuda.device(own_device):
+            native = _nccl.Communicator(library, unique_id, group.size(), group.rank(), native_config, timeout)
+        self._adopt(native, library, own_device, timeout)
+
+    def _adopt(self, native: _nccl.Communicator, library: Library, device: torch.device, timeout: float) -> None:
+        self._native, self._library, self._device, self._timeout = native, library, device, timeout
+        self._watchdog = Watchdog(native, timeout)
+        _alive.add(self)
+
+    @classmethod
+    def from_native(
+        cls, native: _nccl.Communicator, library: Library, device: torch.device, timeout: float
+    ) -> "Communicator":
+        """Around a communicator of the binding that exists."""
+        self = cls.__new__(cls)
+        self._adopt(native, library, device, timeout)
+        return self
+
+    @property
+    def rank(self) -> int:
+        return self._native.rank
+
+    @property
+    def size(self) -> int:
+        return self._native.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def library(self) -> Library:
+        return self._library
+
+    @property
+    def timeout(self) -> float:
+        """Seconds."""
+        return self._timeout
+
+    @property
+    def alive(self) -> bool:
+        """False once it was closed or aborted."""
+        return self._native.alive()
+
+    def enqueue(self, op: str, operations: Sequence[Operation], stream: torch.cuda.Stream | None = None) -> None:
+        """Enqueues all operations as one launch, on the current stream or on ``stream``.
+
+        Returns when they are enqueued. On another stream than the current one the caller orders the streams.
+
+        Args:
+            op: named in errors.
+            operations: from ``parallel_ops.comm.nccl_operations``.
+            stream: of this communicator's device.
+
+        Raises:
+            TypeError, ValueError: an operation is wrong; none was started.
+            NotSupported: NCCL is too old for one of them; none was started.
+            NcclError: this or an earlier operation failed or was not enqueued in time. The communicator is aborted.
+        """
+        calls = [to_call(op, operation, self._device, self.rank, self.size) for operation in operations]
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{op}: this communicator cannot be captured in a CUDA graph")
+        self._native.launch(op, calls, _stream_handle(stream, self._device), self._timeout)
+        if stream is not None:
+            # The caching allocator must not hand the memory out again before that stream is done with it.
+            for operation in operations:
+                for tensor in (operation.input, operation.output):
+                    if tensor is not None and tensor.is_cuda:
+                        tensor.record_stream(stream)
+
+    def check(self, op: str) -> None:
+        """Raises NcclError if something enqueued before has failed since. Does not wait."""
+        self._native.check(op)
+
+    def watch(self, op: str, event: Event) -> None:
+        """Aborts the communicator unless ``event``, recorded after its work, completes within the timeout."""
+        self._watchdog.watch(op, event)
+
+    def wait(self, op: str, event: Event) -> None:
+        """The host waits until ``event`` has completed. Raises NcclError after an error or the timeout."""
+        end = time.monotonic() + self._timeout
+        pause = 20e-6
+        while not event.query():
+            self.check(op)
+            if time.monotonic() > end:
+                reason = f"{op}: rank {self.rank} of {self.size}: not done on the GPU within {self._timeout:g} s"
+                self.abort(reason)
+                error = NcclError(reason)
+                error.code = _TIMEOUT_CODE
+                raise error
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        self.check(op)
+
+    def split(self, color: int | None, *, key: int = 0, config: Config | None = None) -> "Communicator | None":
+        """A communicator of the ranks with the same ``color``, ordered by ``key``; ``None`` for a rank without one.
+
+        Collective. From NCCL 2.18. Raises as the constructor does.
+        """
+        if color is not None and color < 0:
+            raise ValueError(f"split: color must be None or at least 0, got {color}")
+        native = self._native.split(
+            _nccl.NO_COLOR if color is None else color,
+            key,
+            (config or Config()).to_native(self._library),
+            self._timeout,
+        )
+        if native is None:
+            return None
+        return Communicator.from_native(native, self._library, self._device, self._timeout)
+
+    def register_window(self, tensor: torch.Tensor, flags: int) -> int:
+        """For ``parallel_ops.comm.nccl_memory.Window``. Collective."""
+        size = tensor.numel() * tensor.element_size()
+        return self._native.register_window(tensor.data_ptr(), size, flags, self._timeout)
+
+    def deregister_window(self, window: int) -> None:
+        """Ends a window of :meth:`register_window`; nothing to do once the communicator is aborted."""
+        self._native.deregister_window(window)
+
+    def abort(self, reason: str) -> None:
+        """Ends what it does on the GPU, now; every later call raises NcclError with this reason."""
+        self._watchdog.close()
+        self._native.abort(f"it was aborted: {reason}")
+
+    def close(self) -> None:
+        """Waits until all ranks have finished their work, then frees the communicator. Collective."""
+        if self.alive:
+            self._native.finalize(self._timeout)
+        self._watchdog.close()
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"an error left its block: {error}")
+
+
+def exchange_unique_id(group: ProcessGroup, ready: Library | Exception) -> bytes:
+    """NCCL's unique id from rank 0 to all ranks of ``group``, once all have said that they are ready. Collective.
+
+    Args:
+        group: of any backend.
+        ready: this rank's NCCL, or why it is not ready, which is raised here after the others know.
+
+    Raises:
+        NcclError: rank 0 could not make an id.
+        NotSupported: another rank is not ready, or has another version of NCCL.
+    """
+    unique_id = None
+    if group.rank() == 0 and not isinstance(ready, Exception):
+        try:
+            unique_id = ready.unique_id()
+        except NcclError as error:
+            ready = error
+    mine = (None, str(ready), None) if isinstance(ready, Exception) else (ready.version, None, unique_id)
+    everyone: list[tuple[str | None, str | None, bytes]] = [(None, None, b"")] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    if isinstance(ready, Exception):
+        raise ready
+    for rank, (_, error_text, _) in enumerate(everyone):
+        if error_text is not None:
+            raise NotSupported(f"Communicator: rank {rank} of the group is not ready: {error_text}")
+    if len({version for version, _, _ in everyone}) > 1:
+        versions = ", ".join(f"rank {rank}: {version}" for rank, (version, _, _) in enumerate(everyone))
+        raise NotSupported(f"Communicator: all ranks must have the same version of NCCL, got {versions}")
+    return everyone[0][2]
+
+
+def _check_timeout(timeout: float) -> None:
+    if not isinstance(timeout, int | float) or not math.isfinite(timeout) or timeout <= 0:
+        raise ValueError(f"Communicator: timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def _cuda_device(device: torch.device | int | None) -> torch.device:
+    if device is None or isinstance(device, int):
+        if not torch.cuda.is_available():
+            raise NotSupported("Communicator: NCCL needs a CUDA device, and torch sees none")
+        return torch.device("cuda", torch.cuda.current_device() if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"Communicator: device must be a CUDA device, got {device}")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _stream_handle(stream: torch.cuda.Stream | None, device: torch.device) -> int:
+    return (torch.cuda.current_stream(device) if stream is None else stream).cuda_stream
+
+
+# Aborted before the process ends, since CUDA may be gone by the time that Python drops them.
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _abort_all() -> None:
+    for communicator in list(_alive):
+        if communicator.alive:
+            communicator.abort("the process ends")

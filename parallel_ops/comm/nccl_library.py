@@ -1,0 +1,81 @@
+"""Which NCCL is used, and how it is found. Nothing is loaded before ``load_nccl`` is called.
+
+In this order:
+
+1. the ``libnccl.so.2`` that the process has loaded already, which is torch's: two copies would each have their own
+   threads, buffers and view of the network;
+2. the file that the environment variable ``PARALLEL_OPS_NCCL`` names;
+3. the installed package ``nvidia-nccl-cu13`` or ``nvidia-nccl-cu12``, the one of torch's CUDA version first;
+4. ``libnccl.so.2`` where the dynamic loader looks.
+"""
+
+import functools
+import importlib.metadata
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+try:
+    from parallel_ops._nccl import Library, NcclError, NotSupported
+except ImportError as error:
+    raise ImportError(
+        f"parallel_ops.comm.nccl: the NCCL binding could not be loaded ({error}); it is built where pybind11 is "
+        "installed, for one version of Python: pip install pybind11, then PARALLEL_OPS_NCCL_BUILD=1 pip install "
+        "--no-build-isolation --force-reinstall --no-deps parallel_ops"
+    ) from error
+
+__all__ = ["Library", "NcclError", "NotSupported", "load_nccl"]
+
+_SONAME = "libnccl.so.2"
+_VARIABLE = "PARALLEL_OPS_NCCL"
+
+
+@functools.cache
+def load_nccl() -> Library:
+    """The NCCL library of this process; the same one on every call.
+
+    Raises:
+        NotSupported: none was found, or the one that ``PARALLEL_OPS_NCCL`` names cannot be loaded.
+    """
+    named = os.environ.get(_VARIABLE)
+    if (loaded := Library.loaded()) is not None:
+        if named and Path(named).resolve() != Path(loaded.path).resolve():
+            warnings.warn(
+                f"{_VARIABLE}={named} is ignored: this process has already loaded {loaded.path}, "
+                "and two copies of NCCL would not know of each other",
+                stacklevel=2,
+            )
+        return loaded
+    if named:
+        return _open(named, f"{_VARIABLE}={named}")
+    for path in installed_libraries():
+        return _open(str(path), str(path))
+    return _open(
+        _SONAME,
+        f"NCCL was not found: neither loaded by torch, nor named by {_VARIABLE}, nor installed as nvidia-nccl-cu13 "
+        f"or nvidia-nccl-cu12, nor as a system library",
+    )
+
+
+def installed_libraries() -> list[Path]:
+    """The libraries of the installed NCCL packages, that of torch's CUDA version first."""
+    majors = ["13", "12"]
+    own = (torch.version.cuda or "").partition(".")[0]
+    majors.sort(key=lambda major: major != own)
+    found = []
+    for major in majors:
+        try:
+            files = importlib.metadata.files(f"nvidia-nccl-cu{major}") or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found += [path for file in files if file.name == _SONAME and (path := Path(str(file.locate()))).exists()]
+    return found
+
+
+def _open(path: str, what: str) -> Library:
+    try:
+        return Library.open(path)
+    except RuntimeError as error:
+        raise NotSupported(f"{what} ({error})") from error

@@ -1,0 +1,126 @@
+"""What an overlapped op needs of a network: chunks sent to peers and waited for, one by one, while it computes.
+
+An op first posts all its receives and sends, in the same order on every rank, and then computes, waiting for each
+chunk just before it needs it. Nothing is ever enqueued after something that waits for it. Between two ranks, chunks
+arrive in the order in which they were sent. A sent tensor may not be written, and a received one not be read, before
+its handle was waited for.
+
+    c10d        any torch process group, CPU or CUDA, within a node or across nodes
+    nccl        CUDA, by a communicator of its own: settings, timeouts and launches without torch's process group
+    symmetric   GPUs of one node, by copy engines, without multiprocessors
+    loopback    ranks in one process, deterministic, for tests
+    paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class PeerError(RuntimeError):
+    """A rank of the group is gone, stuck, or does something else. The message names it, if known, and the op."""
+
+
+class TransportUnavailable(RuntimeError):
+    """A transport that this machine, driver or backend does not have. The message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do.
+
+    Args:
+        name: the transport's name; part of the key under which measurements are kept.
+        device_type: where its tensors live, ``"cpu"`` or ``"cuda"``.
+        asynchronous: transfers go on while the caller computes.
+        stream_ordered: ``Handle.wait`` returns at once and orders the current CUDA stream instead.
+        uses_compute_units: transfers take multiprocessors from the kernels that they overlap with.
+    """
+
+    name: str
+    device_type: str
+    asynchronous: bool
+    stream_ordered: bool
+    uses_compute_units: bool
+
+
+class Handle(Protocol):
+    """A chunk under way."""
+
+    def wait(self) -> None:
+        """Until the tensor may be used: by the caller on CPU, by the current stream on CUDA.
+
+        Raises PeerError if the transfer failed or took longer than the transport's timeout.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """``tensor``, contiguous, goes to rank ``peer`` of the group."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Receive:
+    """``tensor``, contiguous, is filled by the next chunk from rank ``peer`` of the group."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Transport(Protocol):
+    """One rank's end of a group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """Starts all transfers as one batch and returns their handles in the same order.
+
+        For every send there must be a receive of the same number of bytes in the corresponding batch of its peer.
+        ``op`` is named in errors. Raises ValueError or TypeError for a chunk that cannot be sent, before any is.
+        """
+        ...
+
+    def barrier(self, op: str) -> None:
+        """Returns once every rank has called it. Raises PeerError."""
+        ...
+
+
+def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport) -> None:
+    """ValueError or TypeError for a chunk that no transport could send."""
+    device_type = transport.capabilities.device_type
+    for i, chunk in enumerate(chunks):
+        if not isinstance(chunk, Send | Receive):
+            raise TypeError(f"{op}: chunks[{i}] must be a Send or a Receive, got {type(chunk).__name__}")
+        if not isinstance(chunk.tensor, Tensor):
+            raise TypeError(f"{op}: chunks[{i}].tensor must be a tensor, got {type(chunk.tensor).__name__}")
+        if not 0 <= chunk.peer < transport.size or chunk.peer == transport.rank:
+            raise ValueError(
+                f"{op}: chunks[{i}].peer is {chunk.peer}, but must be another rank of the {transport.size}, "
+                f"and this is rank {transport.rank}"
+            )
+        if chunk.tensor.device.type != device_type:
+            raise ValueError(
+                f"{op}: chunks[{i}] is on {chunk.tensor.device}, "
+                f"but {transport.capabilities.name} sends from {device_type}"
+            )
+        if not chunk.tensor.is_contiguous():
+            raise ValueError(f"{op}: chunks[{i}] must be contiguous, got strides {chunk.tensor.stride()}")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat: what travels, so that every dtype does."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,186 @@
+"""The two schedules that hide communication behind products of matrices, over any transport.
+
+    gather     whole = rows of all ranks        step k: piece j of rank r + k arrives, own rows are there at once
+    scatter    own   = sum over ranks of parts  step k: the part for rank r + k leaves, the own part is made last
+
+In step k every rank sends to one rank and receives from one, so that the exchanges of a step form a permutation: no
+rank is waited for by two, and each exchange is one grouped call that cannot deadlock. A shard goes in ``pieces``
+messages, the same number on every rank. While a piece is multiplied, the next ``IN_FLIGHT`` are on their way.
+
+Whoever produces is enqueued before whoever consumes: an exchange is posted, then waited for, then its rows are read,
+in the program order of one host thread. No kernel ever spins on a flag, so the order is right whatever the number of
+hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is.
+
+A sum over ranks is never formed on the way: every partial is sent once, to the rank that owns its rows, and that rank
+adds them in rank order in fp32 (fp64 for fp64). The result does not depend on arrival, so it has the same bits as the
+unfused computation with the same pieces, on every run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from parallel_ops.comm.transport import Handle, Receive, Send, Transport
+
+# Exchanges on their way while a piece is multiplied: with one, the link would idle between the end of a message and the
+# end of the product that the host is busy with.
+IN_FLIGHT = 2
+
+Span = tuple[int, int]
+
+
+def spans(sizes: Sequence[int]) -> list[Span]:
+    """Where each rank's rows start and stop."""
+    ends = [0, *accumulate(sizes)]
+    return list(pairwise(ends))
+
+
+def split(span: Span, pieces: int) -> list[Span]:
+    """``span`` in ``pieces`` parts, as equal as can be; some are empty where there are fewer rows."""
+    start, rows = span[0], span[1] - span[0]
+    return [(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
+
+
+def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
+    """The spans of the whole in the order in which ``gather`` hands them out on ``rank``."""
+    for k in range(len(sizes)):
+        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+
+
+def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
+    """The spans of the whole in the order in which ``scatter`` asks for them on ``rank``."""
+    for k in (*range(1, len(sizes)), 0):
+        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+
+
+class Exchange:
+    """Messages that leave and arrive together. Empty ones are not sent: both ends know the sizes."""
+
+    def __init__(self, op: str, transport: Transport, sends: list[Send], receives: list[Receive]) -> None:
+        everything: list[Send | Receive] = [*receives, *sends]
+        chunks = [chunk for chunk in everything if chunk.tensor.numel()]
+        self._kept = chunks  # what is being sent must live until it has left
+        self._handles: list[Handle] = list(transport.post(op, chunks))
+
+    def wait(self) -> None:
+        """Until all have arrived and left. May be called again."""
+        while self._handles:
+            self._handles.pop(0).wait()
+        self._kept.clear()
+
+
+def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Exchange]:
+    """The rows of all ranks, on their way; whole once the exchange was waited for."""
+    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    where, rank = spans(sizes), transport.rank
+    whole[slice(*where[rank])].copy_(shard)
+    others = [(rank + k) % transport.size for k in range(1, transport.size)]
+    sends = [Send(shard, peer) for peer in others]
+    receives = [Receive(whole[slice(*where[peer])], peer) for peer in others]
+    return whole, Exchange(op, transport, sends, receives)
+
+
+def gather(
+    op: str,
+    transport: Transport,
+    shard: Tensor,
+    sizes: Sequence[int],
+    pieces: int,
+    consume: Callable[[Span, Tensor], None],
+) -> Tensor:
+    """The rows of all ranks; ``consume(span, rows)`` is called for each piece when its rows are there.
+
+    Args:
+        shard: ``[sizes[rank], H]``, contiguous.
+        pieces: messages for each shard.
+    """
+    rank, size = transport.rank, transport.size
+    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    where = spans(sizes)
+    first = where[rank][0]
+    whole[slice(*where[rank])].copy_(shard)
+    mine = split(where[rank], pieces)
+    posted: deque[tuple[Span, Exchange]] = deque()
+    steps = ((k, j) for k in range(1, size) for j in range(pieces))
+
+    def post() -> None:
+        for k, j in steps:
+            to, source = (rank - k) % size, (rank + k) % size
+            span = split(where[source], pieces)[j]
+            leaving = Send(shard[mine[j][0] - first : mine[j][1] - first], to)
+            arriving = Receive(whole[slice(*span)], source)
+            posted.append((span, Exchange(op, transport, [leaving], [arriving])))
+            return
+
+    for _ in range(IN_FLIGHT):
+        post()
+    for span in mine:
+        consume(span, whole[slice(*span)])
+    while posted:
+        span, exchange = posted.popleft()
+        exchange.wait()
+        post()
+        consume(span, whole[slice(*span)])
+    return whole
+
+
+def scatter(
+    op: str,
+    transport: Transport,
+    sizes: Sequence[int],
+    pieces: int,
+    like: Tensor,
+    produce: Callable[[Span, Tensor | None], Tensor],
+) -> list[Tensor]:
+    """What all ranks computed for this rank's rows, in rank order.
+
+    Args:
+        like: ``[any, N]``: dtype, device and columns of a part.
+        produce: ``produce(span, out)`` computes this rank's part for the rows of ``span``, into ``out`` if given.
+    """
+    rank, size = transport.rank, transport.size
+    where = spans(sizes)
+    first = where[rank][0]
+    landing = like.new_empty((size, sizes[rank], *like.shape[1:]))
+    mine = split(where[rank], pieces)
+    posted: deque[Exchange] = deque()
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        for j, span in enumerate(split(where[to], pieces)):
+            leaving = Send(produce(span, None), to)
+            arriving = Receive(landing[source, mine[j][0] - first : mine[j][1] - first], source)
+            posted.append(Exchange(op, transport, [leaving], [arriving]))
+            if len(posted) > IN_FLIGHT:
+                posted.popleft().wait()
+    for span in mine:
+        produce(span, landing[rank, span[0] - first : span[1] - first])
+    for exchange in posted:
+        exchange.wait()
+    return list(landing)
+
+
+def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Exchange]:
+    """What all ranks hold for this rank's rows, in rank order, once the exchange was waited for.
+
+    Args:
+        parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows. Must not change before the wait.
+    """
+    rank, where = transport.rank, spans(sizes)
+    landing = parts.new_empty((transport.size, sizes[rank], *parts.shape[1:]))
+    landing[rank].copy_(parts[slice(*where[rank])])
+    others = [(rank + k) % transport.size for k in range(1, transport.size)]
+    sends = [Send(parts[slice(*where[peer])], peer) for peer in others]
+    receives = [Receive(landing[peer], peer) for peer in others]
+    return list(landing), Exchange(op, transport, sends, receives)
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """``parts[0] + parts[1] + ... + bias`` in fp32 (fp64 for fp64), rounded once to their dtype."""
+    dtype = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
+    total = parts[0].to(dtype, copy=True)
+    for part in (*parts[1:], *(() if bias is None else (bias,))):
+        total += part
+    return total.to(parts[0].dtype)

@@ -1,0 +1,173 @@
+"""A column-parallel linear on sequence-sharded input, with the gather hidden behind the product.
+
+    y_i     = X W_i^T + b_i                          X = all_gather(x) along the first dimension
+    dx      = reduce_scatter(sum over i of dy_i W_i)
+    dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
+
+Forward: own rows are multiplied first, while the next ones arrive (``_overlap``). Backward, "bulk": X is gathered again
+(it was not kept: only x is saved) while dx is multiplied, and dx is scattered while dW is. Whole collectives behind
+whole products cost the products nothing, so the backward is never cut into pieces.
+
+Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx travel
+once, in the dtype of x, and are added in rank order in fp32: the result does not depend on ``overlap`` but for how
+products of other shapes round, and has the same bits on every run. Sources: Korthikanti et al., arXiv:2205.05198
+(sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm import all_gather
+from parallel_ops.comm._arguments import check_sizes
+from parallel_ops.tensor_parallel._linear_op import Factors, LinearCall, LinearOp, flat
+from parallel_ops.tensor_parallel._overlap_plan import Overlap, Task
+from parallel_ops.tensor_parallel._sharded_linear import column_backward, column_forward, multiply
+from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
+
+_NAME = "all_gather_linear"
+
+T = TypeVar("T")
+
+
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = ...,
+    sizes: Sequence[int] | None = None,
+    main_grad: Tensor | None = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> Tensor: ...
+
+
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor] | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = ...,
+    sizes: Sequence[int] | None = None,
+    main_grad: Sequence[Tensor | None] | None = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> tuple[Tensor, ...]: ...
+
+
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = "auto",
+    sizes: Sequence[int] | None = None,
+    main_grad: Tensor | Sequence[Tensor | None] | None = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """``F.linear(all_gather(x), weight, bias)``, the gather overlapped with the product.
+
+    Args:
+        x: ``[s_r, H]`` or ``[s_r, ..., H]``, this rank's rows; float32, float16, bfloat16 or float64.
+        weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several, which share the gather.
+        bias: ``[N]``, or one for each weight; ``None`` for none.
+        group: the ranks that share the sequence and the output features; ``None`` for one rank.
+        overlap: ``"off"``: gather, then multiply; ``"bulk"``: so in the forward, and whole collectives behind whole
+            products in the backward; a number: so many messages for each shard in the forward, bulk in the backward;
+            ``"auto"``: what an analytic model and, on a GPU, a measurement find fastest (see ``_overlap_plan``).
+        sizes: ``s_r`` of every rank, the same on every rank; ``None`` where all are equal.
+        main_grad: ``[N, H]`` float32 (float64 for float64), or one for each weight: the weight's gradient is added to
+            it, and autograd gets none for the weight. Not under ``torch.compile``.
+        deferred: the weight's gradient is computed when this queue is told to. Not under ``torch.compile``.
+
+    Returns:
+        ``[s, ..., N]``, s the sum of all ``s_r``; a tuple for several weights. Under autocast the inputs are cast to
+        the autocast dtype.
+
+    Raises:
+        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
+        options. On CPU every call is compared, on CUDA the first one of its kind.
+
+    Sharding: x S(0) over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of x is
+    complete and sharded like x; those of weight and bias are complete for this rank's features.
+    """
+    outputs = _op(
+        x,
+        _as_list(weight),
+        [] if bias is None else _as_list(bias),
+        None if main_grad is None else _as_list(main_grad),
+        deferred,
+        group,
+        overlap,
+        lambda: check_sizes(_NAME, "sizes", sizes, group, 0, shard=x),
+    )
+    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+
+
+def all_gather_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """The same in plain PyTorch: a collective, then a product."""
+    return F.linear(all_gather(x, group, sizes=sizes), weight, bias)
+
+
+def _as_list(one_or_several: T | Sequence[T]) -> list[T]:
+    return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
+
+
+def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+    shape = (sum(call.sizes), *x.shape[1:-1])
+    h, transport = flat(x), call.transport()
+    if transport is None:
+        return [multiply(h, w, b).view(*shape, w.shape[0]) for w, b in zip(weights, each, strict=True)]
+    call.agree(x, (x.shape[1:], len(weights), len(biases)), f"x of {list(x.shape)}")
+    rows = call.rows(x.shape[1:-1])
+
+    def run(pieces: int) -> list[Tensor]:
+        return column_forward(_NAME, transport, h, rows, weights, each, pieces)
+
+    task = Task(
+        phase="gather",
+        rows=sum(rows),
+        columns=sum(w.shape[0] for w in weights),
+        inner=h.shape[1],
+        sent=h.nbytes * (transport.size - 1),
+        size=transport.size,
+        dtype=x.dtype,
+        transport=transport.capabilities.name,
+    )
+    return [y.view(*shape, y.shape[1]) for y in run(call.pieces(task, x.device, run))]
+
+
+def _gradients(
+    call: LinearCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors | None
+) -> tuple[Tensor | None, list[Tensor]]:
+    dys = [flat(g) for g in grads]
+    dx = column_backward(
+        _NAME,
+        call.transport(),
+        dys,
+        flat(x),
+        call.rows(x.shape[1:-1]),
+        weights,
+        bulk=call.bulk(x.device),
+        needs_x=call.needs[0],
+        products=None if factors is None else lambda whole: factors(dys, whole),
+    )
+    return None if dx is None else dx.view(x.shape), dys
+
+
+_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=lambda call: sum(call.sizes))

@@ -1,0 +1,168 @@
+"""The processes of a run: one, or the ranks of a tensor-parallel group."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from parallel_ops.models import FUSED
+from parallel_ops.train.config import TrainConfig
+from parallel_ops.train.loop import OPS, Step, Trainer
+
+# Processes that were told to end get as long, in seconds, before they are ended.
+_GRACE = 5
+
+
+class Here:
+    """A trainer of this process, asked as a worker is."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def ask(self, request: str) -> Any:
+        return self.trainer.step() if request == "step" else self.trainer.peak_memory()
+
+    def receive(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Worker:
+    """The near end of the processes that train one model on request."""
+
+    def __init__(self, config: TrainConfig, name: str) -> None:
+        # Spawned, not forked: a fork would carry the parent's memory and break CUDA and OpenMP.
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.folder = tempfile.TemporaryDirectory()
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(1 if name in OPS else config.tp):
+            connection, far = context.Pipe()
+            arguments = config, name, far, rank, str(Path(self.folder.name, "store"))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            with _interrupts_ignored():
+                process.start()
+            far.close()
+            self.connections.append(connection)
+            self.processes.append(process)
+
+    def ask(self, request: str) -> Any:
+        """Rank 0's answer; a step took as long as its slowest rank, and memory is that of the largest."""
+        for rank, connection in enumerate(self.connections):
+            try:
+                connection.send(request)
+            except OSError:
+                self._ended(rank)
+        answers = self.receive()
+        if request == "step":
+            return Step(answers[0].loss, max(answer.seconds for answer in answers))
+        return None if None in answers else max(answers)
+
+    def receive(self) -> list[Any]:
+        """What each rank says next. The first that has ended ends the wait for the others, which may wait for it."""
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.connections):
+            silent = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            for connection in wait(silent):
+                rank = self.connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = self.connections[rank].recv()
+                except (EOFError, OSError):
+                    self._ended(rank)
+                if isinstance(answers[rank], MemoryError):
+                    raise RuntimeError(f"the {self.name} run is out of memory: {answers[rank]}")
+        return [answers[rank] for rank in range(len(answers))]
+
+    def _ended(self, rank: int) -> NoReturn:
+        self.processes[rank].join(timeout=10)
+        which = f" on rank {rank}" if len(self.processes) > 1 else ""
+        raise RuntimeError(f"the {self.name} run ended early{which} (exit code {self.processes[rank].exitcode})")
+
+    def stop(self) -> None:
+        """Ends the processes: they leave at the end of the pipe, or are made to."""
+        for connection in self.connections:
+            connection.close()
+        deadline = time.monotonic() + _GRACE
+        for process in self.processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.terminate()
+                process.join()
+        self.folder.cleanup()
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started here ignores Ctrl-C, which reaches the whole process group: the parent ends its workers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str) -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError), contextlib.ExitStack() as stack:
+        try:
+            group = None
+            if name not in OPS:
+                config, group = stack.enter_context(joined(config, rank, _file_store(store, config.tp)))
+            trainer = Trainer(config, OPS.get(name, FUSED), group=group)
+            connection.send(None)
+            while True:
+                request = connection.recv()
+                connection.send(trainer.step() if request == "step" else trainer.peak_memory())
+        except (MemoryError, RuntimeError) as error:
+            # torch has a class for a full GPU, but only a message for full host memory.
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            connection.send(MemoryError(str(error).partition("\n")[0]))
+
+
+def _file_store(path: str, size: int) -> Any:
+    return dist.FileStore(path, size)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def joined(config: TrainConfig, rank: int, store: Any = None) -> Iterator[tuple[TrainConfig, ProcessGroup]]:
+    """This process as a rank of the tensor-parallel group, until the block ends.
+
+    Args:
+        rank: in the group.
+        store: the ``torch.distributed`` store where the ranks meet; ``None`` for the one that torchrun names.
+
+    Yields:
+        the configuration with this rank's device, and the group.
+    """
+    on_gpu = torch.device(config.device).type == "cuda"
+    if on_gpu:
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(device)
+        config = dataclasses.replace(config, device=device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp))
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=config.tp)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield config, group
+    finally:
+        dist.destroy_process_group()

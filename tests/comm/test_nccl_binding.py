@@ -1,0 +1,306 @@
+"""The compiled binding against a libnccl that answers as it is told: gates, arguments, errors, timeouts, abort."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from support import nccl as support
+
+_nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
+
+ID = bytes([7]) * 128
+
+
+fake = support.fake
+
+
+def library(fake):
+    return _nccl.Library.open(fake.path)
+
+
+def communicator(fake, *, size=4, rank=1, timeout=5.0, **settings):
+    config = _nccl.Config()
+    for name, value in settings.items():
+        config.set(name, value)
+    return _nccl.Communicator(library(fake), ID, size, rank, config, timeout)
+
+
+def test_a_library_knows_its_version_and_path(fake):
+    assert (library(fake).version, library(fake).path) == ("2.28.3", fake.path)
+    fake.version(2708)  # the shorter encoding of before 2.9
+    assert library(fake).version == "2.7.8"
+
+
+def test_what_is_not_nccl_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"no-such-library\.so"):
+        _nccl.Library.open(str(tmp_path / "no-such-library.so"))
+    source = tmp_path / "other.cpp"
+    source.write_text("int other() { return 0; }")
+    support.compile_cpp(source, "-shared", "-fPIC", "-o", tmp_path / "other.so")
+    with pytest.raises(RuntimeError, match="not an NCCL library"):
+        _nccl.Library.open(str(tmp_path / "other.so"))
+
+
+def test_a_function_that_is_missing_from_a_new_enough_library_is_not_called(tmp_path):
+    source = tmp_path / "bare.cpp"
+    source.write_text(
+        'extern "C" int ncclGetVersion(int* v) { *v = 23203; return 0; }\n'
+        'extern "C" const char* ncclGetErrorString(int) { return ""; }\n'
+    )
+    support.compile_cpp(source, "-shared", "-fPIC", "-o", tmp_path / "bare.so")
+    with pytest.raises(_nccl.NotSupported, match=r"ncclGetUniqueId is not in NCCL 2\.32\.3, from .*bare\.so"):
+        _nccl.Library.open(str(tmp_path / "bare.so")).unique_id()
+
+
+def test_unique_id(fake):
+    first, second = library(fake).unique_id(), library(fake).unique_id()
+    assert len(first) == len(second) == 128 and first != second
+    fake.failing("GetUniqueId", 2)
+    with pytest.raises(_nccl.NcclError, match=r'reported "an error .*what NCCL said last') as caught:
+        library(fake).unique_id()
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(("size", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_a_rank_outside_the_communicator_is_refused(fake, size, rank):
+    with pytest.raises(ValueError, match=f"one of the {size} ranks, got {rank}"):
+        communicator(fake, size=size, rank=rank)
+    assert fake.log() == []
+
+
+def test_an_id_of_the_wrong_length_is_refused(fake):
+    with pytest.raises(ValueError, match="unique_id must have 128 bytes, got 5"):
+        _nccl.Communicator(library(fake), b"short", 2, 0, _nccl.Config(), 1.0)
+
+
+def test_settings_reach_nccl_and_the_others_stay_undefined(fake):
+    comm = communicator(fake, max_ctas=8, cta_policy=2, net_name="Socket", comm_name="tp")
+    undefined = -(2**31)
+    expected = f"size=4 rank=1 id=7 blocking=0 min={undefined} max=8 policy=2 net=Socket name=tp"
+    assert fake.log() == ["CommInitRankConfig " + expected]
+    assert (comm.size, comm.rank, comm.device(), comm.alive()) == (4, 1, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "since"),
+    [
+        ("max_ctas", 4, 21700),
+        ("net_name", "IB", 21700),
+        ("split_share", 1, 21800),
+        ("traffic_class", 1, 22500),
+        ("comm_name", "x", 22700),
+        ("cta_policy", 1, 22700),
+        ("cta_policy", 2, 22800),
+        ("nvls_ctas", 2, 22700),
+        ("channels_per_net_peer", 2, 22800),
+    ],
+)
+def test_settings_need_their_version(fake, setting, value, since):
+    fake.version(since - 1)
+    needed = f"{since // 10000}.{since // 100 % 100}.0"
+    with pytest.raises(_nccl.NotSupported, match=rf"config\.{setting}.* needs NCCL {needed} or later; this is 2\."):
+        communicator(fake, **{setting: value})
+    assert fake.log() == []
+    fake.version(since)
+    assert communicator(fake, **{setting: value}).alive()
+
+
+def test_an_unknown_setting_or_one_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="no setting of this type is called blocking"):
+        _nccl.Config().set("blocking", 1)
+    with pytest.raises(ValueError, match="no setting of this type is called max_ctas"):
+        _nccl.Config().set("max_ctas", "8")
+
+
+CALLS = {
+    "Send": ({"kind": "send", "input": 0xA0, "peer": 3}, "a0 count=5 type=7 peer=3"),
+    "Recv": ({"kind": "recv", "output": 0xB0, "peer": 2}, "b0 count=5 type=7 peer=2"),
+    "AllReduce": ({"kind": "all_reduce", "input": 0xA0, "output": 0xB0, "op": 2}, "a0 b0 count=5 type=7 op=2"),
+    "ReduceScatter": ({"kind": "reduce_scatter", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7 op=0"),
+    "AllGather": ({"kind": "all_gather", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
+    "Broadcast": ({"kind": "broadcast", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
+    "Reduce": ({"kind": "reduce", "input": 0xA0, "op": 4, "peer": 3}, "a0 0 count=5 type=7 op=4 root=3"),
+    "AlltoAll": ({"kind": "all_to_all", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
+    "Gather": ({"kind": "gather", "input": 0xA0, "peer": 2}, "a0 0 count=5 type=7 root=2"),
+    "Scatter": ({"kind": "scatter", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
+}
+
+
+def call(kind, count=5, type=7, **arguments):
+    return _nccl.Call(kind, count=count, type=type, **arguments)
+
+
+def test_a_launch_is_one_group_on_the_given_stream(fake):
+    comm = communicator(fake)
+    comm.launch("all of them", [call(**arguments) for arguments, _ in CALLS.values()], 0x57, 5.0)
+    expected = [f"{function} {text} stream=57" for function, (_, text) in CALLS.items()]
+    assert fake.log()[1:] == ["GroupStart", *expected, "GroupEnd"]
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="no operation is called sned"):
+        call("sned")
+
+
+def test_a_launch_of_nothing_starts_nothing(fake):
+    communicator(fake).launch("nothing", [], 0, 5.0)
+    assert not any("Group" in line for line in fake.log())
+
+
+@pytest.mark.parametrize("function", ["AlltoAll", "Gather", "Scatter"])
+def test_functions_need_their_version_before_the_group_starts(fake, function):
+    fake.version(22707)
+    comm = communicator(fake)
+    calls = [call(**CALLS["Send"][0]), call(**CALLS[function][0])]
+    with pytest.raises(_nccl.NotSupported, match=rf"nccl{function} needs NCCL 2\.28\.0 or later; this is 2\.27\.7"):
+        comm.launch("op", calls, 0, 5.0)
+    assert len(fake.log()) == 1 and comm.alive()
+
+
+METHODS = {
+    "split": lambda comm, timeout: comm.split(0, 0, _nccl.Config(), timeout),
+    "register_window": lambda comm, timeout: comm.register_window(0x1000, 64, 1, timeout),
+    "launch": lambda comm, timeout: comm.launch("launch", [call(**CALLS["Send"][0])], 0, timeout),
+    "finalize": lambda comm, timeout: comm.finalize(timeout),
+}
+
+
+@pytest.mark.parametrize(("method", "since"), [("split", "2.18.0"), ("register_window", "2.27.0")])
+def test_methods_need_their_version(fake, method, since):
+    fake.version(21705)
+    comm = communicator(fake)
+    with pytest.raises(_nccl.NotSupported, match=rf"needs NCCL {since} or later; this is 2\.17\.5"):
+        METHODS[method](comm, 1.0)
+    assert len(fake.log()) == 1 and comm.alive()
+
+
+def test_memory_and_communicators_need_their_version(fake):
+    fake.version(21303)
+    with pytest.raises(_nccl.NotSupported, match=r"ncclMemFree needs NCCL 2\.19\.0 or later; this is 2\.13\.3"):
+        _nccl.Memory(library(fake), 64)
+    with pytest.raises(_nccl.NotSupported, match=r"ncclCommInitRankConfig needs NCCL 2\.14\.0 or later"):
+        communicator(fake)
+    assert fake.log() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "send", "input": 0xA0, "peer": 4}, "the peer of send must be one of the ranks, got 4"),
+        ({"kind": "broadcast", "output": 0xB0, "peer": -1}, "the root of broadcast must be one of the ranks, got -1"),
+        ({"kind": "recv", "peer": 0}, "a buffer of recv is null"),
+        ({"kind": "scatter", "output": 0xB0, "peer": 1}, "a buffer of scatter is null"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_the_group_starts(fake, arguments, message):
+    comm = communicator(fake)
+    with pytest.raises(ValueError, match=f"my op: rank 1 of 4: {message}"):
+        comm.launch("my op", [call(**CALLS["Recv"][0]), call(**arguments)], 0, 5.0)
+    assert len(fake.log()) == 1 and comm.alive()
+
+
+def test_an_error_of_a_call_closes_the_group_and_aborts(fake):
+    comm = communicator(fake)
+    fake.failing("AllGather", 5)
+    with pytest.raises(_nccl.NcclError, match=r'^my op: rank 1 of 4: NCCL 2\.28\.3 reported "an error') as caught:
+        comm.launch("my op", [call(**CALLS[name][0]) for name in ("Send", "AllGather", "Recv")], 0, 5.0)
+    assert caught.value.code == 5
+    assert [line.split()[0] for line in fake.log()[1:]] == ["GroupStart", "Send", "AllGather", "GroupEnd", "CommAbort"]
+    with pytest.raises(_nccl.NcclError, match=r"later: rank 1 of 4: the communicator is no more; .*my op: rank 1"):
+        comm.launch("later", [call(**CALLS["Send"][0])], 0, 5.0)
+
+
+def test_an_error_in_the_background_is_raised_and_aborts(fake):
+    comm = communicator(fake)
+    comm.check("before")
+    fake.background(error=6)
+    with pytest.raises(_nccl.NcclError, match=r'step: rank 1 of 4: .*"remote process exited \(ncclResult_t 6\)"'):
+        comm.check("step")
+    assert fake.log()[-1] == "CommAbort rank=1" and not comm.alive()
+
+
+def test_launches_wait_for_the_background(fake):
+    comm = communicator(fake)
+    fake.background(polls=20)
+    comm.launch("slow", [call(**CALLS["Send"][0])], 0, 5.0)
+    assert comm.alive()
+
+
+def check_timeout(fake, method, function):
+    start = time.monotonic()
+    with pytest.raises(_nccl.NcclError, match=rf"^{method}: rank 1 of 4: no answer .* within 0\.1") as caught:
+        function()
+    assert caught.value.code == 8 and 0.1 <= time.monotonic() - start < 2
+    assert fake.log()[-1] == "CommAbort rank=1"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_that_never_answer_are_a_timeout_not_a_hang(fake, method):
+    comm = communicator(fake)
+    fake.background(polls=-1)
+    check_timeout(fake, method, lambda: METHODS[method](comm, 0.1))
+    assert not comm.alive()
+
+
+def test_ranks_that_never_join_are_a_timeout_not_a_hang(fake):
+    fake.background(polls=-1)
+    check_timeout(fake, "connect", lambda: communicator(fake, timeout=0.1))
+
+
+def test_another_thread_can_abort_a_call_that_waits(fake):
+    comm = communicator(fake)
+    fake.background(polls=-1)
+    threading.Timer(0.1, comm.abort, ["the watchdog said so"]).start()
+    with pytest.raises(_nccl.NcclError, match="the communicator is no more; the watchdog said so"):
+        comm.launch("waiting", [call(**CALLS["Send"][0])], 0, 30.0)
+
+
+def test_an_interrupt_ends_a_call_that_waits(fake):
+    comm = communicator(fake)
+    fake.background(polls=-1)
+    main = threading.get_ident()
+    threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        comm.launch("waiting", [call(**CALLS["Send"][0])], 0, 30.0)
+    assert not comm.alive()
+
+
+def test_split(fake):
+    comm = communicator(fake, size=4, rank=3)
+    config = _nccl.Config()
+    config.set("split_share", 1)
+    child = comm.split(5, 9, config, 5.0)
+    assert fake.log()[-1] == "CommSplit rank=3 color=5 key=9 share=1"
+    assert (child.size, child.rank) == (2, 1)
+    assert comm.split(_nccl.NO_COLOR, 0, _nccl.Config(), 5.0) is None
+
+
+def test_a_communicator_is_finalized_once_and_aborted_when_dropped(fake):
+    comm = communicator(fake)
+    comm.finalize(5.0)
+    assert fake.log()[1:] == ["CommFinalize", "CommDestroy"]
+    comm.abort("late")
+    with pytest.raises(_nccl.NcclError, match="it was finalized"):
+        comm.check("late")
+    del comm
+    assert len(fake.log()) == 3
+    comm = communicator(fake)
+    del comm
+    assert fake.log()[-1] == "CommAbort rank=1"
+
+
+def test_memory_and_windows(fake):
+    comm = communicator(fake)
+    memory = _nccl.Memory(library(fake), 8192)
+    assert memory.size == 8192 and memory.data % 4096 == 0
+    window = comm.register_window(memory.data, memory.size, 1, 5.0)
+    comm.deregister_window(window)
+    del memory
+    register, deregister, free = fake.log()[-3:]
+    assert register.startswith("CommWindowRegister ") and register.endswith(" size=8192 flags=1")
+    assert (deregister, free) == ("CommWindowDeregister 1234", "MemFree")
+    comm.abort("")
+    comm.deregister_window(window)  # gone with the communicator
+    assert fake.log()[-1] == "CommAbort rank=1"

@@ -1,0 +1,135 @@
+"""The protocol of the symmetric transport, over devices of the CPU; and what it says where there is no GPU."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel_ops.comm import symmetric
+from parallel_ops.comm.loopback import LoopbackGroup
+from parallel_ops.comm.symmetric import SymmetricTransport
+from parallel_ops.comm.transport import PeerError, Receive, Send
+from support import collectives
+from support.distributed import Raised, ranks
+from support.symmetric import Devices, FakeMemory
+
+
+def run(size, rank_main, *, seed=0, one_queue=False, slot_bytes=1 << 16, timeout=600.0):
+    devices = Devices(size, slot_bytes, seed, one_queue)
+    return LoopbackGroup(size, seed=seed).run(
+        lambda host: rank_main(SymmetricTransport(FakeMemory(devices, host), timeout=timeout))
+    )
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@settings(max_examples=20)
+@given(size=st.integers(1, 16), seed=st.integers(0, 1000), batches=st.integers(1, 6), data=st.data())
+def test_batches_of_any_size_arrive(one_queue, size, seed, batches, data):
+    """Every rank sends every other a number of chunks a batch; some hosts run ahead of others by whole batches."""
+    counts = data.draw(st.lists(st.integers(0, 3), min_size=batches, max_size=batches))
+    late = data.draw(st.booleans())
+
+    def content(batch, source, target, i):
+        return torch.full((3 * i + source % 3,), 1000.0 * batch + 40 * source + 2 * target + i)
+
+    def main(transport):
+        rank, handles, got = transport.rank, [], []
+        peers = [(rank + step) % size for step in range(1, size)]
+        for batch, count in enumerate(counts):
+            sent = [Send(content(batch, rank, p, i), p) for p in peers for i in range(count)]
+            received = [Receive(torch.empty_like(content(batch, p, rank, i)), p) for p in peers for i in range(count)]
+            got.append((batch, received))
+            posted = transport.post(f"batch {batch}", sent + received)
+            handles += posted
+            for handle in [] if late else posted:
+                handle.wait()
+        for handle in handles:
+            handle.wait()
+        for batch, received in got:
+            expected = [content(batch, p, rank, i) for p in peers for i in range(counts[batch])]
+            assert all(torch.equal(r.tensor, e) for r, e in zip(received, expected, strict=True))
+        return True
+
+    assert run(size, main, seed=seed, one_queue=one_queue) == [True] * size
+
+
+@given(size=st.integers(1, 16), seed=st.integers(0, 1000), rounds=st.integers(1, 4))
+def test_barrier(size, seed, rounds):
+    passed = [0] * size
+
+    def main(transport):
+        for i in range(rounds):
+            passed[transport.rank] += 1
+            transport.barrier("sync")
+            assert min(passed) >= i + 1
+
+    run(size, main, seed=seed)
+
+
+def test_counters_wrap_around(monkeypatch):
+    monkeypatch.setattr(symmetric._Link, "chunks", 2**32 - 2)
+
+    def main(transport):
+        total = 0.0
+        for i in range(6):
+            x, y = torch.tensor([float(i)]), torch.empty(1)
+            for handle in transport.post("test", [Send(x, 1 - transport.rank), Receive(y, 1 - transport.rank)]):
+                handle.wait()
+            total += y.item()
+        return total
+
+    devices = Devices(2, 1024, 0, False)
+    devices.flags = [[2**32 - 2] * 4 for _ in range(2)]
+    group = LoopbackGroup(2, seed=0)
+    assert group.run(lambda host: main(SymmetricTransport(FakeMemory(devices, host)))) == [15.0, 15.0]
+
+
+def test_a_rank_that_does_not_come_frees_the_others_after_the_timeout():
+    def main(transport):
+        if transport.rank == 1:
+            return None
+        y = torch.empty(1)
+        (handle,) = transport.post("gather", [Receive(y, 1)])
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            try:
+                transport.check()
+            except PeerError as error:
+                with pytest.raises(PeerError, match="gather"):
+                    transport.post("next", [])
+                with pytest.raises(PeerError, match="gather"):
+                    handle.wait()
+                return str(error), transport._memory.released
+            time.sleep(0.01)
+        return None
+
+    outcomes = run(3, main, timeout=0.2)
+    for rank in (0, 2):
+        message = f"gather: rank {rank} of 3 waited 0.2 s for its transfers with ranks [1]; no word from ranks [1]"
+        assert outcomes[rank] == (message, True)
+
+
+def test_a_batch_larger_than_a_slot():
+    def main(transport):
+        with pytest.raises(ValueError, match="take 1280 bytes, but a slot holds 1024; pass a larger slot_bytes"):
+            transport.post(
+                "test", [Send(torch.ones(100), 1 - transport.rank), Send(torch.ones(192), 1 - transport.rank)]
+            )
+
+    run(2, main, slot_bytes=1024)
+
+
+def test_why_not_on_this_machine():
+    assert symmetric.why_not(None) == "there is no group"
+    for outcome in ranks(2).outcomes(collectives.symmetric_transport, {}):
+        assert isinstance(outcome, Raised)
+        assert outcome.type == "TransportUnavailable"
+        assert "rank 0 of the group cannot use it: the group's backend is gloo" in outcome.message
+    for outcome in ranks(2).outcomes(collectives.symmetric_transport, {"slot_bytes": 0}):
+        assert outcome.type == "ValueError"
+    if not torch.cuda.is_available():
+        assert symmetric.why_not_here() == "torch finds no CUDA device"
+    assert not dist.is_initialized()

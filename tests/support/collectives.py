@@ -1,0 +1,111 @@
+"""What each rank does in the tests of the collectives, the mesh and the transports."""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_ops import comm
+from parallel_ops.comm import symmetric
+from parallel_ops.comm.c10d import C10dTransport
+from parallel_ops.comm.transport import Receive, Send
+
+
+def call(rank: int, op: str, shards: list[Tensor], grads: list[Tensor] | None, options: Any) -> tuple[Tensor, Any]:
+    """``op`` of this rank's shard, and the gradient of the shard. ``options`` may be one dict per rank."""
+    warnings.simplefilter("error", FutureWarning)
+    x = shards[rank].clone().requires_grad_(grads is not None)
+    kwargs = options[rank] if isinstance(options, list) else options
+    out = getattr(comm, op)(x, dist.group.WORLD, **kwargs)
+    if grads is not None:
+        out.backward(grads[rank])
+    return out.detach(), x.grad
+
+
+def disagree(rank: int, op: str, shapes: list[Any], options: list[dict[str, Any]]) -> Tensor:
+    """``op`` with this rank's own shape (or something that is no shape, passed as it is) and options."""
+    x = torch.ones(shapes[rank]) if isinstance(shapes[rank], tuple) else shapes[rank]
+    return getattr(comm, op)(x, dist.group.WORLD, **options[rank])
+
+
+def wrong_gradient(rank: int) -> Any:
+    """The ranks go backward through different calls."""
+    x, y = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    outs = comm.all_gather(x, dist.group.WORLD), comm.copy_to_group(y, dist.group.WORLD)
+    outs[rank].sum().backward()
+
+
+def both_reductions(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Sums of random tensors, and what they were summed from."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return {
+        "x": x,
+        "all": comm.reduce_from_group(x, dist.group.WORLD),
+        "again": comm.reduce_from_group(x, dist.group.WORLD),
+        "scattered": comm.reduce_scatter(x, dist.group.WORLD, sizes=comm.shard_sizes(shape[0], dist.get_world_size())),
+    }
+
+
+def double_backward(rank: int) -> bool:
+    x = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    group = dist.group.WORLD
+
+    def f(t: Tensor) -> Tensor:
+        return comm.reduce_scatter(comm.all_gather(t, group) ** 3, group)
+
+    (grad,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    size = dist.get_world_size()
+    return torch.allclose(grad, size * 3 * x**2) and torch.allclose(second, size * 6 * x)
+
+
+def compiled(rank: int, uneven: bool, backend: str = "aot_eager") -> tuple[Any, Any]:
+    """(eager results, compiled results) of a chain through every collective, with gradients."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    sizes = list(range(1, size + 1)) if uneven else [2] * size
+
+    def chain(x: Tensor, w: Tensor) -> Tensor:
+        y = comm.all_gather(x, group, sizes=sizes) @ comm.copy_to_group(w, group)
+        y = comm.reduce_scatter(y.sin(), group, sizes=sizes)
+        y = comm.gather_from_group(y, group, sizes=sizes)
+        y = comm.scatter_to_group(comm.reduce_from_group(y, group), group, dim=-1)
+        return comm.all_to_all(y, group, split_dim=0, concat_dim=1, split_sizes=sizes)
+
+    def run(f: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(sizes[rank], 3, generator=generator, requires_grad=True)
+        w = torch.randn(3, 2 * size, generator=generator, requires_grad=True)
+        out = f(x, w)
+        out.square().sum().backward()
+        assert x.grad is not None and w.grad is not None
+        return [out.detach(), x.grad, w.grad]
+
+    torch._dynamo.reset()
+    return run(chain), run(torch.compile(chain, backend=backend, fullgraph=True))
+
+
+def transported(rank: int, shifts: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Chunks to the ranks ``shifts`` further on, posted in two batches and waited for out of order."""
+    transport = C10dTransport(dist.group.WORLD)
+    size = transport.size
+    batches = []
+    for part in (shifts[::2], shifts[1::2]):
+        sent = [torch.full((s + 1, 3), 10 * rank + s).to(dtype) for s in part]
+        got = [torch.empty(s + 1, 3, dtype=dtype) for s in part]
+        chunks = [Send(t, (rank + s) % size) for t, s in zip(sent, part, strict=True)]
+        chunks += [Receive(t, (rank - s) % size) for t, s in zip(got, part, strict=True)]
+        batches.append((transport.post("test", chunks), got))
+    for handles, _ in reversed(batches):
+        for handle in reversed(handles):
+            handle.wait()
+    transport.barrier("test")
+    by_shift: dict[int, Tensor] = {}
+    for part, (_, got) in zip((shifts[::2], shifts[1::2]), batches, strict=True):
+        by_shift.update(zip(part, got, strict=True))
+    return [by_shift[s].double() for s in shifts]
+
+
+def symmetric_transport(rank: int, options: dict[str, Any]) -> None:
+    symmetric.symmetric_transport(dist.group.WORLD, **options)

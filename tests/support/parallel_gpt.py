@@ -1,0 +1,71 @@
+"""What each rank does in the tests of the tensor-parallel GPT."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.models import GPT, GPTConfig, ParallelGPT
+from parallel_ops.train import TrainConfig, Trainer
+
+CONFIG = GPTConfig(vocab_size=61, seq_length=24, layers=2, hidden=48, heads=4, ffn_hidden=80, init_std=0.3)
+VARIANTS = {
+    "gelu": CONFIG,
+    "llama": dataclasses.replace(
+        CONFIG, activation="swiglu", norm="rms_norm", positions="rotary", tied_embeddings=False
+    ),
+    "dropout": dataclasses.replace(CONFIG, dropout=0.3),
+}
+
+
+def sample(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(config.vocab_size, (2, config.seq_length, 3), generator=generator).unbind()
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def step(rank: int, variant: str, sequence_parallel: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict, dict]:
+    """(loss, logits, whole gradients, whole weights); on one process without a group."""
+    config = VARIANTS[variant]
+    torch.manual_seed(0)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model = ParallelGPT(config, group=group, sequence_parallel=sequence_parallel).to(dtype)
+    weights = {name: _whole(t).clone() for name, t in model.state_dict().items()}
+    tokens, targets = sample(config)
+    torch.manual_seed(2)
+    loss = model(tokens, targets)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)  # the state dict puts gradients together as it does weights
+        grads = {name: _whole(t) for name, t in model.state_dict().items()}
+    torch.manual_seed(0)
+    model = ParallelGPT(config, group=group, sequence_parallel=sequence_parallel).to(dtype).eval()
+    return loss.detach(), model(tokens).detach(), grads, weights
+
+
+def reference(variant: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict, dict]:
+    """The same of the GPT of one process."""
+    config = VARIANTS[variant]
+    torch.manual_seed(0)
+    model = GPT(config).to(dtype)
+    tokens, targets = sample(config)
+    loss = model(tokens, targets)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    return loss.detach(), model(tokens).detach(), grads, model.state_dict()
+
+
+def odd_length(rank: int) -> Tensor:
+    model = ParallelGPT(CONFIG, group=dist.group.WORLD, sequence_parallel=True)
+    return model(torch.zeros(7, 1, dtype=torch.long))
+
+
+def train_losses(rank: int, config: TrainConfig) -> list[float]:
+    trainer = Trainer(config, group=dist.group.WORLD)
+    return [trainer.step().loss for _ in range(config.steps)]

@@ -1,0 +1,280 @@
+"""What each rank does in the tests of the linears over a group."""
+
+import dataclasses
+import itertools
+import unittest.mock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_ops import all_gather_linear, linear_reduce_scatter
+from parallel_ops.comm.c10d import C10dTransport
+from parallel_ops.tensor_parallel import (
+    DeferredWeightGradients,
+    all_gather_linear_reference,
+    linear_reduce_scatter_reference,
+    use_transport,
+)
+from parallel_ops.tensor_parallel import _overlap_plan as plan
+
+OPS = {"column": all_gather_linear, "row": linear_reduce_scatter}
+REFERENCES = {"column": all_gather_linear_reference, "row": linear_reduce_scatter_reference}
+
+
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small integers: their products and sums are exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_()
+
+
+def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> list[Tensor]:
+    """Output and gradients of the linear on one process."""
+    leaves = [_leaf(t) for t in (x, weight, bias) if t is not None]
+    y = F.linear(*leaves)
+    y.backward(grad)
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def sharded_linear(
+    rank: int, kind: str, whole: list[Tensor | None], sizes: list[int], options: dict[str, Any], reference: bool = False
+) -> list[Tensor]:
+    """(y, dx, dW, db) of this rank's shards of the tensors (x, weight, bias, dy); features are split evenly."""
+    x, weight, bias, grad = whole
+    world = dist.get_world_size()
+    rows = lambda t: t.split(sizes)[rank]  # noqa: E731
+    if kind == "column":
+        shards = [rows(x), weight.chunk(world)[rank], None if bias is None else bias.chunk(world)[rank]]
+        grad = grad.chunk(world, dim=-1)[rank]
+    else:
+        shards = [x.chunk(world, dim=-1)[rank], weight.chunk(world, dim=1)[rank], bias]
+        grad = rows(grad)
+    leaves = [None if t is None else _leaf(t) for t in shards]
+    op = (REFERENCES if reference else OPS)[kind]
+    y = op(*leaves, group=dist.group.WORLD, sizes=sizes, **options)
+    y.backward(grad)
+    return [y.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+def several_weights(rank: int, x: Tensor, weights: list[Tensor], biases: Any, grads: list[Tensor], overlap: Any):
+    """(ys, dx, dWs, dbs) of one gather for several weights, which are this rank's alone; x is split evenly."""
+    shard = _leaf(x.chunk(dist.get_world_size())[rank])
+    ws, bs = [_leaf(w) for w in weights], None if biases is None else [_leaf(b) for b in biases]
+    ys = all_gather_linear(shard, ws, bs, group=dist.group.WORLD, overlap=overlap)
+    # An output that nobody used: as if its gradient were zero.
+    used = [(y, g.clone()) for y, g in zip(ys, grads, strict=True) if g.any()]
+    torch.autograd.backward([y for y, _ in used], [g for _, g in used])
+    return [y.detach() for y in ys], shard.grad, [w.grad for w in ws], [b.grad for b in bs or []]
+
+
+def _pieces(start: int, rows: int, pieces: int) -> list[slice]:
+    return [slice(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
+
+
+def _gathered(x: Tensor, sizes: list[int]) -> Tensor:
+    out = [x.new_empty((n, *x.shape[1:])) for n in sizes]
+    for source, t in enumerate(out):
+        if source == dist.get_rank():
+            t.copy_(x)
+        dist.broadcast(t, src=source)
+    return torch.cat(out)
+
+
+def _owned(parts: Tensor, sizes: list[int], rank: int) -> Tensor:
+    """What every rank computed for this rank's rows, added in rank order in fp32."""
+    everyone = [torch.empty_like(parts) for _ in sizes]
+    dist.all_gather(everyone, parts)
+    mine = [p.split(sizes)[rank].float() for p in everyone]
+    total = mine[0].clone()
+    for p in mine[1:]:
+        total = total + p
+    return total
+
+
+def unfused(rank: int, kind: str, tensors: list[Tensor], sizes: list[int], pieces: int) -> list[Tensor]:
+    """(y, dx, dW) by broadcasts and products of the same pieces, one after the other; x, W and dy are this rank's."""
+    x, weight, grad = tensors
+    starts = [0, *itertools.accumulate(sizes)]
+    chunks = [c for start, n in zip(starts, sizes, strict=False) for c in _pieces(start, n, pieces)]
+    if kind == "column":
+        whole = _gathered(x, sizes)
+        y = torch.cat([torch.mm(whole[c], weight.t()) for c in chunks])
+        return [y, _owned(grad @ weight, sizes, rank).to(x.dtype), grad.t() @ whole]
+    y = _owned(torch.cat([torch.mm(x[c], weight.t()) for c in chunks]), sizes, rank).to(x.dtype)
+    whole = _gathered(grad, sizes)
+    return [y, torch.cat([torch.mm(whole[c], weight) for c in chunks]), whole.t() @ x]
+
+
+def against_unfused(rank: int, kind: str, sizes: list[int], pieces: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """(y, dx, dW): unfused, then three times overlapped, on values of this rank."""
+    s, k, n = sum(sizes), 24, 17
+    rows = (sizes[rank], s) if kind == "column" else (s, sizes[rank])
+    seed = 10 * rank
+    x, grad = normal(rows[0], k, seed=seed, dtype=dtype), normal(rows[1], n, seed=seed + 1, dtype=dtype)
+    weight = normal(n, k, seed=seed + 2, dtype=dtype)
+    results = [unfused(rank, kind, [x, weight, grad], sizes, pieces)]
+    for _ in range(3):
+        leaves = [_leaf(x), _leaf(weight)]
+        y = OPS[kind](*leaves, group=dist.group.WORLD, sizes=sizes, overlap=pieces)
+        y.backward(grad)
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    return results
+
+
+def with_handles(rank: int, kind: str, dtype: torch.dtype, defer: bool, main: bool, autocast: bool):
+    """Two backwards: ((dx, dW, db) of autograd's, the same with handles, what was pending before it was computed)."""
+    results = []
+    for handled in (False, True):
+        weight, bias = normal(6, 8, seed=1, dtype=dtype), normal(6, seed=2, dtype=dtype)
+        leaves = [_leaf(weight), _leaf(bias)]
+        queue = DeferredWeightGradients() if defer and handled else None
+        main_grad = torch.zeros(6, 8) if main and handled else None
+        pending = []
+        dx = []
+        for step in range(2):
+            x = _leaf(normal(4, 3, 8, seed=3 + step, dtype=dtype))
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                y = OPS[kind](x, *leaves, group=dist.group.WORLD, overlap=2, main_grad=main_grad, deferred=queue)
+            y.backward(normal(*y.shape, seed=5 + step).to(y.dtype))
+            pending.append((0 if queue is None else len(queue), leaves[0].grad is None))
+            dx.append(x.grad)
+        if queue is not None:
+            queue.compute(1)
+            pending.append((len(queue), leaves[0].grad is None))
+            queue.compute()
+        assert (leaves[0].grad is None) == (main_grad is not None)
+        results.append([*dx, leaves[0].grad if main_grad is None else main_grad, leaves[1].grad])
+    return *results, pending
+
+
+def compiled(rank: int, kind: str, backend: str, overlap: Any):
+    """(y, dx, dW, db), eager and compiled to one graph, on two sizes."""
+    torch._dynamo.reset()
+
+    def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(OPS[kind](x * 1, w, b, group=dist.group.WORLD, overlap=overlap))
+
+    results = []
+    function = torch.compile(run, fullgraph=True, backend=backend)
+    for s in (4, 6):
+        for f in (run, function):
+            leaves = [_leaf(normal(s, 2, 8, seed=1)), _leaf(normal(6, 8, seed=2)), _leaf(normal(6, seed=3))]
+            y = f(*leaves)
+            y.sum().backward()
+            results.append([y.detach(), *(t.grad for t in leaves)])
+    return results
+
+
+def with_autocast(rank: int, kind: str):
+    leaves = [_leaf(normal(4, 8, seed=1)), _leaf(normal(6, 8, seed=2)), _leaf(normal(6, seed=3))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = OPS[kind](*leaves, group=dist.group.WORLD)
+    y.float().sum().backward()
+    cast = [_leaf(t.detach().bfloat16()) for t in leaves]
+    z = OPS[kind](*cast, group=dist.group.WORLD)
+    z.float().sum().backward()
+    return [y.detach(), *(t.grad for t in leaves)], [z.detach(), *(t.grad for t in cast)]
+
+
+def frozen(rank: int, kind: str, wanted: list[bool], overlap: Any) -> list[Any]:
+    """Gradients where only some are wanted; None elsewhere."""
+    leaves = [
+        t.requires_grad_(n) for t, n in zip((integers(4, 8, seed=1), integers(6, 8, seed=2)), wanted, strict=True)
+    ]
+    OPS[kind](*leaves, group=dist.group.WORLD, overlap=overlap).sum().backward()
+    return [t.grad for t in leaves]
+
+
+def mismatched(rank: int, kind: str, what: str):
+    """Calls that differ between ranks in a way that no rank can see by itself, or that one rank sees alone."""
+    rows, columns, options = 12, 8, {}
+    dtype = torch.float32
+    if what == "rows":
+        rows += 12 * rank
+    elif what == "columns":
+        columns += rank
+    elif what == "dtype":
+        dtype = torch.float64 if rank else dtype
+    elif what == "overlap":
+        options["overlap"] = 1 + rank
+    elif what == "sizes":
+        options["sizes"] = None if rank else [5] * dist.get_world_size()
+    x, weight = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, columns, dtype=dtype)
+    if what == "one bad argument" and rank == 0:
+        weight = weight[:, :-1]
+    if what == "gradients":
+        weight.requires_grad_(bool(rank))
+    return OPS[kind](x, weight, group=dist.group.WORLD, **options)
+
+
+def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
+    """As if a CPU's timings were worth something: (what was chosen, how often was timed, whether results are right)."""
+    seconds = [[1.0, 0.5, 0.9, 0.95], [1.0, 0.99, 0.9, 0.8]][rank]  # the slowest rank's count: 2 pieces
+    timed = []
+
+    def fastest(run: Any, pieces: int, device: torch.device) -> float:
+        run(pieces)
+        timed.append(pieces)
+        return seconds[plan._CANDIDATES.index(pieces)]
+
+    tensors = [integers(8, 6, seed=1), integers(4, 6, seed=2), None, integers(8, 4, seed=3)]
+    want = sharded_linear(rank, kind, tensors, [4, 4], {"overlap": "off"})
+    with unittest.mock.patch.multiple(plan, may_measure=lambda device: True, _fastest=fastest):
+        results = [sharded_linear(rank, kind, tensors, [4, 4], {}) for _ in range(3)]
+    choices = list(plan._measured[dist.group.WORLD].values())
+    del plan._measured[dist.group.WORLD]
+    right = all(torch.equal(a, b) for got in results for a, b in zip(got, want, strict=True))
+    return choices, len(timed), right
+
+
+def timed_for_real(rank: int) -> bool:
+    with unittest.mock.patch.object(plan, "may_measure", return_value=True):
+        sharded_linear(
+            rank, "row", [integers(8, 6, seed=i) for i in range(2)] + [None, integers(8, 8, seed=3)], [4, 4], {}
+        )
+    return plan._measured.pop(dist.group.WORLD) is not None
+
+
+class Counting(C10dTransport):
+    """The group's own backend, under another name."""
+
+    posted = 0
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, name="counting")
+
+    def post(self, op, chunks):
+        Counting.posted += 1
+        return super().post(op, chunks)
+
+
+def over_another_transport(rank: int, everywhere: bool) -> tuple[int, int]:
+    """Exchanges over a transport of the caller's, and after it was given up."""
+    tensors = [integers(8, 6, seed=1), integers(4, 6, seed=2), None, integers(8, 4, seed=3)]
+    Counting.posted, counts = 0, []
+    try:
+        if everywhere or rank == 0:
+            use_transport(dist.group.WORLD, Counting(dist.group.WORLD))
+        for _ in range(2):
+            sharded_linear(rank, "column", tensors, [4, 4], {"overlap": 2})
+            counts.append(Counting.posted)
+            use_transport(dist.group.WORLD, None)
+    finally:
+        use_transport(dist.group.WORLD, None)
+    return counts[0], counts[1]
+
+
+def transport_of_another_group(rank: int) -> None:
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    use_transport(dist.group.WORLD, C10dTransport(alone))

@@ -1,0 +1,227 @@
+"""The schedules of the overlapped linears over the loopback transport, for any number of ranks, and their choice."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel_ops.comm.loopback import LoopbackGroup
+from parallel_ops.tensor_parallel import _overlap_plan as plan
+from parallel_ops.tensor_parallel._overlap import (
+    gather,
+    gather_order,
+    scatter,
+    scatter_order,
+    split,
+    start_gather,
+    start_scatter,
+    sum_in_rank_order,
+)
+from parallel_ops.tensor_parallel._sharded_linear import (
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+)
+from support import parallel_linear
+from support.distributed import ranks
+from support.parallel_linear import integers
+
+groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)
+
+
+class Recorded:
+    """A transport that keeps what goes through it, in order: ("send" or "receive", peer, rows)."""
+
+    def __init__(self, transport):
+        self._transport, self.log = transport, []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def post(self, op, chunks):
+        self.log += [(type(c).__name__.lower(), c.peer, c.tensor.shape[0]) for c in chunks]
+        return self._transport.post(op, chunks)
+
+
+@settings(max_examples=30)
+@given(sizes=groups, pieces=st.integers(1, 4), seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+def test_gather_hands_out_every_row_once_own_rows_first(sizes, pieces, seed, credits):
+    whole = torch.arange(sum(sizes) * 3).view(-1, 3)
+
+    def run(transport):
+        handed = []
+        shard = whole.split(sizes)[transport.rank].clone()
+        recorded = Recorded(transport)
+        got = gather("test", recorded, shard, sizes, pieces, lambda span, rows: handed.append((span, rows.clone())))
+        assert torch.equal(got, whole)
+        assert [span for span, _ in handed] == list(gather_order(transport.rank, sizes, pieces))
+        assert all(torch.equal(rows, whole[slice(*span)]) for span, rows in handed)
+        assert sum(n for kind, _, n in recorded.log if kind == "send") == sizes[transport.rank] * (len(sizes) - 1)
+        first = sum(sizes[: transport.rank])
+        own = [span for span, _ in handed[:pieces]]
+        assert own == split((first, first + sizes[transport.rank]), pieces)
+        return True
+
+    assert all(LoopbackGroup(len(sizes), seed=seed, credits=credits).run(run))
+
+
+@settings(max_examples=30)
+@given(sizes=groups, pieces=st.integers(1, 4), seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, seed, credits):
+    size = len(sizes)
+
+    def part(rank):
+        return torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(rank))
+
+    def run(transport):
+        mine, asked = part(transport.rank), []
+
+        def produce(span, out):
+            asked.append(span)
+            rows = mine[slice(*span)].clone()
+            return rows if out is None else out.copy_(rows)
+
+        recorded = Recorded(transport)
+        parts = scatter("test", recorded, sizes, pieces, torch.empty(0, 3), produce)
+        assert asked == list(scatter_order(transport.rank, sizes, pieces))
+        sent = [n for kind, _, n in recorded.log if kind == "send"]
+        assert sum(sent) == sum(sizes) - sizes[transport.rank]
+        return sum_in_rank_order(parts)
+
+    totals = LoopbackGroup(size, seed=seed, credits=credits).run(run)
+    for rank, total in enumerate(totals):
+        want = torch.zeros_like(total)
+        for source in range(size):
+            want = want + part(source).split(sizes)[rank]
+        assert torch.equal(total, want)
+
+
+@settings(max_examples=20)
+@given(sizes=groups, seed=st.integers(0, 10**6))
+def test_whole_exchanges(sizes, seed):
+    whole = torch.arange(sum(sizes) * 2.0).view(-1, 2)
+
+    def run(transport):
+        got, arriving = start_gather("test", transport, whole.split(sizes)[transport.rank].clone(), sizes)
+        arriving.wait()
+        parts, leaving = start_scatter("test", transport, whole * (transport.rank + 1), sizes)
+        leaving.wait()
+        leaving.wait()  # again, for nothing
+        return got, sum_in_rank_order(parts)
+
+    scale = len(sizes) * (len(sizes) + 1) / 2
+    for rank, (got, total) in enumerate(LoopbackGroup(len(sizes), seed=seed).run(run)):
+        assert torch.equal(got, whole)
+        assert torch.equal(total, scale * whole.split(sizes)[rank])
+
+
+@settings(max_examples=20)
+@given(
+    sizes=groups,
+    pieces=st.integers(0, 3),
+    bulk=st.booleans(),
+    needs_x=st.booleans(),
+    needs_weight=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_both_linears_at_any_size(sizes, pieces, bulk, needs_x, needs_weight, seed):
+    """On integers, so that the sums are exact: every rank gets its part of the linear of one process."""
+    size, s = len(sizes), sum(sizes)
+    x, dy = integers(s, 4, seed=seed), integers(s, 3, seed=seed + 1)
+    weights = [integers(3, 4, seed=seed + 2 + rank) for rank in range(size)]
+
+    def run(transport):
+        rank, weight = transport.rank, weights[transport.rank]
+        shard, kept = x.split(sizes)[rank].clone(), []
+        (y,) = column_forward("test", transport, shard, sizes, [weight], [None], pieces)
+        assert torch.equal(y, x @ weight.t())
+        dx = column_backward(
+            "test", transport, [dy], shard, sizes, [weight],
+            bulk=bulk, needs_x=needs_x, products=kept.append if needs_weight else None,
+        )  # fmt: skip
+        assert all(torch.equal(whole, x) for whole in kept) and len(kept) == needs_weight
+        want = sum(dy @ w for w in weights).split(sizes)[rank]
+        assert torch.equal(dx, want) if needs_x else dx is None
+
+        z = row_forward("test", transport, x, sizes, weight, integers(3, seed=9), pieces)
+        assert torch.equal(z, sum(x @ w.t() for w in weights).split(sizes)[rank] + integers(3, seed=9))
+        dx, whole = row_backward(
+            "test", transport, dy.split(sizes)[rank].clone(), sizes, weight, pieces, needs_x=needs_x
+        )
+        assert torch.equal(whole, dy)
+        assert torch.equal(dx, dy @ weight) if needs_x else dx is None
+        return True
+
+    assert all(LoopbackGroup(size, seed=seed).run(run))
+
+
+def test_16_bit_partial_sums_are_added_in_fp32_and_rounded_once():
+    parts = [torch.tensor([256.0, 1.0]).bfloat16(), *[torch.tensor([1.0, 2.0**-9]).bfloat16()] * 4]
+    total = sum_in_rank_order(parts)
+    assert total.tolist() == [260.0, 1.0078125]  # one by one in bfloat16 256 + 1 is 256, and 1 + 2^-9 is 1
+    assert sum_in_rank_order(parts[1:2], torch.tensor([0.5, 0.0]).bfloat16()).tolist() == [1.5, 2.0**-9]
+    assert parts[0].tolist() == [256.0, 1.0]
+
+
+TASK = plan.Task(
+    phase="gather", rows=8192, columns=7168, inner=8192, sent=7 * 8192 * 1024 * 2, size=8,
+    dtype=torch.bfloat16, transport="test",
+)  # fmt: skip
+RATES = plan.Rates(flops=5e12, processors=132, bandwidth=360e9)
+
+
+class TestModel:
+    def test_hides_what_can_be_hidden(self):
+        assert plan.modelled(TASK, RATES) > 0
+        whole, best = (plan.predict(TASK, RATES, n) for n in (plan.OFF, plan.modelled(TASK, RATES)))
+        assert best < 0.96 * whole
+
+    def test_does_not_overlap_where_it_does_not_pay(self):
+        small = dataclasses.replace(TASK, rows=64, sent=7 * 8 * 8192 * 2)  # every piece costs as much as the whole
+        assert plan.modelled(small, RATES) == plan.OFF
+        free = dataclasses.replace(RATES, bandwidth=math.inf, latency=0.0)
+        assert plan.modelled(TASK, free) == plan.OFF
+        assert plan.modelled(TASK, None) == plan.OFF
+
+    @given(
+        phase=st.sampled_from(["gather", "scatter"]),
+        rows=st.integers(1, 10**5),
+        columns=st.integers(1, 10**5),
+        inner=st.integers(1, 10**5),
+        size=st.integers(2, 64),
+        bandwidth=st.floats(1e9, 1e12),
+    )
+    def test_never_promises_more_than_hiding_the_smaller_part(self, phase, rows, columns, inner, size, bandwidth):
+        sent = rows * inner * 2
+        task = plan.Task(phase, rows, columns, inner, sent, size, torch.bfloat16, "test")
+        rates = dataclasses.replace(RATES, bandwidth=bandwidth, launch=0.0)
+        product = plan.product_seconds(rates, rows, columns, inner)
+        for pieces in (1, 2, 4):
+            assert plan.predict(task, rates, pieces) >= 0.999 * max(product, sent / bandwidth)
+        chosen = plan.modelled(task, rates)
+        assert plan.predict(task, rates, chosen) <= plan.predict(task, rates, plan.OFF)
+
+    def test_the_measured_choice_wants_a_margin(self):
+        assert plan.pick([1.0, 0.99, 0.985, 1.2]) == plan.OFF
+        assert plan.pick([1.0, 0.99, 0.9, 1.2]) == 2
+        assert plan.pick([1.0, 1.5, 1.5, 1.5]) == plan.OFF
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_ranks_measure_once_and_choose_alike(kind):
+    first, second = ranks(2).run(parallel_linear.measured, kind)
+    tasks = 2 if kind == "row" else 1  # its backward cuts its gather into pieces too
+    assert first == second == ([2] * tasks, 4 * tasks, True)
+
+
+def test_candidates_are_run_to_be_timed():
+    assert all(ranks(2).run(parallel_linear.timed_for_real))
+
+
+def test_cpu_tensors_are_not_timed():
+    assert not plan.may_measure(torch.device("cpu"))
+    assert [plan.encode("op", word) for word in ("off", "bulk", "auto", 3)] == [plan.OFF, plan.BULK, plan.AUTO, 3]

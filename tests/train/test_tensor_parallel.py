@@ -1,0 +1,124 @@
+"""The main job's tensor-parallel run: the same losses as on one process."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from parallel_ops.models import GPTConfig
+from parallel_ops.train import TrainConfig, cli, train
+from parallel_ops.train.lockstep import names_of
+from support import parallel_gpt
+from support.distributed import ranks
+
+MODEL = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+def run(arguments, tmp_path, text, launcher=()):
+    command = [sys.executable, *launcher, "-m", "parallel_ops.train", *TINY, "--steps", "5", "--text", str(text)]
+    command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    return done, json.loads((tmp_path / "p.json").read_text())
+
+
+def check(result, names):
+    for name in names:
+        assert len(result[name]["losses"]) == 5
+        assert result[name]["losses"][-1] < result[name]["losses"][0]
+    for name in names[1:]:
+        assert result[name]["largest_loss_difference"] < 1e-4
+
+
+def test_three_runs_have_one_loss_curve(tmp_path, text):
+    done, result = run(["--tp", "2", "--sequence-parallel"], tmp_path, text)
+    assert done.stderr == ""
+    assert done.stdout.split()[:3] == ["plain", "fused", "tp2"]
+    check(result, ["plain", "fused", "tp2"])
+
+
+def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
+    done, result = run(["--ops", "fused"], tmp_path, text, launcher=TORCHRUN)
+    assert done.stdout.count("loss at the end") == 1
+    check(result, ["fused", "tp2"])
+
+
+def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
+    model = dataclasses.replace(MODEL, heads=4, dropout=0.2, activation="swiglu", norm="rms_norm", positions="rotary")
+    losses = []
+    for tp, sequence_parallel in ((2, False), (2, True), (4, True)):
+        config = TrainConfig(
+            model=model, text=text, steps=4, batch=2, lr=1e-2, clip=0.1, tp=tp, sequence_parallel=sequence_parallel
+        )
+        each = ranks(tp).run(parallel_gpt.train_losses, config)
+        assert all(e == each[0] for e in each)
+        losses.append(each[0])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_the_tensor_parallel_run_has_a_name_of_its_own():
+    assert names_of(TrainConfig(model=MODEL, tp=2)) == ["plain", "fused", "tp2"]
+    assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
+
+
+def test_a_rank_that_dies_ends_the_run(text):
+    config = TrainConfig(model=MODEL, text=text, steps=2, device="meta:nowhere", tp=2)
+    with pytest.raises(RuntimeError, match=r"the tp2 run ended early on rank [01] \(exit code 1\)"):
+        train(config, ["tp2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "tp must be at least 1, got 0"),
+        (["--tp", "3"], "heads must be a multiple of tp=3, got 2"),
+        (["--tp", "2", "--ffn-hidden", "5"], "ffn_width must be a multiple of tp=2, got 5"),
+        (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    result = CliRunner().invoke(cli.app, [*TINY, *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_torchrun_and_tp_must_agree(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(cli.app, [*TINY, "--tp", "2"])
+    assert result.exit_code == 2
+    assert "--tp 2: torchrun started 4 processes" in result.stderr
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--tp 2: needs as many GPUs, and this torch sees 1"):
+        cli._ranks(cli.Device.cuda, 2)
+    assert cli._ranks(cli.Device.auto, 2) == 1
+    assert cli._ranks(cli.Device.cpu, 2) == 2
