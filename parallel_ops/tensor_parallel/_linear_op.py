@@ -53,15 +53,22 @@ class LinearCall:
     def needs_biases(self, count: int) -> list[bool]:
         return self.needs[1 + count :]
 
-    def agree(self, x: Tensor, same: tuple[object, ...], shape: str) -> None:
-        """The ranks make the same call: else all raise."""
+    def agree(self, x: Tensor, same: tuple[object, ...], shape: str, weights: Sequence[Tensor]) -> None:
+        """The ranks make the same call: else all raise.
+
+        Where a measurement chooses the pieces, they must have weights of one shape too: on what is kept of it by shape
+        they would otherwise differ, and wait for each other.
+        """
         if self.group is None:
             return
         group = resolve_group(self.group)
         over = transport_of(group).capabilities.name
         # Which parameters want gradients decides what a backward sends.
-        options = tuple(self.sizes), self.overlap, tuple(self.needs), over
+        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), over)
         text = f"{shape} {x.dtype}, sizes={self.sizes}, overlap={self.overlap}, gradients={self.needs} over {over}"
+        if self.overlap == plan.AUTO and x.is_cuda:
+            shapes = [tuple(w.shape) for w in weights]
+            options, text = (*options, *shapes), f"{text}, weights of {shapes}"
         agree(group, Call(self.op, (x.dtype, *same, *options), text), x.device)
 
     def transport(self) -> Transport | None:

@@ -54,11 +54,11 @@ def encode(op: str, overlap: Overlap) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """A product and the communication next to it, on one rank.
+    """A product and the communication next to it: the same on every rank, since all must choose alike.
 
     Attributes:
         rows: of the whole activation. columns, inner: the product is ``[rows, inner] @ [inner, columns]``.
-        sent: bytes that this rank sends.
+        sent: the most bytes that a rank sends.
         transport: the name of what sends them.
     """
 

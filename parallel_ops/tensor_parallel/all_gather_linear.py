@@ -81,7 +81,8 @@ def all_gather_linear(
         group: the ranks that share the sequence and the output features; ``None`` for one rank.
         overlap: ``"off"``: gather, then multiply; ``"bulk"``: so in the forward, and whole collectives behind whole
             products in the backward; a number: so many messages for each shard in the forward, bulk in the backward;
-            ``"auto"``: what an analytic model and, on a GPU, a measurement find fastest (see ``_overlap_plan``).
+            ``"auto"``: what an analytic model and, on a GPU, a measurement find fastest (see ``_overlap_plan``); there
+            the weights must have the same shapes on every rank.
         sizes: ``s_r`` of every rank, the same on every rank; ``None`` where all are equal.
         main_grad: ``[N, H]`` float32 (float64 for float64), or one for each weight: the weight's gradient is added to
             it, and autograd gets none for the weight. Not under ``torch.compile``.
@@ -133,7 +134,7 @@ def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Te
     h, transport = flat(x), call.transport()
     if transport is None:
         return [multiply(h, w, b).view(*shape, w.shape[0]) for w, b in zip(weights, each, strict=True)]
-    call.agree(x, (x.shape[1:], len(weights), len(biases)), f"x of {list(x.shape)}")
+    call.agree(x, (x.shape[1:], len(weights), len(biases)), f"x of {list(x.shape)}", weights)
     rows = call.rows(x.shape[1:-1])
 
     def run(pieces: int) -> list[Tensor]:
@@ -144,7 +145,7 @@ def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Te
         rows=sum(rows),
         columns=sum(w.shape[0] for w in weights),
         inner=h.shape[1],
-        sent=h.nbytes * (transport.size - 1),
+        sent=max(rows) * h.shape[1] * h.itemsize * (transport.size - 1),
         size=transport.size,
         dtype=x.dtype,
         transport=transport.capabilities.name,

@@ -50,7 +50,7 @@ def linear_reduce_scatter(
         group: the ranks that share the input features; ``None`` for one rank.
         overlap: ``"off"`` and ``"bulk"``: multiply, then reduce (there is nothing whole to hide); a number: so many
             messages for each shard, forward and backward; ``"auto"``: what an analytic model and, on a GPU, a
-            measurement find fastest (see ``_overlap_plan``).
+            measurement find fastest (see ``_overlap_plan``); there the weight must have one shape on every rank.
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
         main_grad: ``[N, K]`` float32 (float64 for float64): the weight's gradient is added to it, and autograd gets
             none for the weight. Not under ``torch.compile``.
@@ -99,7 +99,7 @@ def _rows(call: LinearCall) -> int:
 def _task(call: LinearCall, phase: str, rows: Sequence[int], columns: int, inner: int, x: Tensor) -> Task:
     transport = call.transport()
     assert transport is not None
-    leaves = (sum(rows) - rows[transport.rank]) if phase == "scatter" else rows[transport.rank] * (transport.size - 1)
+    leaves = sum(rows) - min(rows) if phase == "scatter" else max(rows) * (transport.size - 1)
     width = columns if phase == "scatter" else inner
     return Task(
         phase="scatter" if phase == "scatter" else "gather",
@@ -119,7 +119,8 @@ def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Te
     shape = (_rows(call), *x.shape[1:-1], weight.shape[0])
     if transport is None:
         return [multiply(h, weight, bias).view(shape)]
-    call.agree(x, (x.shape[:-1], weight.shape[0], len(biases)), f"x of {list(x.shape)}, weight of {list(weight.shape)}")
+    same = (x.shape[:-1], weight.shape[0], len(biases))
+    call.agree(x, same, f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
     rows = call.rows(x.shape[1:-1])
 
     def run(pieces: int) -> Tensor:

@@ -237,6 +237,22 @@ def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
     return choices, len(timed), right
 
 
+def tasks(rank: int, kind: str, sizes: list[int]) -> list[str]:
+    """What a choice of pieces is kept under, forward and backward."""
+    seen: list[str] = []
+
+    def choose(task: plan.Task, *_: Any) -> int:
+        seen.append(str(task))
+        return plan.OFF
+
+    op = all_gather_linear if kind == "column" else linear_reduce_scatter
+    rows = sizes[rank] if kind == "column" else sum(sizes)
+    x, weight = _leaf(normal(rows, 4, seed=rank)), _leaf(normal(6, 4, seed=1))
+    with unittest.mock.patch.object(plan, "choose", choose):
+        op(x, weight, group=dist.group.WORLD, sizes=sizes, overlap="auto").sum().backward()
+    return seen
+
+
 def timed_for_real(rank: int) -> bool:
     with unittest.mock.patch.object(plan, "may_measure", return_value=True):
         sharded_linear(

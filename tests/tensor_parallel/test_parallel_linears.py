@@ -173,6 +173,15 @@ def test_disagreement_raises_on_every_rank(size, kind, what, message):
     assert any(message in o.message for o in outcomes), [o.message for o in outcomes]
 
 
+@groups
+@kinds
+def test_all_ranks_choose_for_the_same_task_whatever_their_shard(size, kind):
+    """Else one could know the answer and another stop to measure, and wait for it."""
+    for sizes in SIZES[size]:
+        seen = ranks(size).run(on_rank.tasks, kind, sizes)
+        assert all(seen[0] == other for other in seen[1:]) and len(seen[0]) == (1 if kind == "column" else 2)
+
+
 def test_messages_go_over_the_transport_that_was_chosen():
     # Two pieces of the other shard, then x and dx whole.
     assert ranks(2).run(on_rank.over_another_transport, True) == [(4, 4)] * 2
