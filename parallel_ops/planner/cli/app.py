@@ -74,6 +74,11 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _console() -> Console:
+    """A file or a pipe has room for long lines."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
 @app.command("plan")
 def plan_command(
     model: ModelName,
@@ -97,7 +102,7 @@ def plan_command(
         found = {"plans": [tables.estimate_data(e) for e in shown], "rejected": rejected}
         _print_json({**found, "sensitivity": tables.sensitivity(result)})
         return
-    console = Console()
+    console = _console()
     console.print(f"{shape.name} on {machine.name}, {best.plan.global_batch:,} x {shape.sequence:,} tokens a step")
     for part in (tables.plans(shown), tables.rejections(result)):
         console.print()
@@ -125,7 +130,7 @@ def estimate_command(
     if json:
         _print_json({**tables.estimate_data(found), "fits": problem is None})
         return
-    console = Console()
+    console = _console()
     console.print(f"{found.model.name} on {found.cluster.name}\n")
     for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
         console.print(part)
@@ -161,7 +166,7 @@ def schedule_command(
     if json:
         _print_json({"kind": kind, **tables.simulation_data(simulated)})
         return
-    console = Console()
+    console = _console()
     console.print(drawing.text(simulated, console.width))
     console.print(summary, highlight=False)
 
@@ -173,7 +178,7 @@ def validate_command(json: Json = False) -> None:
     if json:
         _print_json(tables.report_data(report))
     else:
-        console = Console()
+        console = _console()
         for part in (*tables.errors(report), tables.targets(report)):
             console.print(part)
             console.print()

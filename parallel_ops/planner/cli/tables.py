@@ -125,7 +125,7 @@ def errors(report: Report) -> list[Table]:
         title = f"{row.source}, {row.table}"
         if title not in parts:
             parts[title] = out = _table(title)
-            out.add_column("", width=32)
+            out.add_column("", ratio=1)
             out.add_column("quantity", width=18)
             for name in ("published", "planner", "error", "role"):
                 out.add_column(name, justify="right", no_wrap=True, width=8 if name == "error" else 9)
