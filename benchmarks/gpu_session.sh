@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks this tree on a machine with an NVIDIA GPU, without a package registry.
 #
-#   benchmarks/gpu_session.sh OUTPUT_FOLDER [--quick | other arguments of python -m benchmarks]
+#   [STEPS="tests overlap"] benchmarks/gpu_session.sh OUTPUT_FOLDER [--quick | other arguments of python -m benchmarks]
 #
 # Needs python3 (3.11 or later) with torch, triton, setuptools, pytest, hypothesis, rich, typer and matplotlib, and a
 # C++ compiler.
 # The package is installed into a temporary folder; the tree and the Python installation stay as they are.
 # OUTPUT_FOLDER gets summary.txt, one log a step, the CSV file and the charts. A step that fails or exceeds its time
 # limit does not keep the next from running; the exit status is then 1. Where the tree is not a git checkout, set
-# PARALLEL_OPS_COMMIT to the commit that the results should carry. PYTHON can be set too, and in seconds BUILD_LIMIT,
-# TEST_LIMIT and BENCHMARK_LIMIT, which leave the whole under ten minutes.
+# PARALLEL_OPS_COMMIT to the commit that the results should carry. PYTHON can be set too, STEPS to some of "tests overlap
+# benchmarks" (all by default; the first two, or the last alone, stay under ten minutes), and in seconds BUILD_LIMIT,
+# TEST_LIMIT, OVERLAP_LIMIT and BENCHMARK_LIMIT.
 set -uo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -26,6 +27,9 @@ trap 'rm -rf "$scratch"' EXIT
 cd "$tree" || exit 2
 failed=0
 : >"$output/summary.txt"
+
+# wanted NAME: is the step among those asked for?
+wanted() { [[ " ${STEPS-tests overlap benchmarks} " == *" $1 "* ]]; }
 
 # step NAME LIMIT_SECONDS COMMAND...
 step() {
@@ -59,7 +63,18 @@ step build "${BUILD_LIMIT:-90}" bash -c install_package
 # The installed package comes first: the source tree has no compiled extension, and must not hide the one that has.
 export PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 export PYTHONPATH="$scratch/site:$tree${PYTHONPATH:+:$PYTHONPATH}"
-step tests "${TEST_LIMIT:-150}" "$python" -m pytest -q -p no:cacheprovider tests/ops
-TAIL_LINES=150 step benchmarks "${BENCHMARK_LIMIT:-330}" "$python" -m benchmarks --device cuda --output "$output" "$@"
+# Of the tests over process groups those that a single GPU can run.
+device_tests=(tests/tensor_parallel/test_cross_entropy.py tests/tensor_parallel/test_linear_cross_entropy.py
+  tests/models/test_gpt.py tests/comm/test_paced.py tests/comm/test_stream_signal.py)
+if wanted tests; then
+  step tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider tests/ops
+  step device_tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider -k "cuda or gpu" "${device_tests[@]}"
+fi
+if wanted overlap; then
+  TAIL_LINES=60 step overlap "${OVERLAP_LIMIT:-120}" "$python" -m benchmarks.bench_overlap --device cuda --output "$output"
+fi
+if wanted benchmarks; then
+  TAIL_LINES=250 step benchmarks "${BENCHMARK_LIMIT:-460}" "$python" -m benchmarks --device cuda --output "$output" "$@"
+fi
 
 exit "$failed"
