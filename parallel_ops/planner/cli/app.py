@@ -1,5 +1,6 @@
 """The commands of ``parallel-ops``."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -75,8 +76,8 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _console() -> Console:
-    """A file or a pipe has room for long lines."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    """A file or a pipe has room for long lines, unless COLUMNS says otherwise."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
 @app.command("plan")
