@@ -9,13 +9,15 @@ memory, so ``torch.distributed.checkpoint`` saves every part once and loads into
 the state dict holds plain tensors, of the same shapes.
 
 Loaded: ``load_state_dict`` takes such a DTensor, the whole tensor (and keeps this rank's part of it), or the part.
+
+An optimizer's state knows nothing of this: it holds plain tensors of its rank's parts, to be saved rank by rank.
 """
 
 import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,10 +170,19 @@ def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
         if not isinstance(value, Tensor):
             continue
         shape = module.get_parameter(name).shape
+        part = sharding.part_shape(rank, size)
         if isinstance(value, DTensor):
-            value = value.to_local()
-        elif value.numel() == math.prod(sharding.shape) and size > 1:
+            if tuple(value.shape) == tuple(sharding.shape) and tuple(value.placements) == (Shard(sharding.dim),):
+                value = value.to_local()
+        elif size > 1 and tuple(value.shape) in _forms(sharding.shape, len(shape)):
             value = sharding.part_of(value.contiguous(), rank, size)
-        if value.numel() == shape.numel():
+        # Never by the number of elements alone: a transposed weight has as many.
+        if tuple(value.shape) in _forms(part, len(shape)):
             value = value.reshape(shape)
         state[prefix + name] = value  # of another shape: torch names it in its error
+
+
+def _forms(shape: Sequence[int], dims: int) -> set[tuple[int, ...]]:
+    """A shape, and the same with its first dimensions as one, as a parameter of ``dims`` dimensions has it."""
+    merged = len(shape) - dims + 1
+    return {tuple(shape), (math.prod(shape[:merged]), *shape[merged:])}

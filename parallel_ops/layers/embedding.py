@@ -91,7 +91,8 @@ class VocabParallelEmbedding(ShardedModule):
         # A token that no rank owns must not pass as a row of zeros.
         outside = (tokens < 0) | (tokens >= self.num_embeddings)
         local = torch.where(mine, local, torch.where(outside, self.stop - self.start, 0))
-        rows = F.embedding(local, self.weight) * mine.unsqueeze(-1)
+        # Chosen, not multiplied by zero: whatever the row that stands in holds, a NaN say, stays here.
+        rows = F.embedding(local, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter(rows, self.group, sizes=sizes)
         return reduce_from_group(rows, self.group)

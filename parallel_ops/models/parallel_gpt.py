@@ -4,7 +4,8 @@
     layers   heads and hidden features of the MLP split; the residual stream whole, or split by tokens
     loss     vocabulary split again: the last linear and the cross entropy in one op, no rank has whole logits
 
-Same parameters under the same names as ``GPT``: a state dict of one loads into the other.
+Same parameters under the same names as ``GPT``, whose state dict it loads on any number of ranks. The other way round
+the two halves of a SwiGLU projection stand as ``[2, ffn, h]`` and must be made one dimension first.
 """
 
 from torch import Tensor, nn
@@ -132,7 +133,9 @@ class ParallelGPT(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.head.weight
         if self.sequence_parallel:
-            logits = all_gather_linear(x, weight, group=self.group, overlap=self.overlap)
+            # A measured choice needs weights of one shape on all ranks.
+            uneven = self.overlap == "auto" and len(set(self.head.sizes)) > 1
+            logits = all_gather_linear(x, weight, group=self.group, overlap="bulk" if uneven else self.overlap)
         else:
             logits = nn.functional.linear(copy_to_group(x, self.group), weight)
         return gather_from_group(logits, self.group, dim=-1, sizes=self.head.sizes)

@@ -234,6 +234,12 @@ class _Handles:
         check_main_grads(op, self.main_grads, weights)
         if self.deferred is not None and not isinstance(self.deferred, DeferredWeightGradients):
             raise TypeError(f"{op}: deferred must be a DeferredWeightGradients, got {type(self.deferred).__name__}")
+        for weight, main_grad in zip(weights, self.main_grads, strict=True):
+            if self.deferred is not None and main_grad is None and weight.requires_grad and not weight.is_leaf:
+                raise ValueError(
+                    f"{op}: deferred needs weights that are leaves, or a main_grad; the gradient of a weight that was "
+                    "computed from another would reach neither"
+                )
         if self.used and torch.compiler.is_compiling():
             raise ValueError(f"{op}: main_grad and deferred do not work under torch.compile; leave them out there")
 

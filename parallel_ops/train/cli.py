@@ -63,7 +63,7 @@ def main() -> None:
 @app.command()
 def command(
     text: Annotated[
-        Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
+        str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 60,
     layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
@@ -102,6 +102,9 @@ def command(
     processes are used, and rank 0 trains the other models beside.
     """
     try:
+        if text == "":  # Path would take it for the current folder
+            raise ValueError("--text is empty; name a file or a folder, or leave it out")
+        source = None if text is None else Path(text)
         place, tp = _device(device), _ranks(device, tp)
         model = GPTConfig(
             vocab_size=256,
@@ -117,7 +120,7 @@ def command(
         )
         config = TrainConfig(
             model=model,
-            text=text,
+            text=source,
             steps=steps,
             batch=batch,
             lr=lr,
@@ -127,7 +130,7 @@ def command(
             tp=tp,
             sequence_parallel=sequence_parallel,
         )
-        batches(load_text(text), seq_length=seq_length, batch=batch, seed=seed)
+        batches(load_text(source), seq_length=seq_length, batch=batch, seed=seed)
         for path in (output, json):
             _check_writable(path)
         if output.suffix.lower() not in report.PICTURE_FORMATS:

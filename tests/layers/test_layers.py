@@ -199,3 +199,24 @@ def test_tokens_outside_the_vocabulary_raise_on_every_rank():
     assert all(isinstance(o, Raised) and o.type == "IndexError" for o in ranks(2).outcomes(on_rank.bad_token))
     with pytest.raises(TypeError, match=r"tokens must be an int64 or int32 tensor, got torch\.float32"):
         on_rank.build("embedding")(torch.zeros(2, 2))
+
+
+def test_a_weight_of_another_layout_is_refused():
+    """A transposed weight has as many elements."""
+    layer = layers.ColumnParallelLinear(4, 8, group=None)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(8)})
+    for outcome in ranks(2).outcomes(on_rank.loads_transposed):
+        assert isinstance(outcome, Raised) and "size mismatch" in outcome.message
+
+
+def test_a_row_of_nan_stays_with_its_token():
+    for result, expected in ranks(2).run(on_rank.embeds_nan):
+        assert torch.equal(result.isnan(), expected)
+
+
+def test_clipping_nothing_is_fine():
+    layer = layers.ColumnParallelLinear(4, 8, group=None)
+    assert layers.clip_grad_norm(layer, 1.0, None).item() == 0.0
+    layer.half().weight.grad = torch.full((8, 4), 3e4, dtype=torch.float16)
+    assert layers.clip_grad_norm(layer, 1e9, None).item() == pytest.approx(3e4 * 32**0.5, rel=1e-3)

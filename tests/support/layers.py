@@ -259,3 +259,17 @@ def with_handles(rank: int, sequence_parallel: bool, main: bool, defer: bool) ->
     if main:
         grads |= {f"{name}.weight": linear.main_grad for name, linear in linears.items()}
     return grads, pending
+
+
+def loads_transposed(rank: int) -> None:
+    layer = layers.ColumnParallelLinear(4, 8, group=dist.group.WORLD)
+    layer.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(8)})
+
+
+def embeds_nan(rank: int) -> tuple[Tensor, Tensor]:
+    """Which outputs are NaN when the first row of every rank's part is, and which may be."""
+    layer = layers.VocabParallelEmbedding(10, 4, group=dist.group.WORLD)
+    with torch.no_grad():
+        layer.weight[0] = torch.nan
+    tokens = torch.arange(10)[:, None]
+    return layer(tokens).detach(), (tokens % 5 == 0).unsqueeze(-1).expand(10, 1, 4)

@@ -251,3 +251,11 @@ class TestOneRank:
             message = {"3, but x": r"(sizes\[0\] is 3|sizes adds up to 3), but x"}.get(message, message)
         with pytest.raises(error, match=message):
             op(**arguments)
+
+
+@kinds
+def test_a_deferred_gradient_must_have_somewhere_to_go(kind):
+    op = all_gather_linear if kind == "column" else linear_reduce_scatter
+    x, weight = normal(4, 3, seed=1), normal(5, 3, seed=2).requires_grad_()
+    with pytest.raises(ValueError, match="deferred needs weights that are leaves"):
+        op(x, weight * 1, group=None, deferred=DeferredWeightGradients())

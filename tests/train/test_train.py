@@ -189,6 +189,7 @@ class TestCommandErrors:
             (["--steps", "0"], "steps must be at least 1, got 0"),
             (["--dropout", "1"], "dropout must be at least 0 and below 1, got 1.0"),
             (["--lr", "nan"], "lr must be a positive number, got nan"),
+            (["--text", ""], "--text is empty"),
             (["--output", "missing/demo.png"], "missing does not exist; create it"),
             (["--output", "demo.txt"], "--output must end in .png, .pdf, .svg, got demo.txt"),
             (["--json", "folder"], "folder is a folder; name a file in it"),
