@@ -204,6 +204,12 @@ class TestExport:
         code, out, err = run("export", *given, *(["--plan", ",".join(plan)] if plan else []))
         return out if code == 0 else err
 
+    def test_a_plan_that_does_not_fit_is_written_with_a_note(self, run):
+        given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--format", "megatron"]
+        code, out, err = run("export", *given, "--plan", "tp=1")
+        assert (code, err.count("\n")) == (0, 1) and "does not fit: stage 0 needs" in err and "--tensor-model" in out
+        assert run("export", *given, "--plan", "tp=8,pp=4,zero=1")[2] == ""
+
     def test_deepspeed(self, run):
         config = json.loads(self.text(run, "deepspeed", "tp=8", "zero=3", "micro_batch=2", "offload=optimizer"))
         assert config["train_batch_size"] == 512

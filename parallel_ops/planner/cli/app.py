@@ -16,7 +16,7 @@ from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS
 from parallel_ops.planner.export import export as export_plan
-from parallel_ops.planner.feasibility import memory_problem
+from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
@@ -203,6 +203,8 @@ def export_command(
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
     shape, machine, chosen = _given(model, cluster, batch, seq, plan, None)
     text = export_plan(format, shape, machine, chosen or _fastest(shape, machine, batch).plan)
+    if chosen is not None and (found := quick_memory_problem(shape, machine, chosen)) is not None:
+        typer.echo(f"note: this plan does not fit: {found[1]}", err=True)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if json:
