@@ -33,8 +33,19 @@ class _Linear(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+        overlap: Overlap,
+        init_method: Init | None,
+    ) -> None:
         super().__init__(group)
+        encode(type(self).__name__, overlap)
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_parallel, self.overlap, self.init_method = sequence_parallel, overlap, init_method
         self.main_grad: Tensor | None = None
         self.deferred: DeferredWeightGradients | None = None
 
@@ -43,6 +54,12 @@ class _Linear(ShardedModule):
         if self.main_grad is None and self.deferred is None:
             return F.linear(x, self.weight, bias)
         return all_gather_linear(x, self.weight, bias, group=None, main_grad=self.main_grad, deferred=self.deferred)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={group_rank(self.group)} of {group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
+        )
 
 
 class ColumnParallelLinear(_Linear):
@@ -80,13 +97,11 @@ class ColumnParallelLinear(_Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
-        encode("ColumnParallelLinear", overlap)
+        super().__init__(in_features, out_features, group, sequence_parallel, overlap, init_method)
         if parts < 1 or out_features % parts:
             raise ValueError(f"ColumnParallelLinear: parts ({parts}) must divide out_features ({out_features})")
         local = parts * check_divides("ColumnParallelLinear", "out_features / parts", out_features // parts, group)
-        self.in_features, self.out_features, self.parts = in_features, out_features, parts
-        self.sequence_parallel, self.overlap, self.init_method = sequence_parallel, overlap, init_method
+        self.parts = parts
         rows = (out_features,) if parts == 1 else (parts, out_features // parts)
         dim = len(rows) - 1
         self.add_part("weight", Sharding((*rows, in_features), dim), (local, in_features), device, dtype)
@@ -126,9 +141,6 @@ class ColumnParallelLinear(_Linear):
             )
         return self._multiply(copy_to_group(x, self.group), bias)
 
-    def extra_repr(self) -> str:
-        return _repr(self, self.in_features, self.out_features)
-
 
 class RowParallelLinear(_Linear):
     """``nn.Linear`` with its input features split over a group.
@@ -163,11 +175,8 @@ class RowParallelLinear(_Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
-        encode("RowParallelLinear", overlap)
+        super().__init__(in_features, out_features, group, sequence_parallel, overlap, init_method)
         local = check_divides("RowParallelLinear", "in_features", in_features, group)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.overlap, self.init_method = sequence_parallel, overlap, init_method
         self.add_part("weight", Sharding((out_features, in_features), 1), (out_features, local), device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -206,13 +215,3 @@ class RowParallelLinear(_Linear):
             return self._multiply(x, bias)
         y = reduce_from_group(self._multiply(x, None), self.group)
         return y if bias is None else y + bias
-
-    def extra_repr(self) -> str:
-        return _repr(self, self.in_features, self.out_features)
-
-
-def _repr(layer: ColumnParallelLinear | RowParallelLinear, in_features: int, out_features: int) -> str:
-    return (
-        f"in_features={in_features}, out_features={out_features}, bias={layer.bias is not None}, "
-        f"rank={group_rank(layer.group)} of {group_size(layer.group)}, sequence_parallel={layer.sequence_parallel}"
-    )

@@ -81,6 +81,22 @@ class LinearCall:
             per_index *= n
         return [size * per_index for size in self.sizes]
 
+    def task(
+        self, phase: plan.Phase, transport: Transport, rows: Sequence[int], columns: int, inner: int, dtype: torch.dtype
+    ) -> plan.Task:
+        """A product ``[sum(rows), inner] @ [inner, columns]`` whose input is gathered, or whose output is scattered."""
+        sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
+        return plan.Task(
+            phase=phase,
+            rows=sum(rows),
+            columns=columns,
+            inner=inner,
+            sent=sent[phase] * dtype.itemsize,
+            size=transport.size,
+            dtype=dtype,
+            transport=transport.capabilities.name,
+        )
+
     def pieces(self, task: plan.Task, device: torch.device, run: Callable[[int], object]) -> int:
         """How many messages for each shard; ``run`` does the task with that many, to be timed."""
         if self.overlap > 0:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._compat import all_gather_single
-from parallel_ops.comm._failure import naming_peers
 from parallel_ops.comm._group import group_device, resolve_group
+from parallel_ops.comm._primitives import gathered
 from parallel_ops.comm.transport import PeerError
 
 # 10,922 rows of plain fp32 statistics: enough for the usual batch, little enough to cost hardly more than no payload.
@@ -85,7 +84,7 @@ def announcing_failure(op: str, group: str | None) -> Iterator[None]:
         if group is not None and not torch.compiler.is_compiling():
             process_group = resolve_group(group)
             with contextlib.suppress(PeerError):  # this rank's own error says more
-                _all_gather(op, process_group, _message(_tensor([_Header()], group_device(process_group))[0], None))
+                gathered(op, _message(_tensor([_Header()], group_device(process_group))[0], None), process_group)
         raise
 
 
@@ -99,13 +98,6 @@ def _message(header: Tensor, payload: Tensor | None) -> Tensor:
     if payload is not None:
         message[_HEADER_BYTES : _HEADER_BYTES + payload.nbytes] = payload.flatten().view(torch.uint8)
     return message
-
-
-def _all_gather(op: str, group: ProcessGroup, t: Tensor) -> Tensor:
-    out = t.new_empty((group.size(), *t.shape))
-    with naming_peers(op, group):
-        all_gather_single(out.flatten(), t.contiguous().flatten(), group=group)
-    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,48 +161,43 @@ class VocabShards:
 
     def _learn_layout(self) -> Layout:
         header = _Header(cols=self.cols, rows=self.target.numel(), agreed=self._agreed)
-        received = _all_gather(self.op, self.group, _message(_tensor([header], self.target.device)[0], None))
-        self._read(received)
+        self._read(gathered(self.op, _message(_tensor([header], self.target.device)[0], None), self.group))
         raise AssertionError("unreachable: this rank's own header does not know the layout")
 
     def gather(self, layout: Layout, statistics: Tensor) -> Tensor:
         """``statistics`` of all ranks, stacked in rank order."""
-        read = self._on_cpu or not self._is_known(layout)
-        expected = self._expected(layout)
         payload = statistics if statistics.nbytes <= PAYLOAD_BYTES else None
-        received = _all_gather(self.op, self.group, _message(expected[self.group.rank()], payload))
-        if read:  # before a gather of a size that ranks may disagree on
-            self._read_or_forget(layout, received)
+        received = self._exchange(layout, payload)  # read before a gather of a size that ranks may disagree on
         if payload is None:
-            gathered = _all_gather(self.op, self.group, statistics)
+            whole = gathered(self.op, statistics, self.group)
         else:
             end = _HEADER_BYTES + payload.nbytes
-            gathered = received[:, _HEADER_BYTES:end].contiguous().view(statistics.dtype).view(-1, *statistics.shape)
+            whole = received[:, _HEADER_BYTES:end].contiguous().view(statistics.dtype).view(-1, *statistics.shape)
         if not self._on_cpu:
-            agree = (_headers(received) == expected).all()
-            gathered = torch.where(agree, gathered, torch.nan)
-        return gathered
+            agree = (_headers(received) == self._expected(layout)).all()
+            whole = torch.where(agree, whole, torch.nan)
+        return whole
 
     def agree(self, layout: Layout) -> None:
         """Checks that all ranks make the same call, for callers that exchange something else before ``gather``."""
-        read = self._on_cpu or not self._is_known(layout)
-        received = _all_gather(self.op, self.group, _message(self._expected(layout)[self.group.rank()], None))
+        self._exchange(layout, None)
+
+    def _exchange(self, layout: Layout, payload: Tensor | None) -> Tensor:
+        """The messages of all ranks, and what they give reason to raise, where this rank reads them."""
+        read = self._on_cpu or self._key(layout) not in self._state.headers
+        own = self._expected(layout)[self.group.rank()]
+        received = gathered(self.op, _message(own, payload), self.group)
         if read:
-            self._read_or_forget(layout, received)
+            try:
+                self._read(received)
+            except (ValueError, _LayoutChanged):
+                # A call that failed is not known: the next of its kind is read again.
+                self._state.headers.pop(self._key(layout), None)
+                raise
+        return received
 
     def _key(self, layout: Layout) -> tuple[Layout, int, int]:
         return layout, self.target.numel(), self._agreed
-
-    def _is_known(self, layout: Layout) -> bool:
-        return self._key(layout) in self._state.headers
-
-    def _read_or_forget(self, layout: Layout, received: Tensor) -> None:
-        """A call that failed is not known: the next of its kind is read again."""
-        try:
-            self._read(received)
-        except (ValueError, _LayoutChanged):
-            self._state.headers.pop(self._key(layout), None)
-            raise
 
     def _expected(self, layout: Layout) -> Tensor:
         """The headers of all ranks as they should be; on CPU this rank's says whether a target is wrong."""

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm import all_gather
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.tensor_parallel._linear_op import Factors, LinearCall, LinearOp, flat
-from parallel_ops.tensor_parallel._overlap_plan import Overlap, Task
+from parallel_ops.tensor_parallel._overlap_plan import Overlap
 from parallel_ops.tensor_parallel._sharded_linear import column_backward, column_forward, multiply
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
 
@@ -140,16 +140,8 @@ def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Te
     def run(pieces: int) -> list[Tensor]:
         return column_forward(_NAME, transport, h, rows, weights, each, pieces)
 
-    task = Task(
-        phase="gather",
-        rows=sum(rows),
-        columns=sum(w.shape[0] for w in weights),
-        inner=h.shape[1],
-        sent=max(rows) * h.shape[1] * h.itemsize * (transport.size - 1),
-        size=transport.size,
-        dtype=x.dtype,
-        transport=transport.capabilities.name,
-    )
+    columns = sum(w.shape[0] for w in weights)
+    task = call.task("gather", transport, rows, columns, h.shape[1], x.dtype)
     return [y.view(*shape, y.shape[1]) for y in run(call.pieces(task, x.device, run))]
 
 

@@ -23,7 +23,7 @@ from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._group import group_rank, resolve_group
 from parallel_ops.tensor_parallel._linear_op import Factors, LinearCall, LinearOp, flat
-from parallel_ops.tensor_parallel._overlap_plan import Overlap, Task
+from parallel_ops.tensor_parallel._overlap_plan import Overlap
 from parallel_ops.tensor_parallel._sharded_linear import multiply, row_backward, row_forward
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
 
@@ -96,23 +96,6 @@ def _rows(call: LinearCall) -> int:
     return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
 
 
-def _task(call: LinearCall, phase: str, rows: Sequence[int], columns: int, inner: int, x: Tensor) -> Task:
-    transport = call.transport()
-    assert transport is not None
-    leaves = sum(rows) - min(rows) if phase == "scatter" else max(rows) * (transport.size - 1)
-    width = columns if phase == "scatter" else inner
-    return Task(
-        phase="scatter" if phase == "scatter" else "gather",
-        rows=sum(rows),
-        columns=columns,
-        inner=inner,
-        sent=leaves * width * x.itemsize,
-        size=transport.size,
-        dtype=x.dtype,
-        transport=transport.capabilities.name,
-    )
-
-
 def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     (weight,), bias = weights, biases[0] if biases else None
     h, transport = flat(x), call.transport()
@@ -126,7 +109,7 @@ def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Te
     def run(pieces: int) -> Tensor:
         return row_forward(_NAME, transport, h, rows, weight, bias, pieces)
 
-    task = _task(call, "scatter", rows, weight.shape[0], weight.shape[1], x)
+    task = call.task("scatter", transport, rows, weight.shape[0], weight.shape[1], x.dtype)
     return [run(call.pieces(task, x.device, run)).view(shape)]
 
 
@@ -141,7 +124,7 @@ def _gradients(
 
     pieces = 0
     if transport is not None and call.needs[0]:
-        task = _task(call, "gather", rows, weight.shape[1], weight.shape[0], x)
+        task = call.task("gather", transport, rows, weight.shape[1], weight.shape[0], x.dtype)
         pieces = call.pieces(task, x.device, run)
     dx, whole = run(pieces)
     if factors is not None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from parallel_ops.comm import _primitives
 from parallel_ops.comm._group import group_name
-from parallel_ops.tensor_parallel import _vocab_shards
 from parallel_ops.tensor_parallel._vocab_shards import VocabShards
 from support.distributed import ranks
 from support.kernels import differentiable
@@ -158,7 +158,7 @@ def collectives(rank: int, calls: int, **options: Any) -> list[int]:
     """The number of all-gathers of each of some calls in a new group, forward and backward."""
     group = dist.new_group()
     counts = []
-    original = _vocab_shards.all_gather_single
+    original = _primitives.all_gather_single
     try:
         for _ in range(calls):
             count = []
@@ -167,12 +167,12 @@ def collectives(rank: int, calls: int, **options: Any) -> list[int]:
                 _count.append(1)
                 return original(*args, **kwargs)
 
-            _vocab_shards.all_gather_single = counted
+            _primitives.all_gather_single = counted
             x = torch.randn(6, 3 + rank, requires_grad=True)
             vocab_parallel_cross_entropy(x, torch.arange(6), group=group, **options).backward()
             counts.append(len(count))
     finally:
-        _vocab_shards.all_gather_single = original
+        _primitives.all_gather_single = original
     return counts
 
 

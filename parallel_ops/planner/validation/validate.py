@@ -184,7 +184,7 @@ def _memory() -> Iterator[Row]:
 
 def _zero_bubble_plan(row: dict[str, Any], kind: str) -> Plan:
     pp, layers = row["pp"], row["layers"]
-    virtual_stages = (layers + 2) // pp if kind == "interleaved" else 1
+    virtual_stages = _virtual_stages(row, kind)
     chunks = pp * virtual_stages
     each = (layers + 2) // chunks
     return Plan(
@@ -226,35 +226,27 @@ def _bubbles() -> Iterator[Row]:
             weight_grad=row["weight_grad"],
             link=row["link"],
         )
-        sizes = _sizes(row["model"])
+        sizes = next(sizes for sizes in table("zero_bubble")["table 4"] if sizes["model"] == row["model"])
         for kind, published in row["bubble"].items():
-            v = 1
-            stage_times = times
-            bounded: dict[str, Any] = {}
-            if kind in ("zb-1p", "zb-2p"):
-                # What a layer keeps of its activations from I to W, of the paper's table 3; the sequence is 1,024.
-                retained = 32 / (34 + 5 * sizes["heads"] * 1024 / sizes["hidden"])
-                limit = (1 if kind == "zb-1p" else 2) * row["pp"]
-                bounded = {"times": times, "memory_limit": limit, "retained": retained}
-            if kind == "interleaved":
-                v = _interleaved_chunks(row["model"])
-                stage_times = replace(
-                    times,
-                    forward=row["forward"] / v,
-                    input_grad=row["input_grad"] / v,
-                    weight_grad=row["weight_grad"] / v,
-                )
-            order = actions("zb-2p" if bounded else kind, row["pp"], row["micro_batches"], v, **bounded)
-            predicted = simulate(order, stage_times).bubble_without_barrier
+            predicted = _bubble(kind, row["pp"], row["micro_batches"], times, sizes)
             name = f"{row['model']}, {kind}, {row['micro_batches']} micro-batches"
             yield _row("zero_bubble", "table 5", name, "bubble", "", (published, predicted), "computed")
 
 
-def _sizes(model: str) -> dict[str, Any]:
-    return next(row for row in table("zero_bubble")["table 4"] if row["model"] == model)
+def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:
+    if kind in ("zb-1p", "zb-2p"):
+        # What a layer keeps of its activations from I to W, of the paper's table 3; the sequence is 1,024.
+        retained = 32 / (34 + 5 * sizes["heads"] * 1024 / sizes["hidden"])
+        limit = (1 if kind == "zb-1p" else 2) * pp
+        order = actions("zb-2p", pp, micro_batches, times=times, memory_limit=limit, retained=retained)
+    else:
+        v = _virtual_stages(sizes, kind)
+        passes = {name: getattr(times, name) / v for name in ("forward", "input_grad", "weight_grad")}
+        order, times = actions(kind, pp, micro_batches, v), replace(times, **passes)
+    return simulate(order, times).bubble_without_barrier
 
 
-def _interleaved_chunks(model: str) -> int:
-    sizes = _sizes(model)
-    chunks: int = (sizes["layers"] + 2) // sizes["pp"]
-    return chunks
+def _virtual_stages(sizes: dict[str, Any], kind: str) -> int:
+    """Interleaved, one layer a chunk; the first and the last stage have a layer less."""
+    layers: int = sizes["layers"] + 2
+    return layers // sizes["pp"] if kind == "interleaved" else 1
