@@ -147,7 +147,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     logits, column, saved = ctx.saved_tensors
-    if ctx.inplace and logits.is_contiguous() and not torch.compiler.is_compiling():
+    # Not while a compiler traces, which decides about memory itself and refuses writes to a leaf. Its tensors are of a
+    # subclass; torch.compiler.is_compiling() is no sign of it here in torch 2.11.
+    if ctx.inplace and logits.is_contiguous() and type(logits) in (Tensor, torch.nn.Parameter):
         dlogits = logits.detach()
         local.backward_inplace(grad, dlogits, column, saved, *ctx.options)
         torch.autograd.graph.increment_version(logits)
