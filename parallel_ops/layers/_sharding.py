@@ -10,7 +10,7 @@ the state dict holds plain tensors, of the same shapes.
 
 Loaded: ``load_state_dict`` takes such a DTensor, the whole tensor (and keeps this rank's part of it), or the part.
 
-An optimizer's state knows nothing of this: it holds plain tensors of its rank's parts, to be saved rank by rank.
+An optimizer knows nothing of this: ``optimizer_state.py`` does the same for its state.
 """
 
 import copy
@@ -139,47 +139,54 @@ def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
     return _meshes[group]
 
 
+def as_whole(part: Tensor, sharding: Sharding, group: ProcessGroup | None) -> Tensor:
+    """This rank's part as a DTensor of the whole that shares its memory; on one rank as a plain tensor."""
+    part = part.view(sharding.part_shape(group_rank(group), group_size(group)))
+    if group is None or group.size() == 1:
+        return part
+    # What torch would compute from the parts, were they not told: they are not all of one size.
+    stride = torch.empty(sharding.shape, device="meta").stride()
+    return DTensor.from_local(
+        part,
+        _mesh(group, part.device),
+        [Shard(sharding.dim)],
+        run_check=False,
+        shape=torch.Size(sharding.shape),
+        stride=stride,
+    )
+
+
+def as_part(value: Tensor, sharding: Sharding, group: ProcessGroup | None, shape: Sequence[int]) -> Tensor:
+    """This rank's part of a DTensor or a whole tensor, or the part itself, as a parameter of ``shape`` has it.
+
+    What is none of these comes back in a shape that is not the parameter's, for the caller to refuse.
+    """
+    rank, size = group_rank(group), group_size(group)
+    if isinstance(value, DTensor):
+        if tuple(value.shape) == tuple(sharding.shape) and tuple(value.placements) == (Shard(sharding.dim),):
+            value = value.to_local()
+    elif size > 1 and tuple(value.shape) in _forms(sharding.shape, len(shape)):
+        value = sharding.part_of(value.contiguous(), rank, size)
+    # Never by the number of elements alone: a transposed weight has as many.
+    if tuple(value.shape) in _forms(sharding.part_shape(rank, size), len(shape)):
+        value = value.reshape(shape)
+    return value
+
+
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     assert isinstance(module, ShardedModule)
-    group = module.group
     for name, sharding in module.shardings.items():
         key = prefix + name
-        if key not in state or isinstance(state[key], DTensor):
-            continue
-        part = state[key].view(sharding.part_shape(group_rank(group), group_size(group)))
-        if group is None or group.size() == 1:
-            state[key] = part
-            continue
-        # What torch would compute from the parts, were they not told: they are not all of one size.
-        stride = torch.empty(sharding.shape, device="meta").stride()
-        state[key] = DTensor.from_local(
-            part,
-            _mesh(group, part.device),
-            [Shard(sharding.dim)],
-            run_check=False,
-            shape=torch.Size(sharding.shape),
-            stride=stride,
-        )
+        if key in state and not isinstance(state[key], DTensor):
+            state[key] = as_whole(state[key], sharding, module.group)
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     assert isinstance(module, ShardedModule)
-    rank, size = group_rank(module.group), group_size(module.group)
     for name, sharding in module.shardings.items():
-        value = state.get(prefix + name)
-        if not isinstance(value, Tensor):
-            continue
-        shape = module.get_parameter(name).shape
-        part = sharding.part_shape(rank, size)
-        if isinstance(value, DTensor):
-            if tuple(value.shape) == tuple(sharding.shape) and tuple(value.placements) == (Shard(sharding.dim),):
-                value = value.to_local()
-        elif size > 1 and tuple(value.shape) in _forms(sharding.shape, len(shape)):
-            value = sharding.part_of(value.contiguous(), rank, size)
-        # Never by the number of elements alone: a transposed weight has as many.
-        if tuple(value.shape) in _forms(part, len(shape)):
-            value = value.reshape(shape)
-        state[prefix + name] = value  # of another shape: torch names it in its error
+        key = prefix + name
+        if isinstance(state.get(key), Tensor):  # of another shape: torch names it in its error
+            state[key] = as_part(state[key], sharding, module.group, module.get_parameter(name).shape)
 
 
 def _forms(shape: Sequence[int], dims: int) -> set[tuple[int, ...]]:

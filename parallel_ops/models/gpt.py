@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel_ops.layers import ColumnParallelLinear
 from parallel_ops.models.ops import FUSED, Ops
 
 
@@ -148,10 +149,13 @@ class MLP(nn.Module):
         super().__init__()
         gated = config.activation == "swiglu"
         self.activation = ops.bias_swiglu if gated else ops.bias_gelu
-        self.up = nn.Linear(config.hidden, config.ffn_width * (2 if gated else 1))
+        parts = 2 if gated else 1
+        # On one rank a plain linear, but the state dict has the halves of a gated one apart, as on several ranks.
+        self.up = ColumnParallelLinear(config.hidden, parts * config.ffn_width, group=None, parts=parts)
         self.out = nn.Linear(config.ffn_width, config.hidden)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.up.bias is not None
         y = self.activation(F.linear(x, self.up.weight), self.up.bias)
         return F.linear(y, self.out.weight), self.out.bias
 
@@ -202,9 +206,9 @@ class GPT(nn.Module):
         """Normal weights, zero biases; output projections narrower, so that the residual sum keeps its scale."""
         narrow = self.config.init_std / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | ColumnParallelLinear | nn.Embedding):
                 nn.init.normal_(module.weight, std=narrow if name.endswith(".out") else self.config.init_std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear | ColumnParallelLinear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -4,8 +4,8 @@
     layers   heads and hidden features of the MLP split; the residual stream whole, or split by tokens
     loss     vocabulary split again: the last linear and the cross entropy in one op, no rank has whole logits
 
-Same parameters under the same names as ``GPT``, whose state dict it loads on any number of ranks. The other way round
-the two halves of a SwiGLU projection stand as ``[2, ffn, h]`` and must be made one dimension first.
+Same parameters under the same names as ``GPT``. State dicts of the two, and of any number of ranks, load into each
+other; in all of them the two halves of a SwiGLU projection stand as ``[2, ffn, h]``.
 """
 
 from torch import Tensor, nn

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.models import GPT, GPTConfig, ParallelGPT
@@ -59,6 +60,13 @@ def reference(variant: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict, d
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return loss.detach(), model(tokens).detach(), grads, model.state_dict()
+
+
+def full_state(rank: int, variant: str) -> dict[str, Tensor]:
+    """The model of ``step``, put together by ``get_model_state_dict``."""
+    torch.manual_seed(0)
+    model = ParallelGPT(VARIANTS[variant], group=dist.group.WORLD).double()
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def odd_length(rank: int) -> Tensor:
