@@ -6,6 +6,7 @@ from parallel_ops.layers.embedding import VocabParallelEmbedding
 from parallel_ops.layers.gradients import clip_grad_norm
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.mlp import ParallelMLP
+from parallel_ops.layers.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from parallel_ops.layers.transformer import Norm, ParallelTransformerLayer, whole_gradients
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Sharding",
     "VocabParallelEmbedding",
     "clip_grad_norm",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
     "sharded_parameters",
     "whole_gradients",
 ]

@@ -4,10 +4,12 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from parallel_ops.layers import load_optimizer_state_dict, optimizer_state_dict
 from parallel_ops.models import GPT, GPTConfig, ParallelGPT
 from parallel_ops.train import TrainConfig, Trainer
 
@@ -77,3 +79,44 @@ def odd_length(rank: int) -> Tensor:
 def train_losses(rank: int, config: TrainConfig) -> list[float]:
     trainer = Trainer(config, group=dist.group.WORLD)
     return [trainer.step().loss for _ in range(config.steps)]
+
+
+def go_on(rank: int, variant: str, kind: type, steps: range, load: str | None, save: str | None, at: int) -> tuple:
+    """(losses, whole weights and Adam's moments at the end) of a model that is trained from a checkpoint or its seed.
+
+    Args:
+        kind: ``GPT``, or ``ParallelGPT`` over all ranks.
+        save: where to save, before step ``at``.
+    """
+    config = VARIANTS[variant]
+    torch.manual_seed(1 if load else 0)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model = (GPT(config) if kind is GPT else ParallelGPT(config, group=group, sequence_parallel=True)).double()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def state() -> dict:
+        return {"model": model.state_dict(), "optimizer": optimizer_state_dict(model, optimizer)}
+
+    if load:
+        loaded = state()
+        dcp.load(loaded, checkpoint_id=load, no_dist=group is None)
+        model.load_state_dict(loaded["model"])
+        load_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(config.vocab_size, (steps.stop, 2, config.seq_length, 3), generator=generator)
+    losses = []
+    for number in steps:
+        if save and number == at:
+            dcp.save(state(), checkpoint_id=save, no_dist=group is None)
+        loss = model(*batches[number])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    end = {f"weight {name}": _whole(t).clone() for name, t in model.state_dict().items()}
+    for name, own in optimizer_state_dict(model, optimizer)["state"].items():
+        end |= {f"{key} {name}": _whole(t).clone() for key, t in own.items()}
+    return losses, end
