@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallel_ops.models import GPTConfig
-from parallel_ops.train import report
+from parallel_ops.train import checkpoint, report
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import batches, load_text
 from parallel_ops.train.lockstep import Run, names_of, train
@@ -89,6 +89,15 @@ def command(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="These processes split the tokens between products too.")
     ] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints; the last one is saved after the last step.")
+    ] = None,
+    every: Annotated[
+        int, typer.Option(help="Steps from one checkpoint to the next.", show_default="the last only")
+    ] = 0,
+    resume: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints; goes on from its newest one, with any --tp.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
@@ -100,6 +109,10 @@ def command(
 
     The tensor-parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside.
+
+    A checkpoint holds every model. --resume needs the shape of the model to be the same; steps, which the learning rate
+    follows, number of processes, device and text may change. A model that was not saved goes on from the last one
+    that was, the tensor-parallel one if there was one.
     """
     try:
         if text == "":  # Path would take it for the current folder
@@ -129,7 +142,11 @@ def command(
             dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
             tp=tp,
             sequence_parallel=sequence_parallel,
+            save=save,
+            every=every,
+            resume=None if resume is None else checkpoint.newest(resume),
         )
+        checkpoint.check(config)
         batches(load_text(source), seq_length=seq_length, batch=batch, seed=seed)
         for path in (output, json):
             _check_writable(path)
@@ -157,11 +174,15 @@ def _train(config: TrainConfig, names: list[str]) -> list[Run]:
         return _train_all(config, names, None)
     rank = int(os.environ["RANK"])
     with joined(config, rank) as (own, group):
-        trainer = Trainer(own, group=group)
+        trainer, name = Trainer(own, group=group), f"tp{config.tp}"
+        if config.resume is not None:
+            checkpoint.load(trainer, checkpoint.source(config.resume, name))
         if rank == 0:
             return _train_all(config, names, trainer)
-        for _ in range(config.steps):
+        for step in range(trainer.done + 1, config.steps + 1):
             trainer.step()
+            if checkpoint.due(config, step):
+                checkpoint.save(trainer, checkpoint.part(config, step) / name)
         return []
 
 
@@ -170,7 +191,7 @@ def _train_all(config: TrainConfig, names: list[str], here: Trainer | None) -> l
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=config.steps)
+        task = progress.add_task("starting", total=config.steps, completed=checkpoint.first_step(config))
 
         def show(runs: list[Run]) -> None:
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)

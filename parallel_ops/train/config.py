@@ -27,6 +27,9 @@ class TrainConfig:
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
         tp: processes of the tensor-parallel run, which share each weight; 1 for no such run.
         sequence_parallel: they share the tokens between the layers' products too.
+        save: a folder for checkpoints, the last one after the last step; ``None`` for none.
+        every: steps between two checkpoints; 0 for the last one only.
+        resume: a checkpoint to go on from, of a model of the same shape; ``None`` to begin.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -45,6 +48,9 @@ class TrainConfig:
     dtype: str = "float32"
     tp: int = 1
     sequence_parallel: bool = False
+    save: Path | None = None
+    every: int = 0
+    resume: Path | None = None
 
     def __post_init__(self) -> None:
         if self.model.vocab_size < 256:
@@ -59,6 +65,8 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: seed must be between 0 and 2^63 - 1, got {self.seed}")
         if self.dtype not in DTYPES:
             raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.every < 0 or (self.every and self.save is None):
+            raise ValueError(f"TrainConfig: every must be 0, or a number of steps beside save, got {self.every}")
 
         shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
         if self.sequence_parallel:

@@ -34,6 +34,9 @@ class Trainer:
         tokens: the text; ``None`` to load ``config.text``.
         group: the tensor-parallel processes, this one among them, that train one model, with the fused ops; ``None``
             for a model on this process alone.
+
+    Attributes:
+        generator: what the batches are drawn from. done: how many steps were taken.
     """
 
     def __init__(
@@ -41,11 +44,12 @@ class Trainer:
     ) -> None:
         self.config, self.group = config, group
         self.device = torch.device(config.device)
+        self.generator = torch.Generator().manual_seed(config.seed)
         self.batches: Iterator[tuple[Tensor, Tensor]] = batches(
             load_text(config.text) if tokens is None else tokens,
             seq_length=config.model.seq_length,
             batch=config.batch,
-            seed=config.seed,
+            seed=self.generator,
         )
         torch.manual_seed(config.seed)
         model: GPT | ParallelGPT

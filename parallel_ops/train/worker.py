@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops.models import FUSED
+from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.loop import OPS, Step, Trainer
 
@@ -31,8 +32,8 @@ class Here:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def ask(self, request: str) -> Any:
-        return self.trainer.step() if request == "step" else self.trainer.peak_memory()
+    def ask(self, request: str | Path) -> Any:
+        return _answer(self.trainer, request)
 
     def receive(self) -> None:
         pass
@@ -61,8 +62,12 @@ class Worker:
             self.connections.append(connection)
             self.processes.append(process)
 
-    def ask(self, request: str) -> Any:
-        """Rank 0's answer; a step took as long as its slowest rank, and memory is that of the largest."""
+    def ask(self, request: str | Path) -> Any:
+        """Rank 0's answer; a step took as long as its slowest rank, and memory is that of the largest.
+
+        Args:
+            request: ``"step"``, ``"peak_memory"``, or a folder to save to.
+        """
         for rank, connection in enumerate(self.connections):
             try:
                 connection.send(request)
@@ -120,21 +125,28 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str) -> None:
-    with contextlib.suppress(EOFError, BrokenPipeError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:
         try:
             group = None
             if name not in OPS:
                 config, group = stack.enter_context(joined(config, rank, _file_store(store, config.tp)))
             trainer = Trainer(config, OPS.get(name, FUSED), group=group)
+            if config.resume is not None:
+                checkpoint.load(trainer, checkpoint.source(config.resume, name))
             connection.send(None)
             while True:
-                request = connection.recv()
-                connection.send(trainer.step() if request == "step" else trainer.peak_memory())
+                connection.send(_answer(trainer, connection.recv()))
         except (MemoryError, RuntimeError) as error:
             # torch has a class for a full GPU, but only a message for full host memory.
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             connection.send(MemoryError(str(error).partition("\n")[0]))
+
+
+def _answer(trainer: Trainer, request: str | Path) -> Any:
+    if isinstance(request, Path):
+        return checkpoint.save(trainer, request)
+    return trainer.step() if request == "step" else trainer.peak_memory()
 
 
 def _file_store(path: str, size: int) -> Any:

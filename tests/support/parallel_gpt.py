@@ -1,6 +1,7 @@
 """What each rank does in the tests of the tensor-parallel GPT."""
 
 import dataclasses
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops.layers import load_optimizer_state_dict, optimizer_state_dict
 from parallel_ops.models import GPT, GPTConfig, ParallelGPT
-from parallel_ops.train import TrainConfig, Trainer
+from parallel_ops.train import TrainConfig, Trainer, checkpoint
 
 CONFIG = GPTConfig(vocab_size=61, seq_length=24, layers=2, hidden=48, heads=4, ffn_hidden=80, init_std=0.3)
 VARIANTS = {
@@ -120,3 +121,16 @@ def go_on(rank: int, variant: str, kind: type, steps: range, load: str | None, s
     for name, own in optimizer_state_dict(model, optimizer)["state"].items():
         end |= {f"{key} {name}": _whole(t).clone() for key, t in own.items()}
     return losses, end
+
+
+def train_on(rank: int, config: TrainConfig, load: Path | None, save: Path | None, at: int = 0) -> list[float]:
+    """The losses of a trainer from a checkpoint or its seed; on the way, after step ``at``, another is saved."""
+    trainer = Trainer(config, group=dist.group.WORLD if dist.is_initialized() else None)
+    if load is not None:
+        checkpoint.load(trainer, load)
+    losses = []
+    while trainer.done < config.steps:
+        losses.append(trainer.step().loss)
+        if save is not None and trainer.done == at:
+            checkpoint.save(trainer, save)
+    return losses
