@@ -130,13 +130,15 @@ def bias_init(fan_in: int) -> Init:
     return functools.partial(nn.init.uniform_, a=-bound, b=bound)
 
 
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group, device.type)
-    return _meshes[group]
+    """The group for DTensors on a kind of device: an optimizer may keep its state on another than the model's."""
+    meshes = _meshes.setdefault(group, {})
+    if device.type not in meshes:
+        meshes[device.type] = DeviceMesh.from_group(group, device.type)
+    return meshes[device.type]
 
 
 def as_whole(part: Tensor, sharding: Sharding, group: ProcessGroup | None) -> Tensor:
@@ -177,8 +179,16 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None
     assert isinstance(module, ShardedModule)
     for name, sharding in module.shardings.items():
         key = prefix + name
-        if key in state and not isinstance(state[key], DTensor):
+        if key not in state:
+            continue
+        if not isinstance(state[key], DTensor):
             state[key] = as_whole(state[key], sharding, module.group)
+        elif group_size(module.group) > 1:
+            # It would be saved as the whole.
+            raise RuntimeError(
+                f"{key} is one rank's part of a whole, which something else has sharded again as a DTensor; "
+                "state_dict cannot say where such a part lies"
+            )
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

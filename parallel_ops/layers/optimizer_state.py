@@ -55,22 +55,24 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> StateDict:
             tensor of another shape (Adafactor's rows, say).
         RuntimeError: a parameter has no state yet and the optimizer cannot step it alone.
 
-    Nothing is communicated, and neither the optimizer nor its parameters change.
+    Nothing is communicated, and neither the optimizer nor its parameters change. Pipeline stages have groups of their
+    own parameters: save each stage under a key of its own.
     """
     layout = _Layout("optimizer_state_dict", model, optimizer)
+    numbered = optimizer.state_dict()
     state: StateDict = {}
     not_stepped: list[str] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for group, packed in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], packed["params"], strict=True):
             name = layout.names[parameter]
-            own = optimizer.state.get(parameter)
+            own = numbered["state"].get(number)
             if not own:
                 own = layout.first_state(parameter, group)
                 not_stepped += [name] if own else []
             if own:
                 state[name] = {key: layout.to_whole(parameter, key, value) for key, value in own.items()}
-    groups = [{**group, "params": layout.names_in(group)} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": groups, "not_stepped": not_stepped}
+        packed["params"] = layout.names_in(group)
+    return {"state": state, "param_groups": numbered["param_groups"], "not_stepped": not_stepped}
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -92,29 +94,29 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     layout = _Layout("load_optimizer_state_dict", model, optimizer)
     groups = _matching_groups(layout, optimizer, state_dict)
     dropped, given = set(state_dict.get("not_stepped", ())), state_dict["state"]
-    ids = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
-    packed: StateDict = {"state": {}, "param_groups": []}
-    wanted: list[tuple[nn.Parameter, str, Tensor, torch.dtype]] = []
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        numbers = [next(ids) for _ in group["params"]]
-        packed["param_groups"].append({**saved, "params": numbers})
-        for number, parameter in zip(numbers, group["params"], strict=True):
+    numbered = optimizer.state_dict()
+    state: StateDict = {}
+    dtypes: list[tuple[nn.Parameter, str, Tensor, torch.dtype]] = []
+    for group, packed, saved in zip(optimizer.param_groups, numbered["param_groups"], groups, strict=True):
+        for parameter, number in zip(group["params"], packed["params"], strict=True):
             name = layout.names[parameter]
             if name in dropped:
                 continue
-            expected = optimizer.state.get(parameter) or layout.first_state(parameter, saved)
+            expected = numbered["state"].get(number) or layout.first_state(parameter, saved)
             own = layout.to_parts(parameter, given.get(name, {}), expected)
             if own:
-                packed["state"][number] = own
+                state[number] = own
             for key, value in own.items():
                 if isinstance(value, Tensor) and key != "step":
-                    like = expected.get(key, value)
-                    wanted.append((parameter, key, value, like.dtype))
-    optimizer.load_state_dict(packed)
+                    like = expected.get(key)
+                    dtypes.append((parameter, key, value, like.dtype if isinstance(like, Tensor) else value.dtype))
+    numbers = [packed["params"] for packed in numbered["param_groups"]]
+    groups = [{**saved, "params": own} for saved, own in zip(groups, numbers, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     # Torch gives every tensor the parameter's dtype, which would round an fp32 master copy to bf16.
-    for parameter, key, value, dtype in wanted:
-        loaded = optimizer.state[parameter][key]
-        if loaded.dtype is not dtype:
+    for parameter, key, value, dtype in dtypes:
+        loaded = optimizer.state[parameter].get(key)
+        if isinstance(loaded, Tensor) and loaded.dtype is not dtype:
             optimizer.state[parameter][key] = value.to(loaded.device, dtype)
 
 
@@ -122,9 +124,10 @@ class _Layout:
     """How the parameters of an optimizer are called, and how they lie over the ranks."""
 
     def __init__(self, caller: str, model: nn.Module, optimizer: Optimizer) -> None:
-        for argument, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
-            if not isinstance(value, kind):
-                raise TypeError(f"{caller}: {argument} must be a {kind.__name__}, got {type(value).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.caller, self.optimizer = caller, optimizer
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.parts: dict[nn.Parameter, tuple[Sharding, ProcessGroup | None]] = {
@@ -175,7 +178,7 @@ class _Layout:
                 f"{self.caller}: {type(self.optimizer).__name__} cannot make the state of parameter "
                 f"{self.names[parameter]!r}, which has none yet; step it once before"
             ) from error
-        return dict(twin.state.get(stepped, {}))
+        return dict(twin.state_dict()["state"].get(0, {}))
 
     def to_whole(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
         """What is saved of a state value."""

@@ -50,6 +50,20 @@ def test_saved_by_one_rank_it_goes_on_at_two_that_have_stepped(tmp_path):
         same(state, want)
 
 
+def test_replicas_of_a_sharded_model_save_it_once(tmp_path):
+    """Two by two ranks: data parallel, tensor parallel."""
+    want = on_rank.run(0, "llama", "adamw", 2, None)
+    for state in ranks(4).run(on_rank.run_in_pairs, "llama", "adamw", 2, str(tmp_path)):
+        same(state, want)
+    same(on_rank.resume(0, "llama", "adamw", 2, str(tmp_path)), want)
+
+
+def test_a_part_that_is_sharded_again_is_refused():
+    for state_dict, optimizer_state in ranks(2).run(on_rank.sharded_again):
+        assert state_dict.startswith("weight is one rank's part of a whole, which something else has sharded again")
+        assert optimizer_state.startswith("optimizer_state_dict: parameter 'weight' is a part of a whole and must be")
+
+
 @pytest.mark.parametrize("kind", ["llama", "embedding"])
 def test_whole_tensors_load_into_parts(kind):
     want = on_rank.run(0, kind, "adamw", 0, None)
@@ -215,9 +229,11 @@ def test_bad_dictionaries_are_named_before_anything_is_loaded(change, message):
 
 def test_bad_arguments_are_named():
     module, optimizer = on_rank.make("layer", "adamw")
-    with pytest.raises(TypeError, match="optimizer_state_dict: model must be a Module, got AdamW"):
+    with pytest.raises(TypeError, match=r"optimizer_state_dict: model must be a torch\.nn\.Module, got AdamW"):
         optimizer_state_dict(optimizer, module)
-    with pytest.raises(TypeError, match="optimizer_state_dict: optimizer must be a Optimizer, got Linear"):
+    with pytest.raises(
+        TypeError, match=r"optimizer_state_dict: optimizer must be a torch\.optim\.Optimizer, got Linear"
+    ):
         optimizer_state_dict(module, nn.Linear(1, 1))
     with pytest.raises(TypeError, match="load_optimizer_state_dict: state_dict must be a dict, got list"):
         load_optimizer_state_dict(module, optimizer, [])

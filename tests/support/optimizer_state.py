@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from parallel_ops import ParallelMesh
+from parallel_ops.comm._group import group_rank, group_size
 from parallel_ops.layers import load_optimizer_state_dict, optimizer_state_dict
 from parallel_ops.layers._sharding import ShardedModule
 from support.layers import build
@@ -50,9 +53,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def make(kind: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+def make(kind: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[nn.Module, Optimizer]:
     """A layer, and an optimizer with matrices in one group and vectors in another."""
-    module = build(kind, seed, dtype=torch.bfloat16 if optimizer == "master" else torch.float32)
+    module = build(kind, seed, dtype=torch.bfloat16 if optimizer == "master" else torch.float32, **options)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name != FROZEN)
     matrices = [p for p in module.parameters() if p.dim() > 1]
@@ -62,20 +65,19 @@ def make(kind: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, Optimizer
 
 
 def step(module: nn.Module, optimizer: Optimizer, number: int) -> None:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shardings = {
-        child.get_parameter(name): sharding
+        child.get_parameter(name): (sharding, child.group)
         for child in module.modules()
         if isinstance(child, ShardedModule)
         for name, sharding in child.shardings.items()
     }
     generator = torch.Generator().manual_seed(number)
     for name, parameter in module.named_parameters():
-        sharding = shardings.get(parameter)
+        sharding, group = shardings.get(parameter, (None, None))
         whole = torch.randn(sharding.shape if sharding else parameter.shape, generator=generator).to(parameter.dtype)
         if name == FROZEN or (name == LATE and number < 2):
             continue
-        part = sharding.part_of(whole, rank, size) if sharding else whole
+        part = sharding.part_of(whole, group_rank(group), group_size(group)) if sharding else whole
         parameter.grad = part.reshape(parameter.shape).clone()
     optimizer.step()
     optimizer.zero_grad()
@@ -96,15 +98,36 @@ def result(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return whole({"model": module.state_dict(), "optimizer": optimizer_state_dict(module, optimizer)})
 
 
-def run(rank: int, kind: str, name: str, saved_after: int, path: str | None) -> dict[str, Any]:
+def run(rank: int, kind: str, name: str, saved_after: int, path: str | None, **options: Any) -> dict[str, Any]:
     """Four steps, on the way a checkpoint; everything at the end."""
-    module, optimizer = make(kind, name)
+    module, optimizer = make(kind, name, **options)
     for number in range(4):
         if path is not None and number == saved_after:
             state = {"model": module.state_dict(), "optimizer": optimizer_state_dict(module, optimizer)}
             dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
         step(module, optimizer, number)
     return result(module, optimizer)
+
+
+def run_in_pairs(rank: int, kind: str, name: str, saved_after: int, path: str) -> dict[str, Any]:
+    """The same of two replicas, of two ranks each."""
+    mesh = ParallelMesh(dp=2, tp=2)
+    return run(rank, kind, name, saved_after, path, group=mesh.group("tp"))
+
+
+def sharded_again(rank: int) -> tuple[str, str]:
+    """What state_dict and optimizer_state_dict say of it."""
+    module, optimizer = make("column", "plain")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+    optimizer = OPTIMIZERS["plain"](module.parameters())
+    errors = []
+    for state in (module.state_dict, lambda: optimizer_state_dict(module, optimizer)):
+        try:
+            state()
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    return tuple(errors)
 
 
 def resume(rank: int, kind: str, name: str, saved_after: int, path: str, steps_before: int = 0) -> dict[str, Any]:
