@@ -56,7 +56,7 @@ def load(trainer: Trainer, path: Path) -> None:
     generators = dict(state["generators"])
     trainer.generator.set_state(generators["batches"])
     torch.set_rng_state(generators["cpu"])
-    if trainer.device.type in generators and trainer.device.type == "cuda":
+    if trainer.device.type == "cuda" and "cuda" in generators:
         torch.cuda.set_rng_state(generators["cuda"], trainer.device)
 
 
@@ -81,7 +81,9 @@ def _reported(failure: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
     except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
+        rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(reason, KeyboardInterrupt):
+            raise reason from None
         raise RuntimeError(f"{failure}: rank {rank}: {reason}") from error
 
 

@@ -146,12 +146,12 @@ def command(
             every=every,
             resume=None if resume is None else checkpoint.newest(resume),
         )
-        checkpoint.check(config)
         batches(load_text(source), seq_length=seq_length, batch=batch, seed=seed)
         for path in (output, json):
             _check_writable(path)
         if output.suffix.lower() not in report.PICTURE_FORMATS:
             raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
+        checkpoint.check(config)
     except (ValueError, OSError) as error:
         _fail(error, code=2)
     try:
