@@ -11,6 +11,16 @@ from torch import Tensor
 ROW_SPLITS = 128
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up. ``triton.cdiv`` goes through the wrapper of compile-time functions, 2 us a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, for ``n >= 1``; ``triton.next_power_of_2`` costs as much."""
+    return 1 << (n - 1).bit_length()
+
+
 def as_rows(t: Tensor) -> tuple[Tensor, int, int, int]:
     """``t`` as ``(tensor, rows, cols, row_stride)`` with unit column stride, copied only if no view can do it."""
     cols = t.shape[-1]
@@ -77,14 +87,14 @@ def column_sum(partial: Tensor, out: Tensor) -> None:
     """``out[j] = sum_i partial[i, j]`` in a fixed order; ``partial`` has at most ``ROW_SPLITS`` rows."""
     splits, cols = partial.shape
     block_cols = 32
-    _column_sum_kernel[(triton.cdiv(cols, block_cols),)](
+    _column_sum_kernel[(cdiv(cols, block_cols),)](
         partial, out, splits, cols, BLOCK_SPLITS=ROW_SPLITS, BLOCK_COLS=block_cols, num_warps=4
     )
 
 
 def row_splits(rows: int, block_rows: int) -> int:
     """How many programs share the rows: ``ROW_SPLITS``, or fewer where there is not a block for each."""
-    return min(ROW_SPLITS, triton.cdiv(rows, block_rows))
+    return min(ROW_SPLITS, cdiv(rows, block_rows))
 
 
 def partial_sums(cols: int, like: Tensor, splits: int = ROW_SPLITS) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, column_sum, partial_sums, row_splits, vector_cols
+from parallel_ops.triton_kernels._common import as_rows, cdiv, column_sum, partial_sums, row_splits, vector_cols
 from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, blocks, load
 
 # Columns up to which the backward keeps a row, its gradient and the parameters' gradients in registers: at twice as
@@ -173,7 +173,7 @@ def backward(
             grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride,
             CENTRED=centred, ZERO_CENTERED=zero_centered, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
         )  # fmt: skip
-        _wide_backward_kernel[(len(partial_weight), triton.cdiv(cols, block_cols))](
+        _wide_backward_kernel[(len(partial_weight), cdiv(cols, block_cols))](
             grad, grad_sum, x, weight, mean, rstd, dots, dx, partial_weight, partial_bias,
             rows, cols, grad_stride, grad_sum_stride, x_stride,
             HAS_SUM=grad_sum is not None, HAS_BIAS=has_bias, CENTRED=centred, ZERO_CENTERED=zero_centered,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, to_acc
+from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc
 
 # Columns that stay on chip in the forward: 16 warps hold 32 fp32 values a thread beside as many weights in flight.
 MAX_FORWARD = 16384
@@ -105,7 +105,7 @@ def _wide_forward_kernel(
 
 def blocks(cols: int, tile: int, per_thread: int) -> tuple[int, int, int]:
     """Rows and columns of a tile of about ``tile`` elements that holds whole rows, and its warps."""
-    block_cols = max(16, triton.next_power_of_2(cols))
+    block_cols = max(16, next_power_of_2(cols))
     block_rows = max(1, tile // block_cols)
     return block_rows, block_cols, min(16, max(4, block_rows * block_cols // (32 * per_thread)))
 
@@ -135,7 +135,7 @@ def forward(
         )
         return
     block_rows, block_cols, num_warps = blocks(cols, FORWARD_TILE, per_thread=16)
-    _forward_kernel[(triton.cdiv(rows, block_rows),)](
+    _forward_kernel[(cdiv(rows, block_rows),)](
         *tensors, rows, cols, x_stride, residual_stride, eps, **flags,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, to_acc
+from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc
 
 # The longest row kept on chip: 32 elements a thread at 16 warps, which compiles without spills for every variant.
 MAX_BLOCK = 16384
@@ -217,7 +217,7 @@ def _backward_loop_kernel(
 
 def tile(cols: int) -> dict[str, int]:
     """Rows and columns of one program, and its warps, for rows that fit on chip."""
-    block_cols = max(8, triton.next_power_of_2(cols))
+    block_cols = max(8, next_power_of_2(cols))
     block_rows = max(1, MIN_TILE // block_cols)
     return {
         "BLOCK_ROWS": block_rows,
@@ -240,7 +240,7 @@ def launch_forward(
         )
         return
     config = tile(cols)
-    _forward_kernel[(triton.cdiv(rows, config["BLOCK_ROWS"]),)](*args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, **config)
+    _forward_kernel[(cdiv(rows, config["BLOCK_ROWS"]),)](*args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, **config)
 
 
 def launch_backward(
@@ -257,7 +257,7 @@ def launch_backward(
         _backward_loop_kernel[(rows,)](*args, CAUSAL=causal, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
         return
     config = tile(cols)
-    _backward_kernel[(triton.cdiv(rows, config["BLOCK_ROWS"]),)](*args, CAUSAL=causal, ALIGN=ALIGN, **config)
+    _backward_kernel[(cdiv(rows, config["BLOCK_ROWS"]),)](*args, CAUSAL=causal, ALIGN=ALIGN, **config)
 
 
 def _causal_sizes(t: Tensor, causal: bool, window: int | None) -> tuple[int, int]:

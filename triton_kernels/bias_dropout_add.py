@@ -6,6 +6,7 @@ from torch import Tensor
 
 from parallel_ops.triton_kernels._common import (
     as_rows,
+    cdiv,
     column_sum,
     partial_sums,
     row_splits,
@@ -113,7 +114,7 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     block_cols = vector_cols(x.dtype, NUM_WARPS)
     dropout = _dropout(p, seed, index_offset, cols)
-    grid = (triton.cdiv(rows, FORWARD_ROWS) * triton.cdiv(cols + dropout["SHIFT"], block_cols),)
+    grid = (cdiv(rows, FORWARD_ROWS) * cdiv(cols + dropout["SHIFT"], block_cols),)
     _forward_kernel[grid](
         x, bias, residual, y, seed, rows, cols, x_stride, residual_stride,
         HAS_BIAS=bias is not None, BLOCK_ROWS=FORWARD_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS, **dropout,
@@ -131,7 +132,7 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
     splits = row_splits(rows, block_rows)
     partial = partial_sums(cols, grad, splits) if dbias.numel() else None
     block_cols = vector_cols(grad.dtype, NUM_WARPS)
-    grid = (triton.cdiv(cols + dropout["SHIFT"], block_cols), splits)
+    grid = (cdiv(cols + dropout["SHIFT"], block_cols), splits)
     _backward_kernel[grid](
         grad, dx, partial, seed, rows, cols, splits, grad_stride,
         HAS_BIAS=partial is not None, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from parallel_ops.triton_kernels._common import (
     as_rows,
+    cdiv,
     column_sum,
     partial_sums,
     row_splits,
@@ -84,7 +85,7 @@ def forward(x: Tensor, bias: Tensor | None, y: Tensor, *, tanh: bool) -> None:
     x, rows, cols, x_stride = as_rows(x)
     bias = None if bias is None else bias.contiguous()
     block_cols = vector_cols(x.dtype, NUM_WARPS)
-    grid = (triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(cols, block_cols),)
+    grid = (cdiv(rows, BLOCK_ROWS) * cdiv(cols, block_cols),)
     _forward_kernel[grid](
         x, bias, y, rows, cols, x_stride,
         HAS_BIAS=bias is not None, TANH=tanh, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
@@ -102,7 +103,7 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Te
     splits = row_splits(rows, BLOCK_ROWS)
     partial = None if bias is None else partial_sums(cols, x, splits)
     block_cols = vector_cols(x.dtype, NUM_WARPS)
-    _backward_kernel[(triton.cdiv(cols, block_cols), splits)](
+    _backward_kernel[(cdiv(cols, block_cols), splits)](
         grad, x, bias, dx, partial, rows, cols, splits, grad_stride, x_stride,
         HAS_BIAS=bias is not None, TANH=tanh,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
