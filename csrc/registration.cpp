@@ -73,6 +73,8 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("stream_write_value(int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int stream, int address, int value) -> ()");
   m.def("stream_signal_status() -> int");
+  m.def("launch_plan_wanted() -> bool");
+  m.def("keep_launch_plan(int[] words) -> ()");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

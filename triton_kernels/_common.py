@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_ops.triton_kernels._launch import launch
+
 # Partial sums per column of a bias gradient. 128 splits of the rows times the column blocks of a hidden size of
 # 4,096 and more keep an H200's 132 multiprocessors four programs deep, and cost 2% of the backward's traffic at
 # 8,192 rows. A constant, not the multiprocessor count, so that every GPU gives the same bits.
@@ -87,9 +89,10 @@ def column_sum(partial: Tensor, out: Tensor) -> None:
     """``out[j] = sum_i partial[i, j]`` in a fixed order; ``partial`` has at most ``ROW_SPLITS`` rows."""
     splits, cols = partial.shape
     block_cols = 32
-    _column_sum_kernel[(cdiv(cols, block_cols),)](
-        partial, out, splits, cols, BLOCK_SPLITS=ROW_SPLITS, BLOCK_COLS=block_cols, num_warps=4
-    )
+    launch(
+        _column_sum_kernel, (cdiv(cols, block_cols),),
+        partial, out, splits, cols, BLOCK_SPLITS=ROW_SPLITS, BLOCK_COLS=block_cols, num_warps=4,
+    )  # fmt: skip
 
 
 def row_splits(rows: int, block_rows: int) -> int:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import as_rows, cdiv, column_sum, partial_sums, row_splits, vector_cols
+from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, blocks, load
 
 # Columns up to which the backward keeps a row, its gradient and the parameters' gradients in registers: at twice as
@@ -169,11 +170,13 @@ def backward(
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
         partial_weight, partial_bias = _partial(x, rows, cols, block_rows, has_bias)
         dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
-        _wide_dots_kernel[(rows,)](
+        launch(
+            _wide_dots_kernel, (rows,),
             grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride,
             CENTRED=centred, ZERO_CENTERED=zero_centered, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
         )  # fmt: skip
-        _wide_backward_kernel[(len(partial_weight), cdiv(cols, block_cols))](
+        launch(
+            _wide_backward_kernel, (len(partial_weight), cdiv(cols, block_cols)),
             grad, grad_sum, x, weight, mean, rstd, dots, dx, partial_weight, partial_bias,
             rows, cols, grad_stride, grad_sum_stride, x_stride,
             HAS_SUM=grad_sum is not None, HAS_BIAS=has_bias, CENTRED=centred, ZERO_CENTERED=zero_centered,
@@ -182,7 +185,8 @@ def backward(
     else:
         block_rows, block_cols, num_warps = blocks(cols, BACKWARD_TILE, per_thread=8)
         partial_weight, partial_bias = _partial(x, rows, cols, block_rows, has_bias)
-        _backward_kernel[(len(partial_weight),)](
+        launch(
+            _backward_kernel, (len(partial_weight),),
             grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias,
             rows, cols, grad_stride, grad_sum_stride, x_stride,
             HAS_SUM=grad_sum is not None, HAS_BIAS=has_bias, CENTRED=centred, ZERO_CENTERED=zero_centered,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc
+from parallel_ops.triton_kernels._launch import launch
 
 # Columns that stay on chip in the forward: 16 warps hold 32 fp32 values a thread beside as many weights in flight.
 MAX_FORWARD = 16384
@@ -130,12 +131,14 @@ def forward(
         "ZERO_CENTERED": zero_centered,
     }
     if cols > MAX_FORWARD:
-        _wide_forward_kernel[(rows,)](
-            *tensors, cols, x_stride, residual_stride, eps, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS
-        )
+        launch(
+            _wide_forward_kernel, (rows,),
+            *tensors, cols, x_stride, residual_stride, eps, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
+        )  # fmt: skip
         return
     block_rows, block_cols, num_warps = blocks(cols, FORWARD_TILE, per_thread=16)
-    _forward_kernel[(cdiv(rows, block_rows),)](
+    launch(
+        _forward_kernel, (cdiv(rows, block_rows),),
         *tensors, rows, cols, x_stride, residual_stride, eps, **flags,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc
+from parallel_ops.triton_kernels._launch import launch
 
 # The longest row kept on chip: 32 elements a thread at 16 warps, which compiles without spills for every variant.
 MAX_BLOCK = 16384
@@ -235,12 +236,13 @@ def launch_forward(
     queries, window = _causal_sizes(y, causal, window)
     args = (scores, mask, y, rows, cols, stride, scale, *mask_layout, queries, window)
     if cols > MAX_BLOCK:
-        _forward_loop_kernel[(rows,)](
-            *args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS
-        )
+        launch(
+            _forward_loop_kernel, (rows,),
+            *args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS,
+        )  # fmt: skip
         return
     config = tile(cols)
-    _forward_kernel[(cdiv(rows, config["BLOCK_ROWS"]),)](*args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, **config)
+    launch(_forward_kernel, (cdiv(rows, config["BLOCK_ROWS"]),), *args, MASK=kind, CAUSAL=causal, ALIGN=ALIGN, **config)
 
 
 def launch_backward(
@@ -254,10 +256,13 @@ def launch_backward(
     queries, window = _causal_sizes(dx, causal, window)
     args = (grad, y, dx, rows, cols, grad_stride, y_stride, scale, queries, window)
     if cols > MAX_BLOCK:
-        _backward_loop_kernel[(rows,)](*args, CAUSAL=causal, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
+        launch(
+            _backward_loop_kernel, (rows,),
+            *args, CAUSAL=causal, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS,
+        )  # fmt: skip
         return
     config = tile(cols)
-    _backward_kernel[(cdiv(rows, config["BLOCK_ROWS"]),)](*args, CAUSAL=causal, ALIGN=ALIGN, **config)
+    launch(_backward_kernel, (cdiv(rows, config["BLOCK_ROWS"]),), *args, CAUSAL=causal, ALIGN=ALIGN, **config)
 
 
 def _causal_sizes(t: Tensor, causal: bool, window: int | None) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from parallel_ops.triton_kernels._common import (
     to_acc,
     vector_cols,
 )
+from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._philox import keep_block
 
 NUM_WARPS = 4
@@ -115,7 +116,8 @@ def forward(
     block_cols = vector_cols(x.dtype, NUM_WARPS)
     dropout = _dropout(p, seed, index_offset, cols)
     grid = (cdiv(rows, FORWARD_ROWS) * cdiv(cols + dropout["SHIFT"], block_cols),)
-    _forward_kernel[grid](
+    launch(
+        _forward_kernel, grid,
         x, bias, residual, y, seed, rows, cols, x_stride, residual_stride,
         HAS_BIAS=bias is not None, BLOCK_ROWS=FORWARD_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
@@ -133,7 +135,8 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
     partial = partial_sums(cols, grad, splits) if dbias.numel() else None
     block_cols = vector_cols(grad.dtype, NUM_WARPS)
     grid = (cdiv(cols + dropout["SHIFT"], block_cols), splits)
-    _backward_kernel[grid](
+    launch(
+        _backward_kernel, grid,
         grad, dx, partial, seed, rows, cols, splits, grad_stride,
         HAS_BIAS=partial is not None, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
         num_warps=NUM_WARPS, **dropout,

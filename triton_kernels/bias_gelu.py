@@ -14,6 +14,7 @@ from parallel_ops.triton_kernels._common import (
     to_acc,
     vector_cols,
 )
+from parallel_ops.triton_kernels._launch import launch
 
 NUM_WARPS = 4
 # Four rows a program: four independent 16-byte loads in flight per thread and operand, and one load of the bias.
@@ -86,7 +87,8 @@ def forward(x: Tensor, bias: Tensor | None, y: Tensor, *, tanh: bool) -> None:
     bias = None if bias is None else bias.contiguous()
     block_cols = vector_cols(x.dtype, NUM_WARPS)
     grid = (cdiv(rows, BLOCK_ROWS) * cdiv(cols, block_cols),)
-    _forward_kernel[grid](
+    launch(
+        _forward_kernel, grid,
         x, bias, y, rows, cols, x_stride,
         HAS_BIAS=bias is not None, TANH=tanh, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -103,7 +105,8 @@ def backward(grad: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, dbias: Te
     splits = row_splits(rows, BLOCK_ROWS)
     partial = None if bias is None else partial_sums(cols, x, splits)
     block_cols = vector_cols(x.dtype, NUM_WARPS)
-    _backward_kernel[(cdiv(cols, block_cols), splits)](
+    launch(
+        _backward_kernel, (cdiv(cols, block_cols), splits),
         grad, x, bias, dx, partial, rows, cols, splits, grad_stride, x_stride,
         HAS_BIAS=bias is not None, TANH=tanh,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,

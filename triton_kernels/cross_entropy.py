@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc, vector_cols
+from parallel_ops.triton_kernels._launch import launch
 
 # A program's part of a row stays in registers between its maximum and its sum: 16 warps with 32 fp32 values a thread.
 # Longer rows are cut into such parts, whose statistics a second, tiny kernel merges.
@@ -195,15 +196,17 @@ def statistics(
     block_cols = min(limit, next_power_of_2(max(cols, 1)))
     parts = max(1, cdiv(cols, block_cols))
     part_out = out if parts == 1 else out.new_empty((parts, width, rows))
-    _statistics_kernel[(rows * parts,)](
+    launch(
+        _statistics_kernel, (rows * parts,),
         x, target, part_out, column, rows, cols, x_stride, start, vocab, ignore_index, softcap, parts,
         SOFTCAP=softcap > 0.0, SMOOTHING=width == 5, BLOCK_COLS=block_cols,
         num_warps=max(1, min(PART_WARPS, block_cols // 1024)),
     )  # fmt: skip
     if parts > 1:
-        _merge_kernel[(cdiv(rows, MERGE_ROWS),)](
-            part_out, out, parts, rows, SMOOTHING=width == 5, BLOCK_ROWS=MERGE_ROWS, num_warps=4
-        )
+        launch(
+            _merge_kernel, (cdiv(rows, MERGE_ROWS),),
+            part_out, out, parts, rows, SMOOTHING=width == 5, BLOCK_ROWS=MERGE_ROWS, num_warps=4,
+        )  # fmt: skip
 
 
 def combine(
@@ -213,7 +216,8 @@ def combine(
     shards, width, rows = statistics.shape
     if rows == 0:
         return
-    _combine_kernel[(cdiv(rows, MERGE_ROWS),)](
+    launch(
+        _combine_kernel, (cdiv(rows, MERGE_ROWS),),
         statistics.contiguous(), column, loss, saved, shards, rows, label_smoothing, z_loss,
         SMOOTHING=width == 5, BLOCK_ROWS=MERGE_ROWS, num_warps=4,
     )  # fmt: skip
@@ -229,7 +233,8 @@ def backward(
     x, rows, cols, x_stride = as_rows(logits)
     grad = grad.reshape(-1)
     block_cols = 2 * vector_cols(logits.dtype, GRADIENT_WARPS)
-    _backward_kernel[(rows * cdiv(cols, block_cols),)](
+    launch(
+        _backward_kernel, (rows * cdiv(cols, block_cols),),
         grad, x, column, saved, out, rows, cols, grad.stride(0), x_stride, label_smoothing, z_loss, softcap,
         SOFTCAP=softcap > 0.0, SMOOTHING=label_smoothing != 0.0, BLOCK_COLS=block_cols, num_warps=GRADIENT_WARPS,
     )  # fmt: skip

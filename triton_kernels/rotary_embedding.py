@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, to_acc
+from parallel_ops.triton_kernels._launch import launch
 
 # Elements of a block: 16 a thread at 4 warps. A token of 32 heads of 128 takes two programs; a multiprocessor holds 16
 # of them, which is 64 KiB on the way in.
@@ -80,7 +81,8 @@ def rotate(
     block_heads = max(1, min(next_power_of_2(h), BLOCK // next_power_of_2(d)))
     # As many warps as move half of each pair in 16 bytes a thread: few for tokens of few heads or partial rotation.
     num_warps = max(1, min(MAX_WARPS, block_heads * block_half * x.dtype.itemsize // 512))
-    _rotate_kernel[(s * b * cdiv(h, block_heads),)](
+    launch(
+        _rotate_kernel, (s * b * cdiv(h, block_heads),),
         x, cos, sin, positions, y, b, h, cos.shape[0],
         stride_s, stride_b, stride_h, stride_d, *cos.stride(), *sin.stride(), p_stride_s, p_stride_b,
         HAS_POSITIONS=positions is not None, INTERLEAVED=interleaved, INVERSE=inverse, DIMS=d, HALF=half,

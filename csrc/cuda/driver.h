@@ -19,6 +19,12 @@ constexpr unsigned kWriteFenced = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: after al
 
 using StreamValue32 = Result (*)(Stream, DevicePointer, uint32_t, unsigned);
 using GetErrorString = Result (*)(Result, const char**);
+using LaunchKernel = Result (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** arguments,
+                                void** extra);
+using ContextGetCurrent = Result (*)(void** context);
+using ContextSetCurrent = Result (*)(void* context);
+using PrimaryContextRetain = Result (*)(void** context, int device);
 
 struct Driver {
   enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
@@ -27,10 +33,25 @@ struct Driver {
   StreamValue32 stream_write_value = nullptr;
   StreamValue32 stream_wait_value = nullptr;
   GetErrorString get_error_string = nullptr;
+  LaunchKernel launch_kernel = nullptr;
+  ContextGetCurrent context_get_current = nullptr;
+  ContextSetCurrent context_set_current = nullptr;
+  PrimaryContextRetain primary_context_retain = nullptr;
 
   static const Driver& get() {
     static const Driver driver;
     return driver;
+  }
+
+  bool can_launch() const {
+    return launch_kernel && context_get_current && context_set_current && primary_context_retain && get_error_string;
+  }
+
+  // A thread that only runtime calls have been made in so far may have no current context.
+  void ensure_context(int device) const {
+    void* context = nullptr;
+    if (context_get_current(&context) == kSuccess && context != nullptr) return;
+    if (primary_context_retain(&context, device) == kSuccess) context_set_current(context);
   }
 
   const char* describe(Result result) const {
@@ -45,6 +66,10 @@ struct Driver {
     stream_write_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWriteValue32_v2"));
     stream_wait_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWaitValue32_v2"));
     get_error_string = reinterpret_cast<GetErrorString>(dlsym(library, "cuGetErrorString"));
+    launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernel"));
+    context_get_current = reinterpret_cast<ContextGetCurrent>(dlsym(library, "cuCtxGetCurrent"));
+    context_set_current = reinterpret_cast<ContextSetCurrent>(dlsym(library, "cuCtxSetCurrent"));
+    primary_context_retain = reinterpret_cast<PrimaryContextRetain>(dlsym(library, "cuDevicePrimaryCtxRetain"));
     status = stream_write_value && stream_wait_value && get_error_string ? kFound : kNoFunction;
   }
 };
