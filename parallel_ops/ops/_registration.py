@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_ops.ops._autograd import register_autograd
 from parallel_ops.ops._launch_plan import planned, python_kernel
 
 _library = torch.library.Library("parallel_ops", "FRAGMENT")
@@ -49,7 +50,7 @@ def register(
         _library.define(str(op._schema).removeprefix("parallel_ops::").replace(name, python_name, 1))
         _library.impl(python_name, python_kernel(_on_its_device(cuda)), "CUDA")
     if backward is not None:
-        torch.library.register_autograd(qualified, once_differentiable(name, backward), setup_context=setup_context)
+        register_autograd(_library, op, setup_context, once_differentiable(name, backward))
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(op, device_type, autocast), key)
