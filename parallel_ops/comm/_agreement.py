@@ -14,15 +14,16 @@ import contextlib
 import dataclasses
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm._compat import all_gather_single
 from parallel_ops.comm._failure import naming_peers
-from parallel_ops.comm._group import group_device, resolve_group
+from parallel_ops.comm._group import device_of_call, group_device_types, resolve_group
 from parallel_ops.comm.transport import PeerError
 
 _TEXT_BYTES = 256
@@ -57,12 +58,19 @@ def agree(group: ProcessGroup, call: Call, device: torch.device) -> list[list[in
 
     Raises:
         ValueError: on every rank, if the ranks make different calls or one of them announced a failure.
+        RuntimeError: the ranks have to ask, and the call is being captured in a CUDA graph.
     """
     if device.type == "cpu":
         return _ask(group, call, device)
     asked, key = _asked.setdefault(group, set()), (call.op, call.same)
     if key in asked:
         return None
+    refuse_capture(
+        call.op,
+        device.type,
+        "the first call of its kind cannot be captured in a CUDA graph, since the ranks compare their arguments; "
+        "make it once before capturing",
+    )
     answer = _ask(group, call, device)
     if len(asked) >= _MOST_ASKED:
         asked.clear()
@@ -71,19 +79,36 @@ def agree(group: ProcessGroup, call: Call, device: torch.device) -> list[list[in
 
 
 @contextlib.contextmanager
-def announcing_failure(op: str, group: str | None) -> Iterator[None]:
-    """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait."""
+def announcing_failure(op: str, group: str | None, *arguments: object) -> Iterator[None]:
+    """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait.
+
+    Args:
+        arguments: the tensors of the call: the others ask on their kind of device.
+    """
+
+    def announce(process_group: ProcessGroup, device: torch.device) -> None:
+        if device.type == "cuda" and any(op == known for known, _ in _asked.get(process_group, ())):
+            return  # the others may not ask, and would take the message for data
+        _exchange(op, process_group, _message(process_group, Call(op, (), ""), _FAILED, device))
+
+    with telling_of_failure(group, arguments, announce):
+        yield
+
+
+@contextlib.contextmanager
+def telling_of_failure(
+    group: str | None, arguments: Sequence[object], announce: Callable[[ProcessGroup, torch.device], object]
+) -> Iterator[None]:
+    """After a TypeError or ValueError of the block calls ``announce`` with the group and where its message must be."""
     try:
         yield
     except (TypeError, ValueError):
         if group is not None and not torch.compiler.is_compiling():
             process_group = resolve_group(group)
-            device = group_device(process_group)
-            if device.type == "cuda" and any(op == known for known, _ in _asked.get(process_group, ())):
-                raise  # the others may not ask, and would take the message for data
-            message = _message(process_group, Call(op, (), ""), _FAILED, device)
-            with contextlib.suppress(PeerError):  # this rank's own error says more
-                _exchange(op, process_group, message)
+            device = device_of_call(group_device_types(process_group), arguments)
+            if device is not None:
+                with contextlib.suppress(PeerError):  # this rank's own error says more
+                    announce(process_group, device)
         raise
 
 

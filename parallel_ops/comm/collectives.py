@@ -25,13 +25,11 @@ graph, which with uneven shards they do not: compile those with ``backend="aot_e
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm import _primitives
+from parallel_ops.comm import _functions
 from parallel_ops.comm._agreement import announcing_failure
 from parallel_ops.comm._arguments import (
     check_dim,
@@ -68,7 +66,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool
     op = "copy_to_group"
     name = group_name(op, group)
     check_summable(op, x, group)
-    return x if name is None else _Copy.apply(x, fp32_reduction, name, op)
+    return x if name is None else _functions.Copy.apply(x, fp32_reduction, name, op)
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: bool = True) -> Tensor:
@@ -84,9 +82,9 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: 
     """
     op = "reduce_from_group"
     name = group_name(op, group)
-    with announcing_failure(op, name):
+    with announcing_failure(op, name, x):
         check_summable(op, x, group)
-    return x if name is None else _Reduce.apply(x, fp32_reduction, name, op)
+    return x if name is None else _functions.Reduce.apply(x, fp32_reduction, name, op)
 
 
 def scatter_to_group(
@@ -106,7 +104,7 @@ def scatter_to_group(
     check_tensor(op, x, group)
     dim = check_dim(op, "dim", dim, x)
     split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
-    return x if name is None else _Scatter.apply(x, dim, split, name, op)
+    return x if name is None else _functions.Scatter.apply(x, dim, split, name, op)
 
 
 def gather_from_group(
@@ -126,11 +124,11 @@ def gather_from_group(
     """
     op = "gather_from_group"
     name = group_name(op, group)
-    with announcing_failure(op, name):
+    with announcing_failure(op, name, x):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
-    return x if name is None else _Gather.apply(x, dim, split, name, op)
+    return x if name is None else _functions.Gather.apply(x, dim, split, name, op)
 
 
 def all_gather(
@@ -152,11 +150,11 @@ def all_gather(
     """
     op = "all_gather"
     name = group_name(op, group)
-    with announcing_failure(op, name):
+    with announcing_failure(op, name, x):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
-    return x if name is None else _AllGather.apply(x, dim, split, fp32_reduction, name, op)
+    return x if name is None else _functions.AllGather.apply(x, dim, split, fp32_reduction, name, op)
 
 
 def reduce_scatter(
@@ -178,11 +176,11 @@ def reduce_scatter(
     """
     op = "reduce_scatter"
     name = group_name(op, group)
-    with announcing_failure(op, name):
+    with announcing_failure(op, name, x):
         check_summable(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
-    return x if name is None else _ReduceScatter.apply(x, dim, split, fp32_reduction, name, op)
+    return x if name is None else _functions.ReduceScatter.apply(x, dim, split, fp32_reduction, name, op)
 
 
 def all_to_all(
@@ -212,7 +210,7 @@ def all_to_all(
     """
     op = "all_to_all"
     name = group_name(op, group)
-    with announcing_failure(op, name):
+    with announcing_failure(op, name, x):
         check_tensor(op, x, group)
         split_dim = check_dim(op, "split_dim", split_dim, x)
         concat_dim = check_dim(op, "concat_dim", concat_dim, x)
@@ -221,101 +219,4 @@ def all_to_all(
             concat = check_sizes(op, "concat_sizes", concat_sizes, group, concat_dim, shard=x)
         else:
             concat = check_receive_sizes(op, "concat_sizes", concat_sizes, group, split)
-    return x if name is None else _AllToAll.apply(x, split_dim, split, concat_dim, concat, name, op)
-
-
-# Each Function's last argument is the name of the call for errors: of the forward, or of whose backward it is.
-
-
-def _backward_of(op: str) -> str:
-    return f"backward of {op}"
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32_reduction, group, _backward_of(op)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Reduce.apply(grad, *ctx.args), None, None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
-        ctx.args = fp32_reduction, group, _backward_of(op)
-        return _primitives.all_reduce(x, fp32_reduction, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Copy.apply(grad, *ctx.args), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, group, _backward_of(op)
-        return _primitives.scatter(x, dim, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(grad, *ctx.args), None, None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
-        ctx.args = dim, sizes, group, _backward_of(op)
-        return _primitives.all_gather(x, dim, sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Scatter.apply(grad, *ctx.args), None, None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
-    ) -> Tensor:
-        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
-        return _primitives.all_gather(x, dim, sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _ReduceScatter.apply(grad, *ctx.args), None, None, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
-    ) -> Tensor:
-        ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
-        return _primitives.reduce_scatter(x, dim, sizes, fp32_reduction, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllGather.apply(grad, *ctx.args), None, None, None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        split_dim: int,
-        split_sizes: Sequence[int],
-        concat_dim: int,
-        concat_sizes: Sequence[int],
-        group: str,
-        op: str,
-    ) -> Tensor:
-        ctx.args = concat_dim, concat_sizes, split_dim, split_sizes, group, _backward_of(op)
-        return _primitives.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, group, op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(grad, *ctx.args), None, None, None, None, None, None
+    return x if name is None else _functions.AllToAll.apply(x, split_dim, split, concat_dim, concat, name, op)

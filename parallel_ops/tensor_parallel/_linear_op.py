@@ -158,7 +158,7 @@ class LinearOp:
     ) -> list[Tensor]:
         """Checks everything, ``split()`` (the sizes) last, and runs."""
         group_id = group_name(self.name, group)
-        with announcing_failure(self.name, group_id):
+        with announcing_failure(self.name, group_id, x, *weights):
             check_linear(self.name, x, weights, biases, group)
             handles = _Handles(main_grads or [None] * len(weights), deferred)
             handles.check(self.name, weights)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._group import group_device, resolve_group
+from parallel_ops.comm._agreement import telling_of_failure
+from parallel_ops.comm._group import resolve_group
 from parallel_ops.comm._primitives import gathered
-from parallel_ops.comm.transport import PeerError
 
 # 10,922 rows of plain fp32 statistics: enough for the usual batch, little enough to cost hardly more than no payload.
 PAYLOAD_BYTES = 128 << 10
@@ -76,16 +76,18 @@ def _bad_target(op: str, row: int, value: int, vocab: int, where: str = "") -> s
 
 
 @contextlib.contextmanager
-def announcing_failure(op: str, group: str | None) -> Iterator[None]:
-    """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait."""
-    try:
+def announcing_failure(op: str, group: str | None, *arguments: object) -> Iterator[None]:
+    """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait.
+
+    Args:
+        arguments: the tensors of the call: the others exchange messages on their kind of device.
+    """
+
+    def announce(process_group: ProcessGroup, device: torch.device) -> None:
+        gathered(op, _message(_tensor([_Header()], device)[0], None), process_group)
+
+    with telling_of_failure(group, arguments, announce):
         yield
-    except (TypeError, ValueError):
-        if group is not None and not torch.compiler.is_compiling():
-            process_group = resolve_group(group)
-            with contextlib.suppress(PeerError):  # this rank's own error says more
-                gathered(op, _message(_tensor([_Header()], group_device(process_group))[0], None), process_group)
-        raise
 
 
 def _tensor(headers: Sequence[_Header], device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     same rows; the incoming gradient must be the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(_NAME, name):
+    with announcing_failure(_NAME, name, logits, target):
         check_floating(_NAME, "logits", logits)
         if logits.dim() == 0:
             raise ValueError(f"{_NAME}: logits must have at least one dimension, got a scalar")

@@ -96,7 +96,7 @@ def vocab_parallel_linear_cross_entropy(
     the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(_NAME, name):
+    with announcing_failure(_NAME, name, hidden, weight, target):
         _check_tensors(hidden, weight, bias)
         parts = group.size() if group is not None and sequence_parallel else 1
         if sequence_parallel and hidden.dim() < 2:

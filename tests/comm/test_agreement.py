@@ -1,12 +1,13 @@
 """What the collectives refuse, on every rank and before data moves, and what they promise of sums and graphs."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
 
 from parallel_ops import comm
-from parallel_ops.comm import _agreement
+from parallel_ops.comm import _agreement, _group
 from support import collectives
 from support.distributed import Raised, ranks
 
@@ -134,13 +135,47 @@ def test_shard_sizes_refuses():
         comm.shard_sizes(-1, 2)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:nccl"])
+def test_an_error_of_one_rank_is_announced_where_its_tensors_are(backend):
+    others, own = ranks(2).run(collectives.wrong_on_one_rank, backend)
+    ops = ["all_gather", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"]
+    assert others == [f"{op}: rank 1 of the group found its arguments wrong; see its error" for op in ops]
+    for op, message in zip(ops, own, strict=True):
+        assert message.startswith(f"{op}: ") and "found its arguments wrong" not in message
+
+
+CPU, META = torch.zeros(1), torch.zeros(1, device="meta")
+ON_CUDA = types.SimpleNamespace(device=torch.device("cuda", 3))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "device"),
+    [
+        ("cpu:gloo", [CPU], "cpu"),
+        ("cpu:gloo,cuda:gloo", [META], "cpu"),
+        ("cpu:gloo,cuda:gloo", [ON_CUDA], "cpu"),
+        ("cuda:nccl", [CPU], "cuda"),
+        ("cuda:nccl", [ON_CUDA], "cuda:3"),
+        ("cpu:gloo,cuda:nccl", [CPU], "cpu"),
+        ("cpu:gloo,cuda:nccl", [META, CPU], "cpu"),
+        ("cpu:gloo,cuda:nccl", [None, ON_CUDA], "cuda:3"),
+        ("cpu:gloo,cuda:nccl", [None, META, "x"], None),
+        ("xpu:xccl", [CPU], None),
+    ],
+)
+def test_where_the_others_have_their_tensors(monkeypatch, config, arguments, device):
+    monkeypatch.setattr(_group, "Tensor", (torch.Tensor, types.SimpleNamespace))
+    expected = None if device is None else torch.device(device)
+    assert _group.device_of_call(_group.device_types_of(config), arguments) == expected
+
+
 class Group:
     """Stands for a process group, which the table of what was asked refers to weakly."""
 
 
 def test_on_cuda_a_call_asks_once(monkeypatch):
     """Whether a rank asks depends on nothing that may differ between ranks, and a refused call is asked again."""
-    asked = []
+    asked, captured = [], []
 
     def ask(group, call, device):
         asked.append(call)
@@ -149,6 +184,7 @@ def test_on_cuda_a_call_asks_once(monkeypatch):
         return [[1], [2]]
 
     monkeypatch.setattr(_agreement, "_ask", ask)
+    monkeypatch.setattr(_agreement, "refuse_capture", lambda op, device_type, what: captured.append(op))
     monkeypatch.setattr(_agreement, "_MOST_ASKED", 3)
     cuda, group = torch.device("cuda"), Group()
     call = _agreement.Call("op", (torch.float32, 3), "x of [3]", (5, 6))
@@ -164,4 +200,6 @@ def test_on_cuda_a_call_asks_once(monkeypatch):
     for n in range(3):  # the last of them is one too many: all are forgotten
         assert _agreement.agree(group, dataclasses.replace(call, same=(n,)), cuda) is not None
     assert _agreement.agree(group, call, cuda) is not None
+    # What asks cannot be captured in a CUDA graph.
+    assert captured == [c.op for c in asked]
     assert _agreement.agree(group, call, torch.device("cpu")) is not None

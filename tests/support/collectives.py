@@ -1,13 +1,17 @@
 """What each rank does in the tests of the collectives, the mesh and the transports."""
 
+import contextlib
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_ops import comm
+from parallel_ops import comm, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from parallel_ops.comm import symmetric
 from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.comm.transport import Receive, Send
@@ -28,6 +32,37 @@ def disagree(rank: int, op: str, shapes: list[Any], options: list[dict[str, Any]
     """``op`` with this rank's own shape (or something that is no shape, passed as it is) and options."""
     x = torch.ones(shapes[rank]) if isinstance(shapes[rank], tuple) else shapes[rank]
     return getattr(comm, op)(x, dist.group.WORLD, **options[rank])
+
+
+@contextlib.contextmanager
+def group_of(backend: str) -> Iterator[dist.ProcessGroup]:
+    """A new group of all ranks. One with NCCL, which needs GPUs, is a gloo group that says of itself what is asked."""
+    group = dist.new_group(backend=backend.replace("nccl", "gloo"))
+    if "nccl" not in backend:
+        yield group
+        return
+    with mock.patch.object(dist, "get_backend_config", return_value=backend):
+        yield group
+
+
+def wrong_on_one_rank(rank: int, backend: str) -> list[str]:
+    """What CPU calls of a group raise of which rank 1 makes every one with arguments that only it can see are wrong."""
+    x, target = torch.ones(4, 2), torch.zeros(4, dtype=torch.int64)
+    wrong = rank == 1
+    said = []
+    with group_of(backend) as group:
+        for function in (
+            lambda: comm.all_gather(x, group, dim=9 if wrong else 0),
+            lambda: vocab_parallel_cross_entropy(x, target[: 3 if wrong else 4], group=group),
+            lambda: vocab_parallel_linear_cross_entropy(x, x, target, group=group, z_loss=-1.0 if wrong else 0.0),
+        ):
+            try:
+                function()
+            except ValueError as error:
+                said.append(str(error))
+            else:
+                said.append("nothing was raised")
+    return said
 
 
 def wrong_gradient(rank: int) -> Any:
@@ -86,9 +121,10 @@ def compiled(rank: int, uneven: bool, backend: str = "aot_eager") -> tuple[Any, 
     return run(chain), run(torch.compile(chain, backend=backend, fullgraph=True))
 
 
-def transported(rank: int, shifts: list[int], dtype: torch.dtype) -> list[Tensor]:
+def transported(rank: int, shifts: list[int], dtype: torch.dtype, backend: str | None = None) -> list[Tensor]:
     """Chunks to the ranks ``shifts`` further on, posted in two batches and waited for out of order."""
-    transport = C10dTransport(dist.group.WORLD)
+    with contextlib.nullcontext(dist.group.WORLD) if backend is None else group_of(backend) as group:
+        transport = C10dTransport(group)
     size = transport.size
     batches = []
     for part in (shifts[::2], shifts[1::2]):
@@ -100,11 +136,28 @@ def transported(rank: int, shifts: list[int], dtype: torch.dtype) -> list[Tensor
     for handles, _ in reversed(batches):
         for handle in reversed(handles):
             handle.wait()
-    transport.barrier("test")
+    if backend is None:  # a barrier of a group with NCCL needs its GPU
+        transport.barrier("test")
     by_shift: dict[int, Tensor] = {}
     for part, (_, got) in zip((shifts[::2], shifts[1::2]), batches, strict=True):
         by_shift.update(zip(part, got, strict=True))
     return [by_shift[s].double() for s in shifts]
+
+
+def refused_chunks(rank: int) -> list[str]:
+    """What the transports of a gloo group and of one with NCCL say of chunks on other devices."""
+    cpu, meta, said = torch.ones(1), torch.ones(1, device="meta"), []
+    for backend, tensors in (("gloo", [meta]), ("cpu:gloo,cuda:nccl", [meta]), ("cpu:gloo,meta:x", [cpu, meta])):
+        with group_of("gloo") as group:
+            transport = C10dTransport(group)
+        if backend != "gloo":
+            types = tuple(part.partition(":")[0] for part in backend.split(","))
+            transport._capabilities = dataclasses.replace(transport.capabilities, device_types=types)
+        try:
+            transport.post("op", [Send(tensor, 1 - rank) for tensor in tensors])
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def symmetric_transport(rank: int, options: dict[str, Any]) -> None:
