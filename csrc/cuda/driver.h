@@ -18,13 +18,14 @@ constexpr unsigned kWaitGeq = 0;      // CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int3
 constexpr unsigned kWriteFenced = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: after all earlier writes of the stream
 
 using StreamValue32 = Result (*)(Stream, DevicePointer, uint32_t, unsigned);
+using ExchangeCaptureMode = Result (*)(int*);  // CUstreamCaptureMode*
 using GetErrorString = Result (*)(Result, const char**);
-using LaunchKernel = Result (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                                unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** arguments,
-                                void** extra);
 using ContextGetCurrent = Result (*)(void** context);
 using ContextSetCurrent = Result (*)(void* context);
 using PrimaryContextRetain = Result (*)(void** context, int device);
+using LaunchKernel = Result (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** arguments,
+                                void** extra);
 
 struct Driver {
   enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
@@ -32,11 +33,12 @@ struct Driver {
   Status status = kNoLibrary;
   StreamValue32 stream_write_value = nullptr;
   StreamValue32 stream_wait_value = nullptr;
+  ExchangeCaptureMode exchange_capture_mode = nullptr;
   GetErrorString get_error_string = nullptr;
-  LaunchKernel launch_kernel = nullptr;
   ContextGetCurrent context_get_current = nullptr;
   ContextSetCurrent context_set_current = nullptr;
   PrimaryContextRetain primary_context_retain = nullptr;
+  LaunchKernel launch_kernel = nullptr;
 
   static const Driver& get() {
     static const Driver driver;
@@ -65,12 +67,15 @@ struct Driver {
     if (library == nullptr) return;
     stream_write_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWriteValue32_v2"));
     stream_wait_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWaitValue32_v2"));
+    exchange_capture_mode = reinterpret_cast<ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
     get_error_string = reinterpret_cast<GetErrorString>(dlsym(library, "cuGetErrorString"));
-    launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernel"));
     context_get_current = reinterpret_cast<ContextGetCurrent>(dlsym(library, "cuCtxGetCurrent"));
     context_set_current = reinterpret_cast<ContextSetCurrent>(dlsym(library, "cuCtxSetCurrent"));
     primary_context_retain = reinterpret_cast<PrimaryContextRetain>(dlsym(library, "cuDevicePrimaryCtxRetain"));
-    status = stream_write_value && stream_wait_value && get_error_string ? kFound : kNoFunction;
+    launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernel"));
+    const bool complete = stream_write_value && stream_wait_value && exchange_capture_mode && get_error_string &&
+                          context_get_current && context_set_current && primary_context_retain;
+    status = complete ? kFound : kNoFunction;
   }
 };
 

@@ -72,6 +72,7 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key, const Conf
   const auto split = library_->CommSplit();
   // NCCL fills in the new handle from a thread of its own; if that never ends, its memory must outlive this call.
   auto handle = std::make_unique<Comm*>(nullptr);
+  std::lock_guard serial(serial_);
   guarded("split", [&] {
     try {
       {
@@ -104,6 +105,7 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key, const Conf
 void Communicator::launch(const std::string& op, const std::vector<Call>& calls, CudaStream* stream, double timeout) {
   for (const Call& call : calls) validate(op, call);
   if (calls.empty()) return;
+  std::lock_guard serial(serial_);
   guarded(op, [&] {
     {
       std::lock_guard lock(mutex_);
@@ -134,6 +136,7 @@ void Communicator::check(const std::string& op) {
 }
 
 void Communicator::finalize(double timeout) {
+  std::lock_guard serial(serial_);
   guarded("finalize", [&] {
     {
       std::lock_guard lock(mutex_);
@@ -169,6 +172,7 @@ WindowHandle* Communicator::register_window(void* data, size_t size, int flags, 
   library_->CommWindowDeregister();
   // As in split(): NCCL may write the handle from another thread.
   auto window = std::make_unique<WindowHandle*>(nullptr);
+  std::lock_guard serial(serial_);
   guarded("register_window", [&] {
     try {
       {
@@ -186,6 +190,7 @@ WindowHandle* Communicator::register_window(void* data, size_t size, int flags, 
 }
 
 void Communicator::deregister_window(WindowHandle* window) {
+  std::lock_guard serial(serial_);
   std::lock_guard lock(mutex_);
   if (comm_ == nullptr || window == nullptr) return;  // an aborted communicator has no windows
   library_->check(who("deregister_window"), library_->CommWindowDeregister()(comm_, window), comm_);

@@ -106,7 +106,10 @@ class Communicator {
   std::shared_ptr<const Library> library_;
   int size_, rank_;
   Interrupt interrupt_;
-  // NCCL's calls on one communicator exclude each other; no lock is held while waiting, so that abort() gets through.
+  // Held by a call until NCCL has done in the background what it asked for: until then NCCL takes no other, and threads
+  // (forward and backward, say) may share a communicator.
+  std::mutex serial_;
+  // Held only while NCCL is called, never while waiting, so that check() and abort() get through.
   mutable std::mutex mutex_;
   Comm* comm_ = nullptr;
   std::string ended_;  // why comm_ is null

@@ -68,7 +68,8 @@ class Library {
   Functions functions_;
 };
 
-// Device memory from ncclMemAlloc, which symmetric windows need; freed with the object.
+// Device memory from ncclMemAlloc, which symmetric windows need; freed with the object. ncclMemFree waits for no
+// kernel: whoever drops the object has synchronised with the device.
 class Memory {
  public:
   Memory(std::shared_ptr<const Library> library, size_t size);

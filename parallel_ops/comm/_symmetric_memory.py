@@ -4,16 +4,13 @@ torch declares that module unstable; nothing else here uses it. This file needs 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import _stream_signal
-
-if TYPE_CHECKING:
-    from parallel_ops.comm.symmetric import Event, Lane
+from parallel_ops.comm._lanes import Event, Lane
 
 
 def why_not_here() -> str | None:
@@ -29,6 +26,7 @@ def why_not_here() -> str | None:
 
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
@@ -36,7 +34,10 @@ class _CudaEvent:
         return self._event.query()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
 
 
 class _CudaLane:
@@ -57,28 +58,35 @@ class _CudaLane:
     def wait_flag(self, index: int, value: int) -> None:
         _stream_signal.stream_wait_value(self._memory.flags_of[self._memory.rank], index, value, self._stream)
 
-    def event(self) -> "Event":
+    def event(self) -> Event:
         return _CudaEvent(self._stream)
 
 
-class CudaMemory:
-    """Per rank: 2 slots for each peer, then 2 flags for each peer. Every rank of the group constructs it."""
+class Workspace:
+    """This rank's memory on the current device: 2 slots for each peer, then 2 flags for each peer, all 0."""
 
-    device_type = "cuda"
-
-    def __init__(self, group: ProcessGroup, slot_bytes: int) -> None:
+    def __init__(self, size: int, slot_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        self.rank, self.size, self.slot_bytes = group.rank(), group.size(), slot_bytes
+        self.slot_bytes, self.slots = slot_bytes, 2 * size * slot_bytes
         self.device = torch.device("cuda", torch.cuda.current_device())
-        slots = 2 * self.size * slot_bytes
-        total = slots + 2 * self.size * 4
-        self._own = symmetric_memory.empty(total, dtype=torch.uint8, device=self.device)
-        self._own.zero_()
+        self.own = symmetric_memory.empty(self.slots + 2 * size * 4, dtype=torch.uint8, device=self.device)
+        self.own.zero_()
         torch.cuda.synchronize(self.device)  # flags are 0 before any peer can set them
+
+
+class CudaMemory:
+    """The workspaces of a group, as ``Memory``. Every rank of the group constructs it."""
+
+    def __init__(self, group: ProcessGroup, workspace: Workspace) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        self.rank, self.size, self.slot_bytes = group.rank(), group.size(), workspace.slot_bytes
+        self.device, total = workspace.device, workspace.own.numel()
+        self._own = workspace.own
         self._handle = symmetric_memory.rendezvous(self._own, group)
         self._buffers = [self._handle.get_buffer(rank, (total,), torch.uint8, 0) for rank in range(self.size)]
-        self.flags_of = [buffer[slots:].view(torch.int32) for buffer in self._buffers]
+        self.flags_of = [buffer[workspace.slots :].view(torch.int32) for buffer in self._buffers]
         # Of another priority than the lanes, so that it does not queue behind the stuck stream that it is to free.
         self._rescue = torch.cuda.Stream(self.device, priority=-1)
 
@@ -86,7 +94,7 @@ class CudaMemory:
         start = (2 * peer + index) * self.slot_bytes
         return self._buffers[owner][start : start + self.slot_bytes]
 
-    def lane(self) -> "Lane":
+    def lane(self) -> Lane:
         return _CudaLane(self)
 
     def flags(self) -> list[int]:

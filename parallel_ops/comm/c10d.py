@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm._failure import naming_peers
-from parallel_ops.comm._group import group_device
-from parallel_ops.comm.transport import Capabilities, Handle, Receive, Send, as_bytes, check_chunks
+from parallel_ops.comm._group import group_device_types
+from parallel_ops.comm.transport import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
 
 
 class _Work:
@@ -29,8 +29,8 @@ class _Work:
             self._work.wait()
 
 
-class C10dTransport:
-    """This rank's end of ``group``."""
+class C10dTransport(Endpoint):
+    """This rank's end of ``group``, which sends what its backends send: with ``"cpu:gloo,cuda:nccl"`` both kinds."""
 
     def __init__(self, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
@@ -38,32 +38,21 @@ class C10dTransport:
                 f"C10dTransport: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
             )
         self._group = group
-        self._device = group_device(group)
-        on_gpu = self._device.type == "cuda"
-        self._capabilities = Capabilities(
-            name=f"c10d-{dist.get_backend(group)}",
-            device_type=self._device.type,
-            asynchronous=True,
-            stream_ordered=on_gpu,
-            uses_compute_units=on_gpu,
+        device_types = group_device_types(group)
+        self._on_gpu = "cuda" in device_types
+        super().__init__(
+            group.rank(),
+            group.size(),
+            Capabilities(
+                name="c10d",
+                device_types=device_types,
+                asynchronous=True,
+                stream_ordered=self._on_gpu,
+                uses_compute_units=self._on_gpu,
+            ),
         )
 
-    @property
-    def rank(self) -> int:
-        return self._group.rank()
-
-    @property
-    def size(self) -> int:
-        return self._group.size()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        check_chunks(op, chunks, self)
-        if not chunks:
-            return []
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         calls = [
             dist.P2POp(
                 dist.isend if isinstance(chunk, Send) else dist.irecv,
@@ -82,6 +71,7 @@ class C10dTransport:
 
     def barrier(self, op: str) -> None:
         with naming_peers(op, self._group, "waited in vain at a barrier"):
-            dist.barrier(group=self._group)
-            if self._device.type == "cuda":
+            # NCCL takes the device from this argument, and else guesses it with a warning.
+            dist.barrier(group=self._group, device_ids=[torch.cuda.current_device()] if self._on_gpu else None)
+            if self._on_gpu:
                 torch.cuda.current_stream().synchronize()

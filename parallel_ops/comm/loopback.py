@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from parallel_ops.comm.transport import Capabilities, Handle, PeerError, Receive, Send, as_bytes, check_chunks
+from parallel_ops.comm.transport import Capabilities, Endpoint, Handle, PeerError, Receive, Send, as_bytes
 
 R = TypeVar("R")
 
@@ -243,28 +243,15 @@ class _LoopbackHandle:
                 transfer.target.copy_(transfer.snapshot())
 
 
-class LoopbackTransport:
+class LoopbackTransport(Endpoint):
     """One rank's end of a LoopbackGroup."""
 
     def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
-        self._group, self._rank, self._baton, self.network = group, rank, baton, network
+        super().__init__(rank, group.size, Capabilities("loopback", (group.device_type,), False, False, False))
+        self._baton, self.network = baton, network
         self._handles: list[_LoopbackHandle] = []
-        self._capabilities = Capabilities("loopback", group.device_type, False, False, False)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        check_chunks(op, chunks, self)
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         handles = []
         for chunk in chunks:
             ends = (self.rank, chunk.peer) if isinstance(chunk, Send) else (chunk.peer, self.rank)

@@ -13,19 +13,25 @@ Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html. How 
 """
 
 import atexit
-import math
 import time
 import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops import _nccl
+from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.nccl_config import Config, CtaPolicy
 from parallel_ops.comm.nccl_library import Library, NcclError, NotSupported, load_nccl
-from parallel_ops.comm.nccl_operations import Operation, to_call
+from parallel_ops.comm.nccl_operations import Operation, all_reduce, to_call
+from parallel_ops.comm.nccl_rendezvous import (
+    check_split,
+    check_timeout,
+    cuda_device,
+    exchange_unique_id,
+    native_config,
+)
 from parallel_ops.comm.nccl_watchdog import Event, Watchdog
 
 __all__ = ["Communicator", "Config", "CtaPolicy", "NcclError", "NotSupported", "load_nccl"]
@@ -65,21 +71,22 @@ class Communicator:
             raise TypeError(f"Communicator: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
         # A rank that cannot take part tells the others instead of raising while they wait.
         try:
-            _check_timeout(timeout)
-            own_device = _cuda_device(device)
+            check_timeout(timeout)
+            own_device = cuda_device(device)
             library = load_nccl()
-            native_config = (config or Config()).to_native(library)
-        except (TypeError, ValueError, RuntimeError) as error:
+            settings = native_config("Communicator", config, library)
+        except Exception as error:
             exchange_unique_id(group, error)
             raise
         unique_id = exchange_unique_id(group, library)
         with torch.cuda.device(own_device):
-            native = _nccl.Communicator(library, unique_id, group.size(), group.rank(), native_config, timeout)
+            native = _nccl.Communicator(library, unique_id, group.size(), group.rank(), settings, timeout)
         self._adopt(native, library, own_device, timeout)
 
     def _adopt(self, native: _nccl.Communicator, library: Library, device: torch.device, timeout: float) -> None:
         self._native, self._library, self._device, self._timeout = native, library, device, timeout
-        self._watchdog = Watchdog(native, timeout)
+        self._watchdog = Watchdog(native, timeout, device)
+        self._windows: dict[int, torch.Tensor] = {}  # what NCCL has mapped must not be freed
         _alive.add(self)
 
     @classmethod
@@ -117,10 +124,11 @@ class Communicator:
         """False once it was closed or aborted."""
         return self._native.alive()
 
-    def enqueue(self, op: str, operations: Sequence[Operation], stream: torch.cuda.Stream | None = None) -> None:
+    def enqueue(self, op: str, operations: Sequence[Operation], stream: torch.cuda.Stream | None = None) -> Event:
         """Enqueues all operations as one launch, on the current stream or on ``stream``.
 
-        Returns when they are enqueued. On another stream than the current one the caller orders the streams.
+        Returns when they are enqueued, with an event after them. On another stream than the current one the caller
+        orders the streams. Unless they are done within the timeout, the communicator is aborted.
 
         Args:
             op: named in errors.
@@ -131,25 +139,29 @@ class Communicator:
             TypeError, ValueError: an operation is wrong; none was started.
             NotSupported: NCCL is too old for one of them; none was started.
             NcclError: this or an earlier operation failed or was not enqueued in time. The communicator is aborted.
+            RuntimeError: the stream is being captured in a CUDA graph.
         """
         calls = [to_call(op, operation, self._device, self.rank, self.size) for operation in operations]
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{op}: this communicator cannot be captured in a CUDA graph")
-        self._native.launch(op, calls, _stream_handle(stream, self._device), self._timeout)
+        self.refuse_capture(op, stream)
         if stream is not None:
-            # The caching allocator must not hand the memory out again before that stream is done with it.
+            # The caching allocator must not hand the memory out again before that stream is done with it, nor after
+            # a launch that failed half-way.
             for operation in operations:
                 for tensor in (operation.input, operation.output):
                     if tensor is not None and tensor.is_cuda:
                         tensor.record_stream(stream)
+        self._native.launch(op, calls, _stream_handle(stream, self._device), self._timeout)
+        event = _record(stream, self._device)
+        self._watchdog.watch(op, event)
+        return event
+
+    def refuse_capture(self, op: str, stream: torch.cuda.Stream | None = None) -> None:
+        """RuntimeError if ``stream``, by default the current one, is being captured in a CUDA graph."""
+        refuse_capture(op, self._device.type, "this communicator cannot be captured in a CUDA graph", stream)
 
     def check(self, op: str) -> None:
         """Raises NcclError if something enqueued before has failed since. Does not wait."""
         self._native.check(op)
-
-    def watch(self, op: str, event: Event) -> None:
-        """Aborts the communicator unless ``event``, recorded after its work, completes within the timeout."""
-        self._watchdog.watch(op, event)
 
     def wait(self, op: str, event: Event) -> None:
         """The host waits until ``event`` has completed. Raises NcclError after an error or the timeout."""
@@ -167,42 +179,63 @@ class Communicator:
             pause = min(2 * pause, 1e-3)
         self.check(op)
 
+    def agree(self, op: str, error: Exception | None) -> None:
+        """Raises on every rank if one of them found its arguments wrong: its ``error``, elsewhere NotSupported.
+
+        Collective: one small all-reduce, which the host waits for.
+        """
+        wrong = torch.tensor([0 if error is None else 1 + self.rank], dtype=torch.int32, device=self._device)
+        self.wait(op, self.enqueue(op, [all_reduce(wrong, wrong, "max")]))
+        if error is not None:
+            raise error
+        if last := int(wrong):
+            raise NotSupported(f"{op}: rank {last - 1} of the communicator found its arguments wrong; see its error")
+
     def split(self, color: int | None, *, key: int = 0, config: Config | None = None) -> "Communicator | None":
         """A communicator of the ranks with the same ``color``, ordered by ``key``; ``None`` for a rank without one.
 
-        Collective. From NCCL 2.18. Raises as the constructor does.
+        Collective. From NCCL 2.18.
+
+        Raises:
+            TypeError, ValueError: the arguments of this rank are wrong.
+            NotSupported: NCCL is too old for it or for ``config``; another rank found its arguments wrong.
+            NcclError: NCCL failed, or a rank did not join in time.
         """
-        if color is not None and color < 0:
-            raise ValueError(f"split: color must be None or at least 0, got {color}")
-        native = self._native.split(
-            _nccl.NO_COLOR if color is None else color,
-            key,
-            (config or Config()).to_native(self._library),
-            self._timeout,
-        )
+        settings, error = _nccl.Config(), None
+        try:
+            check_split(color, key)
+            settings = native_config("split", config, self._library)
+        except Exception as raised:
+            error = raised
+        self.agree("split", error)
+        native = self._native.split(_nccl.NO_COLOR if color is None else color, key, settings, self._timeout)
         if native is None:
             return None
         return Communicator.from_native(native, self._library, self._device, self._timeout)
 
     def register_window(self, tensor: torch.Tensor, flags: int) -> int:
-        """For ``parallel_ops.comm.nccl_memory.Window``. Collective."""
-        size = tensor.numel() * tensor.element_size()
-        return self._native.register_window(tensor.data_ptr(), size, flags, self._timeout)
+        """For ``parallel_ops.comm.nccl_memory.Window``. Collective. Keeps the tensor."""
+        window = self._native.register_window(tensor.data_ptr(), tensor.nbytes, flags, self._timeout)
+        self._windows[window] = tensor
+        return window
 
     def deregister_window(self, window: int) -> None:
         """Ends a window of :meth:`register_window`; nothing to do once the communicator is aborted."""
         self._native.deregister_window(window)
+        self._windows.pop(window, None)
 
     def abort(self, reason: str) -> None:
         """Ends what it does on the GPU, now; every later call raises NcclError with this reason."""
         self._watchdog.close()
         self._native.abort(f"it was aborted: {reason}")
+        self._windows.clear()
 
     def close(self) -> None:
         """Waits until all ranks have finished their work, then frees the communicator. Collective."""
         if self.alive:
             self._native.finalize(self._timeout)
         self._watchdog.close()
+        self._windows.clear()
 
     def __enter__(self) -> "Communicator":
         return self
@@ -214,54 +247,14 @@ class Communicator:
             self.abort(f"an error left its block: {error}")
 
 
-def exchange_unique_id(group: ProcessGroup, ready: Library | Exception) -> bytes:
-    """NCCL's unique id from rank 0 to all ranks of ``group``, once all have said that they are ready. Collective.
-
-    Args:
-        group: of any backend.
-        ready: this rank's NCCL, or why it is not ready, which is raised here after the others know.
-
-    Raises:
-        NcclError: rank 0 could not make an id.
-        NotSupported: another rank is not ready, or has another version of NCCL.
-    """
-    unique_id = None
-    if group.rank() == 0 and not isinstance(ready, Exception):
-        try:
-            unique_id = ready.unique_id()
-        except NcclError as error:
-            ready = error
-    mine = (None, str(ready), None) if isinstance(ready, Exception) else (ready.version, None, unique_id)
-    everyone: list[tuple[str | None, str | None, bytes]] = [(None, None, b"")] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    if isinstance(ready, Exception):
-        raise ready
-    for rank, (_, error_text, _) in enumerate(everyone):
-        if error_text is not None:
-            raise NotSupported(f"Communicator: rank {rank} of the group is not ready: {error_text}")
-    if len({version for version, _, _ in everyone}) > 1:
-        versions = ", ".join(f"rank {rank}: {version}" for rank, (version, _, _) in enumerate(everyone))
-        raise NotSupported(f"Communicator: all ranks must have the same version of NCCL, got {versions}")
-    return everyone[0][2]
-
-
-def _check_timeout(timeout: float) -> None:
-    if not isinstance(timeout, int | float) or not math.isfinite(timeout) or timeout <= 0:
-        raise ValueError(f"Communicator: timeout must be a positive number of seconds, got {timeout!r}")
-
-
-def _cuda_device(device: torch.device | int | None) -> torch.device:
-    if device is None or isinstance(device, int):
-        if not torch.cuda.is_available():
-            raise NotSupported("Communicator: NCCL needs a CUDA device, and torch sees none")
-        return torch.device("cuda", torch.cuda.current_device() if device is None else device)
-    if device.type != "cuda":
-        raise ValueError(f"Communicator: device must be a CUDA device, got {device}")
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
 def _stream_handle(stream: torch.cuda.Stream | None, device: torch.device) -> int:
     return (torch.cuda.current_stream(device) if stream is None else stream).cuda_stream
+
+
+def _record(stream: torch.cuda.Stream | None, device: torch.device) -> Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device) if stream is None else stream)
+    return event
 
 
 # Aborted before the process ends, since CUDA may be gone by the time that Python drops them.

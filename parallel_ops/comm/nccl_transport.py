@@ -12,16 +12,16 @@ import torch
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm.nccl import DEFAULT_TIMEOUT, Communicator, Config, NcclError, NotSupported
-from parallel_ops.comm.nccl_operations import all_reduce, receive, send
+from parallel_ops.comm.nccl_operations import Operation, all_reduce, receive, send
 from parallel_ops.comm.nccl_watchdog import Event
 from parallel_ops.comm.transport import (
     Capabilities,
+    Endpoint,
     Handle,
     PeerError,
     Receive,
     Send,
     TransportUnavailable,
-    check_chunks,
 )
 
 
@@ -32,10 +32,6 @@ class Streams(Protocol):
     def side(self) -> torch.cuda.Stream: ...
     def fork(self) -> None:
         """The side stream waits for what the caller's has been given so far."""
-        ...
-
-    def mark(self) -> Event:
-        """An event after what the side stream has been given so far."""
         ...
 
     def join(self, event: Event) -> None:
@@ -53,11 +49,6 @@ class CudaStreams:
     def fork(self) -> None:
         self.side.wait_stream(torch.cuda.current_stream(self._device))
 
-    def mark(self) -> Event:
-        event = torch.cuda.Event()
-        event.record(self.side)
-        return event
-
     def join(self, event: Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
 
@@ -70,7 +61,7 @@ class _Batch:
         self._transport.join(self._op, self._event)
 
 
-class NcclTransport:
+class NcclTransport(Endpoint):
     """This rank's end of ``group``. Collective.
 
     Args:
@@ -91,14 +82,15 @@ class NcclTransport:
         self._adopt(communicator, CudaStreams(communicator.device))
 
     def _adopt(self, communicator: Communicator, streams: Streams) -> None:
-        self._communicator, self._streams = communicator, streams
-        self._capabilities = Capabilities(
+        capabilities = Capabilities(
             name="nccl",
-            device_type=communicator.device.type,
+            device_types=(communicator.device.type,),
             asynchronous=True,
             stream_ordered=True,
             uses_compute_units=True,
         )
+        super().__init__(communicator.rank, communicator.size, capabilities)
+        self._communicator, self._streams = communicator, streams
 
     @classmethod
     def from_communicator(cls, communicator: Communicator, streams: Streams | None = None) -> "NcclTransport":
@@ -107,38 +99,25 @@ class NcclTransport:
         self._adopt(communicator, streams or CudaStreams(communicator.device))
         return self
 
-    @property
-    def rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def size(self) -> int:
-        return self._communicator.size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        check_chunks(op, chunks, self)
-        if not chunks:
-            return []
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         operations = [
             send(chunk.tensor, chunk.peer) if isinstance(chunk, Send) else receive(chunk.tensor, chunk.peer)
             for chunk in chunks
         ]
         try:
-            self._streams.fork()
-            self._communicator.enqueue(op, operations, self._streams.side)
+            event = self._enqueue(op, operations)
         except NcclError as error:
             peers = sorted({chunk.peer for chunk in chunks})
             raise PeerError(
                 f"{op}: rank {self.rank} could not start its transfers with ranks {peers}: {error}"
             ) from error
-        event = self._streams.mark()
-        self._communicator.watch(op, event)
         # One launch, so one event: every chunk is there when all are.
         return [_Batch(self, op, event)] * len(chunks)
+
+    def _enqueue(self, op: str, operations: Sequence[Operation]) -> Event:
+        self._communicator.refuse_capture(op)  # before the fork, which would draw the side stream into the capture
+        self._streams.fork()
+        return self._communicator.enqueue(op, operations, self._streams.side)
 
     def join(self, op: str, event: Event) -> None:
         """The current stream waits for the event of a batch. Raises PeerError if the communicator was aborted."""
@@ -151,8 +130,6 @@ class NcclTransport:
     def barrier(self, op: str) -> None:
         token = torch.zeros(1, dtype=torch.int32, device=self._communicator.device)
         try:
-            self._streams.fork()
-            self._communicator.enqueue(op, [all_reduce(token, token)], self._streams.side)
-            self._communicator.wait(op, self._streams.mark())
+            self._communicator.wait(op, self._enqueue(op, [all_reduce(token, token)]))
         except NcclError as error:
             raise PeerError(f"{op}: rank {self.rank} failed at a barrier of {self.size} ranks: {error}") from error

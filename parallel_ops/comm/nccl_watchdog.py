@@ -6,11 +6,15 @@ or NCCL has noticed an error, it aborts the communicator. The kernel ends, and t
 """
 
 import collections
+import contextlib
 import threading
 import time
 import weakref
 from typing import Protocol
 
+import torch
+
+from parallel_ops.comm._capture import begin_watch_thread
 from parallel_ops.comm.nccl_library import NcclError
 
 # Seconds between two looks: short beside any timeout, long beside the microsecond that a look takes.
@@ -35,10 +39,15 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Watches the events of ``communicator``, which it does not keep alive. Its thread starts with the first event."""
+    """Watches the events of ``communicator``, which it does not keep alive. Its thread starts with the first event.
 
-    def __init__(self, communicator: Watched, timeout: float) -> None:
-        self._timeout = timeout
+    Args:
+        timeout: seconds that an event has.
+        device: of the events.
+    """
+
+    def __init__(self, communicator: Watched, timeout: float, device: torch.device) -> None:
+        self._timeout, self._device = timeout, device
         self._queue: collections.deque[tuple[str, Event, float]] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -52,8 +61,9 @@ class Watchdog:
                 return
             self._queue.append((op, event, time.monotonic() + self._timeout))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="parallel_ops nccl watchdog", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="parallel_ops nccl watchdog", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
     def pending(self) -> int:
@@ -67,38 +77,41 @@ class Watchdog:
         self._queue.clear()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                # Woken now and then, to see that the communicator is gone.
-                while not self._queue and not self._closed:
-                    self._changed.wait(1.0)
-                if self._closed:
-                    return
-            self._look()
-            time.sleep(_INTERVAL)
+        op = "its first operation"
+        try:
+            begin_watch_thread(self._device)
+            while True:
+                with self._changed:
+                    # Woken now and then, to see that the communicator is gone.
+                    while not self._queue and not self._closed:
+                        self._changed.wait(1.0)
+                    if self._closed:
+                        return
+                    op = self._queue[0][0]
+                self._look()
+                time.sleep(_INTERVAL)
+        except NcclError:  # which aborted the communicator, with this reason
+            self.close()
+        except Exception as error:  # CUDA's own from the event, or a fault of this thread
+            self.close()
+            if (communicator := self._communicator()) is not None:
+                communicator.abort(f"it was aborted after this error of {op}: {error}")
 
     def _look(self) -> None:
         communicator = self._communicator()
-        if communicator is None:
-            return
-        op = ""
-        try:
-            while self._queue:
+        while communicator is not None and self._queue:
+            try:
                 op, event, deadline = self._queue[0]
-                communicator.check(op)
-                if not event.query():
-                    if time.monotonic() > deadline:
-                        communicator.abort(_overdue(op, communicator, self._timeout))
-                        self.close()
-                    return
+            except IndexError:  # closed meanwhile
+                return
+            communicator.check(op)
+            if not event.query():
+                if time.monotonic() > deadline:
+                    self.close()
+                    communicator.abort(_overdue(op, communicator, self._timeout))
+                return
+            with contextlib.suppress(IndexError):
                 self._queue.popleft()
-        except IndexError:  # closed meanwhile
-            return
-        except NcclError:  # which aborted the communicator, with this reason
-            self.close()
-        except Exception as error:  # CUDA's own, from the event
-            communicator.abort(f"it was aborted after this error of {op}: {error}")
-            self.close()
 
 
 def _overdue(op: str, communicator: Watched, timeout: float) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_ops.comm.transport import Capabilities, Handle, Receive, Send, check_chunks
+from parallel_ops.comm.transport import Capabilities, Endpoint, Handle, Receive, Send
 
 # Sleeping may end this much late, so the rest of a wait is spent awake.
 _AWAKE_SECONDS = 2e-4
@@ -64,7 +64,7 @@ class _CudaHandle:
         self._chunk = None
 
 
-class PacedTransport:
+class PacedTransport(Endpoint):
     """Rank ``rank`` of ``size``; the other ranks are not there.
 
     Args:
@@ -78,31 +78,18 @@ class PacedTransport:
             raise ValueError(f"PacedTransport: rank must be in [0, {size}), got {rank}")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"PacedTransport: device must be a CPU or CUDA device, got {device}")
-        self._size, self._rank, self._link, self._device = size, rank, link, device
         on_gpu = device.type == "cuda"
-        self._capabilities = Capabilities("paced", device.type, True, on_gpu, False)
+        super().__init__(rank, size, Capabilities("paced", (device.type,), True, on_gpu, False))
+        self._link, self._device = link, device
         self._arrivals: dict[torch.dtype, Tensor] = {}
         if on_gpu:
             self._streams = {kind: torch.cuda.Stream(device) for kind in (Send, Receive)}
-            self._start = {kind: torch.zeros(1, dtype=torch.int64, device=device) for kind in (Send, Receive)}
+            self._since = {kind: torch.zeros(1, dtype=torch.int64, device=device) for kind in (Send, Receive)}
         else:
             self._free = {Send: 0.0, Receive: 0.0}  # when each direction has done all that was posted
             self._copier = concurrent.futures.ThreadPoolExecutor(1, "paced-link")
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
-        check_chunks(op, chunks, self)
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         # Made first: it takes time at the first chunk of its size, and the batch starts as one.
         arriving = [self._arriving(c.tensor) if isinstance(c, Receive) else None for c in chunks]
         post = self._post_on_gpu if self._device.type == "cuda" else self._post_on_cpu
@@ -123,7 +110,7 @@ class PacedTransport:
         from parallel_ops.triton_kernels import paced_link
 
         kind = type(chunk)
-        stream, start = self._streams[kind], self._start[kind]
+        stream, start = self._streams[kind], self._since[kind]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             paced_link.note_time(start)

@@ -15,88 +15,38 @@ Nothing waits for what is enqueued later: a batch enqueues all its sends before 
 receives of earlier batches. So it also works when all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
 A flag that never comes would hold a stream, and a process that synchronises with it, for ever. So a thread watches the
-oldest batch under way; after the timeout it sets the flags that this rank waits for itself, which frees the streams,
-and from then on every call raises PeerError. What was received then is worthless.
+batches under way and frees the streams after a timeout (``_symmetric_watch``); every later call raises PeerError.
+
+Flags count up, so a batch cannot be replayed: to capture one in a CUDA graph is refused.
 """
 
 import collections
 import dataclasses
-import threading
-import time
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm._group import group_device
-from parallel_ops.comm._symmetric_memory import CudaMemory, why_not_here
+from parallel_ops.comm._lanes import Event, Memory
+from parallel_ops.comm._symmetric_memory import CudaMemory, Workspace, why_not_here
+from parallel_ops.comm._symmetric_watch import Watch
 from parallel_ops.comm.transport import (
     Capabilities,
+    Endpoint,
     Handle,
-    PeerError,
     Receive,
     Send,
     TransportUnavailable,
     as_bytes,
-    check_chunks,
 )
 
 # Chunks start at multiples of this, so that copies are aligned.
 ALIGNMENT = 256
 _COUNTER = 1 << 32  # flags count chunks modulo this
-
-
-class Event(Protocol):
-    """A point in a lane."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Orders what the caller enqueues or does next after the point."""
-        ...
-
-
-class Lane(Protocol):
-    """A queue of copies and flags, executed in order beside the caller."""
-
-    def begin(self) -> None:
-        """What follows comes after all that the caller has enqueued so far."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor) -> None: ...
-
-    def set_flag(self, rank: int, index: int, value: int) -> None: ...
-
-    def wait_flag(self, index: int, value: int) -> None: ...
-
-    def event(self) -> Event: ...
-
-
-class Memory(Protocol):
-    """Workspaces and flags of all ranks, all 0 at first, as one rank sees them."""
-
-    rank: int
-    size: int
-    slot_bytes: int
-    device_type: str
-
-    def slot(self, owner: int, peer: int, index: int) -> Tensor:
-        """Slot ``index`` (0 or 1) in the workspace of ``owner`` for what it sends to ``peer``; uint8."""
-        ...
-
-    def lane(self) -> Lane: ...
-
-    def flags(self) -> list[int]:
-        """This rank's flags now: ``posted`` by every rank, then ``pulled`` by every rank."""
-        ...
-
-    def release(self, values: Sequence[int]) -> None:
-        """Sets this rank's flags at once, past everything enqueued."""
-        ...
 
 
 def why_not(group: ProcessGroup | None) -> str | None:
@@ -125,15 +75,29 @@ def symmetric_transport(
         ValueError: ``slot_bytes`` or ``timeout`` not positive. TransportUnavailable: on every rank, with the reason of
         the first rank that has one.
     """
-    if slot_bytes <= 0 or timeout <= 0:
-        raise ValueError(f"symmetric_transport: slot_bytes={slot_bytes} and timeout={timeout} must be positive")
-    reasons: list[str | None] = [None] * group.size()
-    dist.all_gather_object(reasons, why_not(group), group=group)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise TransportUnavailable(f"symmetric_transport: rank {rank} of the group cannot use it: {reason}")
-    aligned = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
-    return SymmetricTransport(CudaMemory(group, aligned), timeout=timeout)
+    # A rank that cannot take part tells the others instead of raising while they wait.
+    error, workspace = None, None
+    try:
+        if slot_bytes <= 0 or timeout <= 0:
+            raise ValueError(f"symmetric_transport: slot_bytes={slot_bytes} and timeout={timeout} must be positive")
+        reason = why_not(group)
+        if reason is None:
+            workspace = Workspace(group.size(), -(-slot_bytes // ALIGNMENT) * ALIGNMENT)
+    except Exception as raised:
+        error, reason = raised, str(raised)
+    everyone: list[tuple[str | None, int]] = [(None, 0)] * group.size()
+    dist.all_gather_object(everyone, (reason, slot_bytes), group=group)
+    if error is not None:
+        raise error
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs is not None:
+            raise TransportUnavailable(f"symmetric_transport: rank {rank} of the group cannot use it: {theirs}")
+    if len({size for _, size in everyone}) > 1:
+        raise ValueError(
+            f"symmetric_transport: slot_bytes must be the same on every rank, got {[size for _, size in everyone]}"
+        )
+    assert workspace is not None
+    return SymmetricTransport(CudaMemory(group, workspace), timeout=timeout)
 
 
 @dataclasses.dataclass
@@ -146,57 +110,55 @@ class _Link:
     ends: collections.deque[int] = dataclasses.field(default_factory=lambda: collections.deque([0, 0], maxlen=2))
 
 
-@dataclasses.dataclass
-class _Batch:
-    op: str
-    posted: float
-    event: Event
-    peers: list[int]
-
-
 class _Handle:
-    def __init__(self, transport: "SymmetricTransport", chunk: Send | Receive, event: Event) -> None:
-        self._transport, self._event = transport, event
-        self._chunk: Send | Receive | None = chunk  # keeps the tensor until the current stream is behind the copy
+    def __init__(self, watch: Watch, chunk: Send | Receive, event: Event) -> None:
+        self._watch, self._event = watch, event
+        self._tensor: Tensor | None = chunk.tensor  # kept until the current stream is behind the copy
 
     def wait(self) -> None:
-        self._transport.check()
+        self._watch.check()
         self._event.wait()
-        self._chunk = None
-        self._transport.check()
+        self._tensor = None
+        self._watch.check()
+
+    def __del__(self) -> None:
+        if self._tensor is not None:  # dropped without a wait, by an exception say
+            self._event.keep(self._tensor)
 
 
-class SymmetricTransport:
+class SymmetricTransport(Endpoint):
     """One rank's end of a group whose ranks map each other's memory. Made by ``symmetric_transport``."""
 
     def __init__(self, memory: Memory, *, timeout: float = 600.0) -> None:
-        self._memory, self._timeout = memory, timeout
+        device_type = memory.device.type
+        super().__init__(
+            memory.rank, memory.size, Capabilities("symmetric", (device_type,), True, device_type == "cuda", False)
+        )
+        self._memory = memory
         self._sends, self._receives = memory.lane(), memory.lane()
-        self._sent = [_Link() for _ in range(memory.size)]
-        self._received = [_Link() for _ in range(memory.size)]
-        self._under_way: collections.deque[_Batch] = collections.deque()
-        self._lock = threading.Lock()
-        self._failure: str | None = None
-        self._watched = False
-        self._capabilities = Capabilities("symmetric", memory.device_type, True, memory.device_type == "cuda", False)
-
-    @property
-    def rank(self) -> int:
-        return self._memory.rank
-
-    @property
-    def size(self) -> int:
-        return self._memory.size
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+        sent = self._sent = [_Link() for _ in range(memory.size)]
+        received = self._received = [_Link() for _ in range(memory.size)]
+        self._watch = Watch(self, memory, lambda: [link.chunks % _COUNTER for link in (*received, *sent)], timeout)
 
     def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         """As in Transport. ValueError too if the batch sends one peer more than a slot holds."""
         self.check()
-        check_chunks(op, chunks, self)
+        return super().post(op, chunks)
+
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        refuse_capture(op, self._memory.device.type, "the symmetric transport cannot be captured in a CUDA graph")
         places = self._places(op, chunks)
+        self._watch.start()
+        try:
+            return self._enqueue(chunks, places)
+        except Exception as error:
+            self._watch.fail(f"{op}: rank {self.rank} of {self.size} failed to enqueue its transfers: {error}")
+            raise
+        finally:
+            # What was enqueued is watched even if the rest could not be.
+            self._watch.add(op, sorted({chunk.peer for chunk in chunks}), (self._sends, self._receives))
+
+    def _enqueue(self, chunks: Sequence[Send | Receive], places: Sequence[tuple[int, int]]) -> list[Handle]:
         handles: dict[int, Handle] = {}
         self._sends.begin()
         self._receives.begin()
@@ -208,12 +170,11 @@ class SymmetricTransport:
         for i in order:
             chunk = chunks[i]
             copy = self._send if isinstance(chunk, Send) else self._receive
-            handles[i] = _Handle(self, chunk, copy(chunk, *places[i]))
+            handles[i] = _Handle(self._watch, chunk, copy(chunk, *places[i]))
         for kind, peer in links:
             link = (self._sent if kind is Send else self._received)[peer]
             link.batches += 1
             link.ends.append(link.chunks)
-        self._watch(op, chunks)
         return [handles[i] for i in range(len(chunks))]
 
     def _places(self, op: str, chunks: Sequence[Send | Receive]) -> list[tuple[int, int]]:
@@ -250,59 +211,16 @@ class SymmetricTransport:
 
     def barrier(self, op: str) -> None:
         """Returns once every rank has called it and all earlier transfers of this rank are done."""
-        token = torch.zeros(1, dtype=torch.uint8, device=self._memory.device_type)
+        device = self._memory.device
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
         peers = [p for p in range(self.size) if p != self.rank]
         chunks = [Send(token, p) for p in peers] + [Receive(torch.empty_like(token), p) for p in peers]
-        handles = self.post(op, chunks)
-        for handle in handles:
+        for handle in self.post(op, chunks):
             handle.wait()
-        if self._memory.device_type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         self.check()
 
     def check(self) -> None:
         """PeerError if a batch was lost."""
-        if self._failure is not None:
-            raise PeerError(self._failure)
-
-    def _watch(self, op: str, chunks: Sequence[Send | Receive]) -> None:
-        """A batch is done when both lanes have passed it; the slower one ends with a receive."""
-        peers = sorted({chunk.peer for chunk in chunks})
-        with self._lock:
-            for lane in (self._sends, self._receives):
-                self._under_way.append(_Batch(op, time.monotonic(), lane.event(), peers))
-            while self._under_way and self._under_way[0].event.done():
-                self._under_way.popleft()
-        if not self._watched:
-            self._watched = True
-            threading.Thread(
-                target=_keep_watch, args=(weakref.ref(self), min(self._timeout / 10, 1.0)), daemon=True
-            ).start()
-
-    def give_up_if_late(self) -> None:
-        """Frees this rank's streams if the oldest batch is older than the timeout."""
-        with self._lock:
-            while self._under_way and self._under_way[0].event.done():
-                self._under_way.popleft()
-            if not self._under_way or self._failure or time.monotonic() - self._under_way[0].posted < self._timeout:
-                return
-            late = self._under_way[0]
-            expected = [link.chunks % _COUNTER for link in (*self._received, *self._sent)]
-            flags = self._memory.flags()
-            silent = sorted({i % self.size for i in range(2 * self.size) if flags[i] % _COUNTER != expected[i]})
-            self._failure = (
-                f"{late.op}: rank {self.rank} of {self.size} waited {self._timeout:g} s for its transfers with "
-                f"ranks {late.peers}; no word from ranks {[p for p in silent if p in late.peers] or silent}"
-            )
-            self._memory.release(expected)
-            self._under_way.clear()
-
-
-def _keep_watch(transport: "weakref.ref[SymmetricTransport]", period: float) -> None:
-    while True:
-        time.sleep(period)
-        alive = transport()
-        if alive is None:
-            return
-        alive.give_up_if_late()
-        del alive
+        self._watch.check()

@@ -12,6 +12,7 @@ its handle was waited for.
     paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,14 +35,14 @@ class Capabilities:
 
     Args:
         name: the transport's name; part of the key under which measurements are kept.
-        device_type: where its tensors live, ``"cpu"`` or ``"cuda"``.
+        device_types: where its tensors live: ``"cpu"``, ``"cuda"``, or both, of which a batch has one.
         asynchronous: transfers go on while the caller computes.
-        stream_ordered: ``Handle.wait`` returns at once and orders the current CUDA stream instead.
+        stream_ordered: ``Handle.wait`` of a CUDA tensor returns at once and orders the current stream instead.
         uses_compute_units: transfers take multiprocessors from the kernels that they overlap with.
     """
 
     name: str
-    device_type: str
+    device_types: tuple[str, ...]
     asynchronous: bool
     stream_ordered: bool
     uses_compute_units: bool
@@ -99,9 +100,41 @@ class Transport(Protocol):
         ...
 
 
+class Endpoint(abc.ABC):
+    """What the transports have in common."""
+
+    def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
+        self._rank, self._size, self._capabilities = rank, size, capabilities
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """As in Transport."""
+        check_chunks(op, chunks, self)
+        return self._start(op, chunks) if chunks else []
+
+    @abc.abstractmethod
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """``post`` of chunks that are right, at least one."""
+
+    @abc.abstractmethod
+    def barrier(self, op: str) -> None:
+        """As in Transport."""
+
+
 def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport) -> None:
     """ValueError or TypeError for a chunk that no transport could send."""
-    device_type = transport.capabilities.device_type
+    device_types = transport.capabilities.device_types
     for i, chunk in enumerate(chunks):
         if not isinstance(chunk, Send | Receive):
             raise TypeError(f"{op}: chunks[{i}] must be a Send or a Receive, got {type(chunk).__name__}")
@@ -112,10 +145,15 @@ def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport
                 f"{op}: chunks[{i}].peer is {chunk.peer}, but must be another rank of the {transport.size}, "
                 f"and this is rank {transport.rank}"
             )
-        if chunk.tensor.device.type != device_type:
+        if chunk.tensor.device.type not in device_types:
             raise ValueError(
                 f"{op}: chunks[{i}] is on {chunk.tensor.device}, "
-                f"but {transport.capabilities.name} sends from {device_type}"
+                f"but {transport.capabilities.name} sends from {' and '.join(device_types)}"
+            )
+        if chunk.tensor.device.type != chunks[0].tensor.device.type:
+            raise ValueError(
+                f"{op}: chunks[{i}] is on {chunk.tensor.device}, but chunks[0] on {chunks[0].tensor.device}; "
+                "post them as two batches"
             )
         if not chunk.tensor.is_contiguous():
             raise ValueError(f"{op}: chunks[{i}] must be contiguous, got strides {chunk.tensor.stride()}")

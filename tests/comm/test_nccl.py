@@ -1,50 +1,23 @@
-"""Communicators on tensors, the watchdog and the transport; NCCL answers as it is told, streams are written down."""
+"""Communicators on tensors: settings, operations, split and their beginning; NCCL answers as it is told."""
 
 import dataclasses
 import re
-import time
 
 import pytest
 import torch
 
 from support import nccl as support
-from support import nccl_ranks
 from support.distributed import Raised, ranks
 
 _nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
-from parallel_ops.comm import nccl, nccl_watchdog  # noqa: E402
+from parallel_ops.comm import nccl, nccl_rendezvous  # noqa: E402
 from parallel_ops.comm import nccl_operations as ops  # noqa: E402
 from parallel_ops.comm.nccl import Communicator, Config, CtaPolicy  # noqa: E402
-from parallel_ops.comm.nccl_memory import Window, allocate  # noqa: E402
-from parallel_ops.comm.nccl_transport import NcclTransport  # noqa: E402
-from parallel_ops.comm.transport import PeerError, Receive, Send  # noqa: E402
+from support import nccl_communicator, nccl_ranks  # noqa: E402
+from support.nccl_communicator import Event, communicator  # noqa: E402
 
-fake = support.fake
-STREAM = 0x57
-
-
-@pytest.fixture(autouse=True)
-def current_stream(monkeypatch):
-    """There is no CUDA stream on a CPU; the fake takes any number."""
-    monkeypatch.setattr(nccl, "_stream_handle", lambda stream, device: STREAM if stream is None else stream.cuda_stream)
-
-
-def communicator(fake, *, size=4, rank=1, timeout=5.0):
-    """On CPU tensors, whose addresses the fake writes down."""
-    library = _nccl.Library.open(fake.path)
-    native = _nccl.Communicator(library, bytes(128), size, rank, _nccl.Config(), timeout)
-    return Communicator.from_native(native, library, torch.device("cpu"), timeout)
-
-
-class Event:
-    def __init__(self, done=False):
-        self.done = done
-
-    def query(self):
-        if isinstance(self.done, Exception):
-            raise self.done
-        return self.done
+fake, recorded = support.fake, nccl_communicator.recorded
 
 
 def test_config_reaches_the_binding(fake):
@@ -142,12 +115,36 @@ def test_split_and_close(fake):
         child = comm.split(1, key=3, config=Config(split_share=True))
         assert (child.rank, child.size, child.device) == (1, 2, torch.device("cpu"))
         assert comm.split(None) is None
-        with pytest.raises(ValueError, match="color must be None or at least 0, got -1"):
-            comm.split(-1)
+        assert sum(line.startswith("CommSplit") for line in fake.log()) == 2
     assert fake.log()[-2:] == ["CommFinalize", "CommDestroy"] and not comm.alive
     comm.close()
     with pytest.raises(nccl.NcclError, match="it was finalized"):
         comm.check("late")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"color": -1}, ValueError, "color must be None or at least 0, got -1"),
+        ({"color": 2**31}, ValueError, "color must fit into 32 bits, got 2147483648"),
+        ({"color": 1.0}, TypeError, "color must be an int, got float"),
+        ({"color": 0, "key": "1"}, TypeError, "key must be an int, got str"),
+        ({"color": 0, "config": {}}, TypeError, "config must be None or a Config, got dict"),
+    ],
+)
+def test_a_rank_that_cannot_split_tells_the_others_first(fake, arguments, error, message):
+    comm = communicator(fake, rank=2)
+    with pytest.raises(error, match=f"^split: {message}"):
+        comm.split(**arguments)
+    assert [line.split()[0] for line in fake.log()[1:]] == ["GroupStart", "AllReduce", "GroupEnd"] and comm.alive
+
+
+def test_another_rank_cannot_split(fake):
+    comm = communicator(fake, rank=2)
+    fake.all_reduce(4)
+    with pytest.raises(nccl.NotSupported, match="split: rank 3 of the communicator found its arguments wrong"):
+        comm.split(0)
+    assert not any(line.startswith("CommSplit") for line in fake.log()) and comm.alive
 
 
 def test_an_error_in_the_block_aborts(fake):
@@ -165,153 +162,6 @@ def test_waiting_on_the_host(fake):
     with pytest.raises(nccl.NcclError, match=r"stuck: rank 1 of 4: not done on the GPU within 0\.1 s") as caught:
         comm.wait("stuck", Event())
     assert caught.value.code == 8 and not comm.alive
-
-
-def eventually(condition):
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(nccl_watchdog, "_INTERVAL", 0.005)
-
-
-@pytest.mark.usefixtures("quick")
-def test_watchdog_forgets_what_is_done(fake):
-    comm = communicator(fake, timeout=0.3)
-    events = [Event(), Event(done=True)]
-    for event in events:
-        comm.watch("fine", event)
-    events[0].done = True
-    eventually(lambda: comm._watchdog.pending() == 0)
-    time.sleep(0.4)
-    assert comm.alive
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("event", "background", "message"),
-    [
-        (Event(), 0, r"because step of rank 1 of 4 was not done on the GPU within 0\.1 s: a peer is gone"),
-        (Event(), 6, r"step: rank 1 of 4: NCCL 2\.28\.3 reported \"remote process exited"),
-        (Event(done=RuntimeError("illegal address")), 0, "after this error of step: illegal address"),
-    ],
-    ids=["stuck", "remote error", "CUDA error"],
-)
-def test_watchdog_aborts(fake, event, background, message):
-    comm = communicator(fake, timeout=0.1)
-    fake.background(error=background)
-    comm.watch("step", event)
-    eventually(lambda: not comm.alive)
-    fake.background()
-    assert fake.log()[-1] == "CommAbort rank=1"
-    with pytest.raises(nccl.NcclError, match="next: rank 1 of 4: the communicator is no more; .*" + message):
-        comm.enqueue("next", [ops.send(X, 0)])
-
-
-@pytest.mark.usefixtures("quick")
-def test_watchdog_keeps_nothing_alive(fake):
-    comm = communicator(fake)
-    comm.watch("step", Event())
-    thread = comm._watchdog._thread
-    del comm
-    eventually(lambda: fake.log()[-1] == "CommAbort rank=1")
-    eventually(lambda: not thread.is_alive())
-
-
-def test_windows(fake):
-    comm = communicator(fake)
-    memory = torch.zeros(8192, dtype=torch.uint8)
-    page = memory[-memory.data_ptr() % 4096 :][:64]
-    window = Window(comm, page)
-    window.close()
-    register, deregister = fake.log()[-2:]
-    assert register == f"CommWindowRegister {page.data_ptr():x} size=64 flags=1"
-    assert deregister == "CommWindowDeregister 1234"
-    with pytest.raises(ValueError, match="must be contiguous, not empty and aligned to 4096 bytes"):
-        Window(comm, page[1:])
-    with pytest.raises(ValueError, match="tensor is on meta, the communicator on cpu"):
-        Window(comm, page.to("meta"))
-    with pytest.raises(ValueError, match=r"shape must have at least one element, got \(0, 4\)"):
-        allocate((0, 4), torch.float32)
-
-
-class Streams:
-    """Writes down what is ordered, between what NCCL was asked."""
-
-    def __init__(self, fake):
-        self.fake, self.steps, self.event = fake, [], Event()
-        self.side = type("Stream", (), {"cuda_stream": 0x99})()
-
-    def fork(self):
-        self.steps.append(("fork", len(self.fake.log())))
-
-    def mark(self):
-        self.steps.append(("mark", len(self.fake.log())))
-        return self.event
-
-    def join(self, event):
-        assert event is self.event
-        self.steps.append(("join", len(self.fake.log())))
-
-
-@pytest.fixture
-def streams(fake):
-    return Streams(fake)
-
-
-def transport(fake, streams, **arguments):
-    return NcclTransport.from_communicator(communicator(fake, **arguments), streams)
-
-
-def test_transport_posts_a_batch_as_one_launch_on_the_side_stream(fake, streams):
-    end = transport(fake, streams)
-    assert (end.rank, end.size, end.capabilities.name, end.capabilities.stream_ordered) == (1, 4, "nccl", True)
-    x, y = torch.arange(6.0), torch.empty(3, dtype=torch.int64)
-    first, second = end.post("exchange", [Send(x, 2), Receive(y, 0)])
-    assert fake.log()[1:] == [
-        "GroupStart",
-        f"Send {x.data_ptr():x} count=24 type=1 peer=2 stream=99",
-        f"Recv {y.data_ptr():x} count=24 type=1 peer=0 stream=99",
-        "GroupEnd",
-    ]
-    first.wait()
-    second.wait()
-    assert streams.steps == [("fork", 1), ("mark", 5), ("join", 5), ("join", 5)]
-    assert end.post("nothing", []) == [] and len(fake.log()) == 5
-
-
-def test_transport_raises_peer_error(fake, streams):
-    end = transport(fake, streams)
-    (handle,) = end.post("exchange", [Send(X, 2)])
-    fake.background(error=6)
-    with pytest.raises(PeerError, match=r"exchange: rank 1 failed waiting for its transfers: .*remote process exited"):
-        handle.wait()
-    with pytest.raises(PeerError, match=r"more: rank 1 could not start its transfers with ranks \[0, 2\]"):
-        end.post("more", [Send(X, 2), Receive(X, 0)])
-    with pytest.raises(PeerError, match="end: rank 1 failed at a barrier of 4 ranks"):
-        end.barrier("end")
-
-
-def test_transport_refuses_bad_chunks_before_any_starts(fake, streams):
-    end = transport(fake, streams)
-    with pytest.raises(ValueError, match=r"op: chunks\[1\] is on meta, but nccl sends from cpu"):
-        end.post("op", [Send(X, 2), Receive(X.to("meta"), 0)])
-    assert len(fake.log()) == 1 and streams.steps == []
-
-
-def test_barrier_waits_for_all(fake, streams):
-    streams.event.done = True
-    end = transport(fake, streams)
-    end.barrier("end")
-    assert re.match("AllReduce .* count=1 type=2 op=0 stream=99", fake.log()[2])
-    streams.event.done = False
-    end = transport(fake, streams, timeout=0.1)
-    with pytest.raises(PeerError, match=r"end: rank 1 failed at a barrier of 4 ranks: .*within 0\.1 s"):
-        end.barrier("end")
 
 
 def test_unique_id_goes_to_all_ranks():
@@ -350,6 +200,18 @@ def test_arguments_of_a_communicator():
         Communicator("world")
     for timeout in (0, -1.0, float("inf"), "10"):
         with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
-            nccl._check_timeout(timeout)
+            nccl_rendezvous.check_timeout(timeout)
     with pytest.raises(ValueError, match="device must be a CUDA device, got cpu"):
-        nccl._cuda_device(torch.device("cpu"))
+        nccl_rendezvous.cuda_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [(None, 1), (0, 0), (torch.device("cuda"), 1), (torch.device("cuda:0"), 0)]
+)
+def test_devices(monkeypatch, device, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert nccl_rendezvous.cuda_device(device) == torch.device("cuda", index)
+    with pytest.raises(ValueError, match="device must be one of the 2 devices, got 2"):
+        nccl_rendezvous.cuda_device(2)

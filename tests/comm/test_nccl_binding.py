@@ -1,4 +1,4 @@
-"""The compiled binding against a libnccl that answers as it is told: gates, arguments, errors, timeouts, abort."""
+"""The compiled binding against a libnccl that answers as it is told: arguments, errors, timeouts, abort."""
 
 import signal
 import threading
@@ -10,27 +10,9 @@ from support import nccl as support
 
 _nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
-ID = bytes([7]) * 128
-
+from support.nccl_binding import CALLS, METHODS, call, communicator, library  # noqa: E402
 
 fake = support.fake
-
-
-def library(fake):
-    return _nccl.Library.open(fake.path)
-
-
-def communicator(fake, *, size=4, rank=1, timeout=5.0, **settings):
-    config = _nccl.Config()
-    for name, value in settings.items():
-        config.set(name, value)
-    return _nccl.Communicator(library(fake), ID, size, rank, config, timeout)
-
-
-def test_a_library_knows_its_version_and_path(fake):
-    assert (library(fake).version, library(fake).path) == ("2.28.3", fake.path)
-    fake.version(2708)  # the shorter encoding of before 2.9
-    assert library(fake).version == "2.7.8"
 
 
 def test_what_is_not_nccl_is_refused(tmp_path):
@@ -41,17 +23,6 @@ def test_what_is_not_nccl_is_refused(tmp_path):
     support.compile_cpp(source, "-shared", "-fPIC", "-o", tmp_path / "other.so")
     with pytest.raises(RuntimeError, match="not an NCCL library"):
         _nccl.Library.open(str(tmp_path / "other.so"))
-
-
-def test_a_function_that_is_missing_from_a_new_enough_library_is_not_called(tmp_path):
-    source = tmp_path / "bare.cpp"
-    source.write_text(
-        'extern "C" int ncclGetVersion(int* v) { *v = 23203; return 0; }\n'
-        'extern "C" const char* ncclGetErrorString(int) { return ""; }\n'
-    )
-    support.compile_cpp(source, "-shared", "-fPIC", "-o", tmp_path / "bare.so")
-    with pytest.raises(_nccl.NotSupported, match=r"ncclGetUniqueId is not in NCCL 2\.32\.3, from .*bare\.so"):
-        _nccl.Library.open(str(tmp_path / "bare.so")).unique_id()
 
 
 def test_unique_id(fake):
@@ -83,53 +54,11 @@ def test_settings_reach_nccl_and_the_others_stay_undefined(fake):
     assert (comm.size, comm.rank, comm.device(), comm.alive()) == (4, 1, 3, True)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "since"),
-    [
-        ("max_ctas", 4, 21700),
-        ("net_name", "IB", 21700),
-        ("split_share", 1, 21800),
-        ("traffic_class", 1, 22500),
-        ("comm_name", "x", 22700),
-        ("cta_policy", 1, 22700),
-        ("cta_policy", 2, 22800),
-        ("nvls_ctas", 2, 22700),
-        ("channels_per_net_peer", 2, 22800),
-    ],
-)
-def test_settings_need_their_version(fake, setting, value, since):
-    fake.version(since - 1)
-    needed = f"{since // 10000}.{since // 100 % 100}.0"
-    with pytest.raises(_nccl.NotSupported, match=rf"config\.{setting}.* needs NCCL {needed} or later; this is 2\."):
-        communicator(fake, **{setting: value})
-    assert fake.log() == []
-    fake.version(since)
-    assert communicator(fake, **{setting: value}).alive()
-
-
 def test_an_unknown_setting_or_one_of_another_type_is_refused():
     with pytest.raises(ValueError, match="no setting of this type is called blocking"):
         _nccl.Config().set("blocking", 1)
     with pytest.raises(ValueError, match="no setting of this type is called max_ctas"):
         _nccl.Config().set("max_ctas", "8")
-
-
-CALLS = {
-    "Send": ({"kind": "send", "input": 0xA0, "peer": 3}, "a0 count=5 type=7 peer=3"),
-    "Recv": ({"kind": "recv", "output": 0xB0, "peer": 2}, "b0 count=5 type=7 peer=2"),
-    "AllReduce": ({"kind": "all_reduce", "input": 0xA0, "output": 0xB0, "op": 2}, "a0 b0 count=5 type=7 op=2"),
-    "ReduceScatter": ({"kind": "reduce_scatter", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7 op=0"),
-    "AllGather": ({"kind": "all_gather", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
-    "Broadcast": ({"kind": "broadcast", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
-    "Reduce": ({"kind": "reduce", "input": 0xA0, "op": 4, "peer": 3}, "a0 0 count=5 type=7 op=4 root=3"),
-    "AlltoAll": ({"kind": "all_to_all", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
-    "Gather": ({"kind": "gather", "input": 0xA0, "peer": 2}, "a0 0 count=5 type=7 root=2"),
-    "Scatter": ({"kind": "scatter", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
-}
-
-
-def call(kind, count=5, type=7, **arguments):
-    return _nccl.Call(kind, count=count, type=type, **arguments)
 
 
 def test_a_launch_is_one_group_on_the_given_stream(fake):
@@ -147,42 +76,6 @@ def test_an_unknown_kind_is_refused():
 def test_a_launch_of_nothing_starts_nothing(fake):
     communicator(fake).launch("nothing", [], 0, 5.0)
     assert not any("Group" in line for line in fake.log())
-
-
-@pytest.mark.parametrize("function", ["AlltoAll", "Gather", "Scatter"])
-def test_functions_need_their_version_before_the_group_starts(fake, function):
-    fake.version(22707)
-    comm = communicator(fake)
-    calls = [call(**CALLS["Send"][0]), call(**CALLS[function][0])]
-    with pytest.raises(_nccl.NotSupported, match=rf"nccl{function} needs NCCL 2\.28\.0 or later; this is 2\.27\.7"):
-        comm.launch("op", calls, 0, 5.0)
-    assert len(fake.log()) == 1 and comm.alive()
-
-
-METHODS = {
-    "split": lambda comm, timeout: comm.split(0, 0, _nccl.Config(), timeout),
-    "register_window": lambda comm, timeout: comm.register_window(0x1000, 64, 1, timeout),
-    "launch": lambda comm, timeout: comm.launch("launch", [call(**CALLS["Send"][0])], 0, timeout),
-    "finalize": lambda comm, timeout: comm.finalize(timeout),
-}
-
-
-@pytest.mark.parametrize(("method", "since"), [("split", "2.18.0"), ("register_window", "2.27.0")])
-def test_methods_need_their_version(fake, method, since):
-    fake.version(21705)
-    comm = communicator(fake)
-    with pytest.raises(_nccl.NotSupported, match=rf"needs NCCL {since} or later; this is 2\.17\.5"):
-        METHODS[method](comm, 1.0)
-    assert len(fake.log()) == 1 and comm.alive()
-
-
-def test_memory_and_communicators_need_their_version(fake):
-    fake.version(21303)
-    with pytest.raises(_nccl.NotSupported, match=r"ncclMemFree needs NCCL 2\.19\.0 or later; this is 2\.13\.3"):
-        _nccl.Memory(library(fake), 64)
-    with pytest.raises(_nccl.NotSupported, match=r"ncclCommInitRankConfig needs NCCL 2\.14\.0 or later"):
-        communicator(fake)
-    assert fake.log() == []
 
 
 @pytest.mark.parametrize(
@@ -247,6 +140,23 @@ def test_ranks_that_never_answer_are_a_timeout_not_a_hang(fake, method):
 def test_ranks_that_never_join_are_a_timeout_not_a_hang(fake):
     fake.background(polls=-1)
     check_timeout(fake, "connect", lambda: communicator(fake, timeout=0.1))
+
+
+def test_launches_of_two_threads_go_one_after_the_other(fake):
+    """NCCL takes no call while it works on another in the background."""
+    comm = communicator(fake)
+    fake.background(polls=-1)
+    send = [call(**CALLS["Send"][0])]
+    threads = [threading.Thread(target=comm.launch, args=(f"launch {i}", send, 0, 30.0)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    comm.check("meanwhile")
+    assert fake.log().count("GroupStart") == 1
+    fake.background()
+    for thread in threads:
+        thread.join()
+    assert [line.split()[0] for line in fake.log()[1:]] == ["GroupStart", "Send", "GroupEnd"] * 2
 
 
 def test_another_thread_can_abort_a_call_that_waits(fake):

@@ -28,6 +28,13 @@ extern "C" int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t v
   return static_cast<int32_t>(*reinterpret_cast<uint32_t*>(address) - value) >= 0 ? 0 : 600;
 }
 #endif
+extern "C" int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int current = 0;
+  const int former = current;
+  current = *mode;
+  *mode = former;
+  return 0;
+}
 extern "C" int cuGetErrorString(int result, const char** text) {
   *text = result == 600 ? "device not ready" : "invalid argument";
   return 0;
@@ -57,6 +64,8 @@ attempt(ops.stream_write_value, 77, at + 2, 1)
 attempt(ops.stream_write_value, 77, 0, 1)
 attempt(ops.stream_write_value, 77, at, 2**32)
 attempt(ops.stream_write_value, 77, at, -1)
+attempt(ops.thread_exchange_stream_capture_mode, 3)
+print([ops.thread_exchange_stream_capture_mode(mode) for mode in (1, 2, 0)] if _stream_signal.why_not() is None else [])
 """
 
 
@@ -74,7 +83,7 @@ def calls_with_driver(folder: Path, *flags: str) -> list[str]:
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="puts a driver into LD_LIBRARY_PATH")
 def test_calls_reach_the_driver(tmp_path):
-    reason, flags, *errors = calls_with_driver(tmp_path)
+    reason, flags, *errors, modes = calls_with_driver(tmp_path)
     assert reason == "None"
     assert flags == f"[0, 0, {2**32 - 1}, 0]"
     expected = [
@@ -84,7 +93,9 @@ def test_calls_reach_the_driver(tmp_path):
         "stream_write_value: the address must be a multiple of 4, got 0",
         "stream_write_value: the value must fit into 32 bits, got 4294967296",
         "stream_write_value: the value must fit into 32 bits, got -1",
+        "thread_exchange_stream_capture_mode: the mode must be 0, 1 or 2, got 3",
     ]
+    assert modes == "[0, 1, 2]"
     assert len(errors) == len(expected)
     for error, text in zip(errors, expected, strict=True):
         assert text in error
@@ -93,11 +104,11 @@ def test_calls_reach_the_driver(tmp_path):
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="puts a driver into LD_LIBRARY_PATH")
 def test_a_driver_without_the_functions(tmp_path):
-    reason, first, flags, *errors = calls_with_driver(tmp_path, "-DOLD")
+    reason, first, flags, *errors, _ = calls_with_driver(tmp_path, "-DOLD")
     assert reason == "the CUDA driver lacks stream memory operations; it is older than CUDA 12"
     assert flags == "[0, 0, 0, 0]"
     errors.append(first)
-    assert len(errors) == 8
+    assert len(errors) == 9
     assert all("the CUDA driver cannot be used: it is older than CUDA 12" in error for error in errors)
 
 
@@ -135,6 +146,8 @@ namespace ours = parallel_ops::cuda;
 template <class T> struct Abi { using type = T; };
 template <> struct Abi<CUresult> { using type = int; };
 template <class T> struct Abi<T*> { using type = void*; };
+template <> struct Abi<CUstreamCaptureMode*> { using type = int*; };
+template <> struct Abi<int*> { using type = int*; };
 template <> struct Abi<const char**> { using type = const char**; };
 template <> struct Abi<CUdeviceptr> { using type = uint64_t; };
 template <class R, class... A> auto abi(R (*)(A...)) -> typename Abi<R>::type (*)(typename Abi<A>::type...);
@@ -143,6 +156,8 @@ static_assert(sizeof(CUresult) == sizeof(int) && sizeof(CUdeviceptr) == 8 && siz
 static_assert(sizeof(cuuint32_t) == 4);
 static_assert(same<decltype(&cuStreamWriteValue32_v2), ours::StreamValue32>);
 static_assert(same<decltype(&cuStreamWaitValue32_v2), ours::StreamValue32>);
+static_assert(sizeof(CUstreamCaptureMode) == sizeof(int) && CU_STREAM_CAPTURE_MODE_THREAD_LOCAL == 1);
+static_assert(same<decltype(&cuThreadExchangeStreamCaptureMode), ours::ExchangeCaptureMode>);
 static_assert(same<decltype(&cuGetErrorString), ours::GetErrorString>);
 static_assert(ours::kSuccess == CUDA_SUCCESS && ours::kWaitGeq == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(ours::kWriteFenced == CU_STREAM_WRITE_VALUE_DEFAULT);

@@ -1,6 +1,9 @@
 """The protocol of the symmetric transport, over devices of the CPU; and what it says where there is no GPU."""
 
+import gc
 import time
+import types
+import weakref
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.comm import symmetric
+from parallel_ops.comm import _symmetric_watch, symmetric
 from parallel_ops.comm.loopback import LoopbackGroup
 from parallel_ops.comm.symmetric import SymmetricTransport
 from parallel_ops.comm.transport import PeerError, Receive, Send
@@ -93,23 +96,127 @@ def test_a_rank_that_does_not_come_frees_the_others_after_the_timeout():
             return None
         y = torch.empty(1)
         (handle,) = transport.post("gather", [Receive(y, 1)])
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            try:
-                transport.check()
-            except PeerError as error:
-                with pytest.raises(PeerError, match="gather"):
-                    transport.post("next", [])
-                with pytest.raises(PeerError, match="gather"):
-                    handle.wait()
-                return str(error), transport._memory.released
-            time.sleep(0.01)
-        return None
+        message = failure(transport)
+        with pytest.raises(PeerError, match="gather"):
+            transport.post("next", [])
+        with pytest.raises(PeerError, match="gather"):
+            handle.wait()
+        return message, transport._memory.released > 0
 
     outcomes = run(3, main, timeout=0.2)
     for rank in (0, 2):
         message = f"gather: rank {rank} of 3 waited 0.2 s for its transfers with ranks [1]; no word from ranks [1]"
         assert outcomes[rank] == (message, True)
+
+
+def eventually(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def failure(transport):
+    """The message of the failure that the transport comes to know of."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            transport.check()
+        except PeerError as error:
+            return str(error)
+        time.sleep(0.01)
+    return None
+
+
+def alone(timeout=0.1):
+    """Rank 0 of two, whose peer never comes, and its devices."""
+    devices = Devices(2, 1024, 0, False)
+    host = types.SimpleNamespace(rank=0, size=2, wait_until=lambda ready, op, what: ready())
+    return SymmetricTransport(FakeMemory(devices, host), timeout=timeout), devices
+
+
+def test_streams_are_freed_again_until_they_are_free():
+    """A peer that was only late sets a flag back to what it had to say."""
+    transport, devices = alone()
+    memory, flags = transport._memory, devices.flags[0]
+    release = memory.release
+
+    def overwritten(values):
+        release(values)
+        if memory.released < 4:
+            flags[1] = 0
+
+    memory.release = overwritten
+    handles = transport.post("gather", [Receive(torch.empty(1), 1), Receive(torch.empty(1), 1)])
+    assert failure(transport) is not None
+    eventually(lambda: not transport._watch._under_way)
+    assert memory.released >= 4 and flags[1] == 2
+    assert all(handle._event.done() for handle in handles)
+
+
+def test_a_fault_of_the_watch_is_an_error_of_the_next_call_and_frees_the_streams():
+    transport, devices = alone()
+
+    def fault():
+        raise RuntimeError("out of order")
+
+    transport._memory.flags = fault
+    (handle,) = transport.post("gather", [Receive(torch.empty(1), 1)])
+    assert failure(transport) == "symmetric transport: rank 0 of 2 failed to watch its transfers: out of order"
+    assert devices.flags[0][1] == 1 and handle._event.done()
+
+
+def test_a_watch_that_cannot_begin_is_an_error_of_the_next_call(monkeypatch):
+    def fail(device):
+        raise RuntimeError(f"no driver for {device}")
+
+    monkeypatch.setattr(_symmetric_watch, "begin_watch_thread", fail)
+    transport, _ = alone()
+    (handle,) = transport.post("gather", [Receive(torch.empty(1), 1)])
+    assert failure(transport) == "symmetric transport: rank 0 of 2 cannot watch its transfers: no driver for cpu"
+    eventually(handle._event.done)
+
+
+def test_an_enqueuing_that_breaks_off_fails_the_transport_and_frees_its_streams():
+    transport, devices = alone(timeout=10.0)
+    copies = []
+
+    def copy(target, source):
+        copies.append(target)
+        if len(copies) == 2:
+            raise RuntimeError("invalid argument")
+
+    transport._receives.copy = copy
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        transport.post("gather", [Receive(torch.empty(1), 1), Receive(torch.empty(1), 1)])
+    with pytest.raises(PeerError, match="gather: rank 0 of 2 failed to enqueue its transfers: invalid argument"):
+        transport.post("next", [Receive(torch.empty(1), 1)])
+    eventually(lambda: not transport._watch._under_way)
+    assert devices.flags[0][1] == 2
+
+
+def test_a_handle_that_was_not_waited_for_keeps_its_memory_from_others():
+    transport, _ = alone()
+    waited, dropped = torch.empty(1), torch.empty(1)
+    first, second = transport.post("gather", [Send(waited, 1), Send(dropped, 1)])
+    first.wait()
+    del first, second
+    assert [t.data_ptr() for t in transport._memory.kept] == [dropped.data_ptr()]
+
+
+def test_memory_stays_until_nothing_is_under_way_any_more():
+    transport, devices = alone(timeout=0.3)
+    memory = weakref.ref(transport._memory)
+    (handle,) = transport.post("gather", [Receive(torch.empty(1), 1)])
+    thread = transport._watch._thread
+    del transport, handle
+    gc.collect()
+    devices.run()
+    assert memory() is not None and devices.flags[0][1] == 0
+    thread.join(5)
+    devices.queues.clear()
+    gc.collect()
+    assert not thread.is_alive() and memory() is None and devices.flags[0][1] == 1
 
 
 def test_a_batch_larger_than_a_slot():

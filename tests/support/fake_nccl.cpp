@@ -26,6 +26,7 @@ int async_error = kSuccess;  // what the background work ends with
 int polls_in_progress = 0;   // how often it is still under way when asked; negative: for ever
 std::string failing;         // the function that fails
 Result failure = kInternalError;
+int all_reduced = 0;  // what an all-reduce of one int32 gives; 0: nothing
 int ids = 0;
 int alive = 0;  // communicators that were neither aborted nor destroyed
 
@@ -53,7 +54,9 @@ void fake_reset() {
   reported_version = FAKE_VERSION;
   async_error = kSuccess;
   polls_in_progress = 0;
+  all_reduced = 0;
 }
+void fake_all_reduce(int value) { all_reduced = value; }
 void fake_version(int code) { reported_version = code; }
 void fake_async(int error, int polls) { async_error = error, polls_in_progress = polls; }
 void fake_failing(const char* name, int code) { failing = name, failure = static_cast<Result>(code); }
@@ -134,8 +137,12 @@ FAKE_COLLECTIVE(AlltoAll)
     return note(#name, "%llx %llx count=%zu type=%d op=%d stream=%llx", number(x), number(out), count, type, op,  \
                 number(stream));                                                                                  \
   }
-FAKE_REDUCTION(AllReduce)
 FAKE_REDUCTION(ReduceScatter)
+Result ncclAllReduce(const void* x, void* out, size_t count, DataType type, RedOp op, Comm*, CudaStream* stream) {
+  if (all_reduced != 0 && type == kInt32 && count == 1) *static_cast<int*>(out) = all_reduced;
+  return note("AllReduce", "%llx %llx count=%zu type=%d op=%d stream=%llx", number(x), number(out), count, type, op,
+              number(stream));
+}
 #define FAKE_ROOTED(name)                                                                                            \
   Result nccl##name(const void* x, void* out, size_t count, DataType type, int root, Comm*, CudaStream* stream) {    \
     return note(#name, "%llx %llx count=%zu type=%d root=%d stream=%llx", number(x), number(out), count, type, root, \

@@ -58,6 +58,9 @@ class _Event:
     def wait(self) -> None:
         self._memory.host.wait_until(self.done, "device", "for an event")
 
+    def keep(self, tensor: Tensor) -> None:
+        self._memory.kept.append(tensor)
+
 
 class _Lane:
     def __init__(self, memory: "FakeMemory", queue: list[Step]) -> None:
@@ -85,13 +88,14 @@ class _Lane:
 
 
 class FakeMemory:
-    device_type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, devices: Devices, host: LoopbackTransport) -> None:
         self.devices, self.host = devices, host
         self.rank, self.size, self.slot_bytes = host.rank, host.size, devices.slot_bytes
         self._queue: list[Step] | None = None
-        self.released = False
+        self.released = 0
+        self.kept: list[Tensor] = []
 
     def slot(self, owner: int, peer: int, index: int) -> Tensor:
         return self.devices.slots[owner, peer, index]
@@ -107,4 +111,4 @@ class FakeMemory:
 
     def release(self, values: list[int]) -> None:
         self.devices.flags[self.rank][:] = values
-        self.released = True
+        self.released += 1
