@@ -153,10 +153,14 @@ void Communicator::finalize(double timeout) {
 }
 
 void Communicator::abort(const std::string& reason) {
-  std::lock_guard lock(mutex_);
-  if (comm_ == nullptr) return;
-  Comm* comm = std::exchange(comm_, nullptr);
-  ended_ = reason;
+  Comm* comm = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (comm_ == nullptr) return;
+    comm = std::exchange(comm_, nullptr);
+    ended_ = reason;
+  }
+  // Nobody else has it any more. It may take long, for it waits for the device, and other calls shall fail meanwhile.
   library_->CommAbort()(comm);
 }
 

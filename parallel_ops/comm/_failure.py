@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import torch
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm._compat import group_store
@@ -24,7 +25,7 @@ def naming_peers(op: str, group: ProcessGroup, what: str = "lost the other ranks
     """Turns an error of the backend in the block into a PeerError that names op, rank and suspects."""
     try:
         yield
-    except PeerError:
+    except (PeerError, torch.OutOfMemoryError):  # no news of a peer in the latter
         raise
     except RuntimeError as error:
         raise PeerError(f"{op}: rank {group.rank()} of {group.size()} {what}; {_silent(group)}: {error}") from error

@@ -2,6 +2,10 @@
 
 import re
 
+import pytest
+import torch
+
+from parallel_ops.comm._failure import naming_peers
 from support import failures
 from support.distributed import Ranks, ranks
 
@@ -19,6 +23,11 @@ def check(outcomes, lost, limit):
             (silent,) = re.findall(r"no word from ranks? ([\d, ]+) of the group", message)
             assert str(lost) in silent.split(", ")
             assert seconds < limit
+
+
+def test_memory_that_runs_out_is_no_news_of_a_peer():
+    with pytest.raises(torch.OutOfMemoryError), naming_peers("op", None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_stuck():

@@ -167,13 +167,33 @@ def test_another_thread_can_abort_a_call_that_waits(fake):
         comm.launch("waiting", [call(**CALLS["Send"][0])], 0, 30.0)
 
 
+def test_calls_do_not_wait_for_an_abort_that_takes_long(fake):
+    comm = communicator(fake)
+    fake.hold_abort(True)
+    thread = threading.Thread(target=comm.abort, args=["the watchdog said so"])
+    thread.start()
+    try:
+        while comm.alive():
+            time.sleep(0.01)
+        with pytest.raises(_nccl.NcclError, match="the communicator is no more; the watchdog said so"):
+            comm.check("next")
+        assert thread.is_alive()
+    finally:
+        fake.hold_abort(False)
+        thread.join()
+
+
 def test_an_interrupt_ends_a_call_that_waits(fake):
     comm = communicator(fake)
     fake.background(polls=-1)
     main = threading.get_ident()
-    threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        comm.launch("waiting", [call(**CALLS["Send"][0])], 0, 30.0)
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put it aside
+    try:
+        threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            comm.launch("waiting", [call(**CALLS["Send"][0])], 0, 30.0)
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert not comm.alive()
 
 

@@ -9,6 +9,7 @@ from support import nccl as support
 
 pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
+from parallel_ops.comm import nccl
 from parallel_ops.comm.nccl_transport import NcclTransport
 from parallel_ops.comm.transport import PeerError, Receive, Send
 from support import nccl_communicator
@@ -76,6 +77,17 @@ def test_transport_refuses_bad_chunks_before_any_starts(fake, streams):
     with pytest.raises(ValueError, match=r"op: chunks\[1\] is on meta, but nccl sends from cpu"):
         end.post("op", [Send(X, 2), Receive(X.to("meta"), 0)])
     assert len(fake.log()) == 1 and streams.steps == []
+
+
+def test_a_capture_is_refused_before_the_side_stream_is_drawn_into_it(fake, streams, monkeypatch):
+    def capturing(op, device_type, what, stream=None):
+        raise RuntimeError(f"{op}: {what}")
+
+    end = transport(fake, streams)
+    monkeypatch.setattr(nccl, "refuse_capture", capturing)
+    with pytest.raises(RuntimeError, match="exchange: this communicator cannot be captured in a CUDA graph"):
+        end.post("exchange", [Send(X, 2)])
+    assert streams.steps == [] and len(fake.log()) == 1
 
 
 def test_barrier_waits_for_all(fake, streams, recorded):

@@ -163,7 +163,8 @@ def test_a_fault_of_the_watch_is_an_error_of_the_next_call_and_frees_the_streams
     transport._memory.flags = fault
     (handle,) = transport.post("gather", [Receive(torch.empty(1), 1)])
     assert failure(transport) == "symmetric transport: rank 0 of 2 failed to watch its transfers: out of order"
-    assert devices.flags[0][1] == 1 and handle._event.done()
+    eventually(handle._event.done)
+    assert devices.flags[0][1] == 1
 
 
 def test_a_watch_that_cannot_begin_is_an_error_of_the_next_call(monkeypatch):
@@ -195,6 +196,21 @@ def test_an_enqueuing_that_breaks_off_fails_the_transport_and_frees_its_streams(
     assert devices.flags[0][1] == 2
 
 
+def test_a_capture_is_refused_before_anything_is_enqueued(monkeypatch):
+    def capturing(op, device_type, what):
+        raise RuntimeError(f"{op}: {what}")
+
+    transport, devices = alone()
+    with monkeypatch.context() as patched:
+        patched.setattr(symmetric, "refuse_capture", capturing)
+        with pytest.raises(RuntimeError, match="gather: the symmetric transport cannot be captured"):
+            transport.post("gather", [Send(torch.empty(1), 1)])
+    assert not any(devices.queues)
+    transport.check()
+    (handle,) = transport.post("gather", [Send(torch.empty(1), 1)])
+    handle.wait()
+
+
 def test_a_handle_that_was_not_waited_for_keeps_its_memory_from_others():
     transport, _ = alone()
     waited, dropped = torch.empty(1), torch.empty(1)
@@ -205,15 +221,16 @@ def test_a_handle_that_was_not_waited_for_keeps_its_memory_from_others():
 
 
 def test_memory_stays_until_nothing_is_under_way_any_more():
-    transport, devices = alone(timeout=0.3)
-    memory = weakref.ref(transport._memory)
+    transport, devices = alone(timeout=5.0)
+    memory, watch = weakref.ref(transport._memory), transport._watch
     (handle,) = transport.post("gather", [Receive(torch.empty(1), 1)])
-    thread = transport._watch._thread
     del transport, handle
     gc.collect()
     devices.run()
     assert memory() is not None and devices.flags[0][1] == 0
-    thread.join(5)
+    watch._timeout, thread = 0.05, watch._thread
+    del watch
+    thread.join(10)
     devices.queues.clear()
     gc.collect()
     assert not thread.is_alive() and memory() is None and devices.flags[0][1] == 1

@@ -1,11 +1,14 @@
 // A libnccl that writes down what it is asked and answers as it is told, so that the binding can be tested for real
 // without a GPU: versions, arguments, errors in the background, work that never ends.
+#include <atomic>
+#include <chrono>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "api.h"
 
@@ -27,6 +30,7 @@ int polls_in_progress = 0;   // how often it is still under way when asked; nega
 std::string failing;         // the function that fails
 Result failure = kInternalError;
 int all_reduced = 0;  // what an all-reduce of one int32 gives; 0: nothing
+std::atomic<bool> holds_abort = false;  // aborting does not end
 int ids = 0;
 int alive = 0;  // communicators that were neither aborted nor destroyed
 
@@ -57,6 +61,7 @@ void fake_reset() {
   all_reduced = 0;
 }
 void fake_all_reduce(int value) { all_reduced = value; }
+void fake_hold_abort(bool hold) { holds_abort = hold; }
 void fake_version(int code) { reported_version = code; }
 void fake_async(int error, int polls) { async_error = error, polls_in_progress = polls; }
 void fake_failing(const char* name, int code) { failing = name, failure = static_cast<Result>(code); }
@@ -96,6 +101,7 @@ Result ncclCommDestroy(Comm* comm) {
   return note("CommDestroy");
 }
 Result ncclCommAbort(Comm* comm) {
+  while (holds_abort) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const int rank = comm->rank;
   delete comm, --alive;
   return note("CommAbort", "rank=%d", rank);

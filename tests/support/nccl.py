@@ -58,6 +58,10 @@ class Fake:
         """Work ends with ``error``, after it was found under way ``polls`` times; -1 is for ever."""
         self._library.fake_async(error, polls)
 
+    def hold_abort(self, hold: bool) -> None:
+        """Whether aborting a communicator does not end."""
+        self._library.fake_hold_abort(hold)
+
     def all_reduce(self, value: int) -> None:
         """The result of every all-reduce of one int32; with 0 it is left as it was."""
         self._library.fake_all_reduce(value)
