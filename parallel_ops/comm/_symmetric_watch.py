@@ -60,20 +60,18 @@ class Watch:
             self._thread = thread
 
     def add(self, op: str, peers: Sequence[int], lanes: Sequence[Lane]) -> None:
-        """All that the lanes were given so far has the timeout's time from now."""
+        """All that the lanes were given so far has the timeout's time from now.
+
+        Which events have come is left to the thread: to ask here might invalidate a graph that another one captures.
+        """
         with self._lock:
             for lane in lanes:
                 self._under_way.append(_Batch(op, time.monotonic(), lane.event(), peers))
-            self._forget_what_is_done()
 
     def fail(self, reason: str) -> None:
         """From now on every call raises this, and the streams are freed."""
         with self._lock:
             self._failure = self._failure or reason
-
-    def _forget_what_is_done(self) -> None:
-        while self._under_way and self._under_way[0].event.done():
-            self._under_way.popleft()
 
     def _run(self) -> None:
         rank, size = self._memory.rank, self._memory.size
@@ -98,7 +96,8 @@ class Watch:
 
     def _look(self) -> None:
         with self._lock:
-            self._forget_what_is_done()
+            while self._under_way and self._under_way[0].event.done():
+                self._under_way.popleft()
             if not self._under_way:
                 return
             oldest = self._under_way[0]

@@ -51,6 +51,7 @@ class Watchdog:
         self._queue: collections.deque[tuple[str, Event, float]] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._op = "the watchdog"  # what it looked at last
         self._thread: threading.Thread | None = None
         self._communicator = weakref.ref(communicator, lambda _: self.close())
 
@@ -77,7 +78,6 @@ class Watchdog:
         self._queue.clear()
 
     def _run(self) -> None:
-        op = "its first operation"
         try:
             begin_watch_thread(self._device)
             while True:
@@ -87,7 +87,6 @@ class Watchdog:
                         self._changed.wait(1.0)
                     if self._closed:
                         return
-                    op = self._queue[0][0]
                 self._look()
                 time.sleep(_INTERVAL)
         except NcclError:  # which aborted the communicator, with this reason
@@ -95,13 +94,14 @@ class Watchdog:
         except Exception as error:  # CUDA's own from the event, or a fault of this thread
             self.close()
             if (communicator := self._communicator()) is not None:
-                communicator.abort(f"it was aborted after this error of {op}: {error}")
+                communicator.abort(f"it was aborted after this error of {self._op}: {error}")
 
     def _look(self) -> None:
         communicator = self._communicator()
         while communicator is not None and self._queue:
             try:
                 op, event, deadline = self._queue[0]
+                self._op = op
             except IndexError:  # closed meanwhile
                 return
             communicator.check(op)

@@ -72,8 +72,9 @@ def symmetric_transport(
         timeout: seconds after which a batch that is not finished counts as lost.
 
     Raises:
-        ValueError: ``slot_bytes`` or ``timeout`` not positive. TransportUnavailable: on every rank, with the reason of
-        the first rank that has one.
+        ValueError: ``slot_bytes`` or ``timeout`` not positive, or ``slot_bytes`` not the same on every rank.
+        torch.OutOfMemoryError: there is no room for the workspace.
+        TransportUnavailable: on every other rank, with the reason of the first rank that has one.
     """
     # A rank that cannot take part tells the others instead of raising while they wait.
     error, workspace = None, None

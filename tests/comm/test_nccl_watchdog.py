@@ -83,6 +83,6 @@ def test_a_watchdog_that_fails_is_an_error_of_the_next_call(fake, monkeypatch):
     comm = communicator(fake)
     comm.enqueue("step", [ops.send(torch.ones(1), 0)])
     eventually(lambda: not comm.alive)
-    with pytest.raises(nccl.NcclError, match="aborted after this error of its first operation: no driver for cpu"):
+    with pytest.raises(nccl.NcclError, match="aborted after this error of the watchdog: no driver for cpu"):
         comm.check("next")
     assert fake.log()[-1] == "CommAbort rank=1"
