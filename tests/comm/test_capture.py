@@ -1,6 +1,8 @@
-"""What is done beside CUDA graphs that are being captured; CUDA is stood in for."""
+"""What is done beside CUDA graphs that are being captured; without a GPU, CUDA is stood in for."""
 
 import contextlib
+import threading
+import time
 import types
 
 import pytest
@@ -50,3 +52,37 @@ def test_nothing_is_asked_of_cuda_on_a_cpu(cuda):
     _capture.refuse_capture("step", "cpu", "not in a graph")
     _capture.begin_watch_thread(torch.device("cpu"))
     assert cuda.log == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_is_captured_while_a_thread_watches_an_event():
+    done, looks, stop = torch.cuda.Event(), [], threading.Event()
+    done.record()
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def watch():
+        _capture.begin_watch_thread(device)
+        while not stop.is_set():
+            looks.append(done.query())
+            time.sleep(0.001)
+
+    def look_again():
+        end, seen = time.monotonic() + 10, len(looks)
+        while len(looks) < seen + 3:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        look_again()
+        x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x + 1
+            look_again()
+        graph.replay()
+        assert y.item() == 1 and all(looks)
+    finally:
+        stop.set()
+        thread.join()
