@@ -39,11 +39,13 @@ void stream_wait_value(int64_t stream, int64_t address, int64_t value) {
   call("stream_wait_value", &Driver::stream_wait_value, stream, address, value, kWaitGeq);
 }
 
-// Sets how strictly calls of this thread are judged while any thread captures a CUDA graph; returns what was set.
-int64_t thread_exchange_stream_capture_mode(int64_t mode) {
+// Sets how strictly calls of this thread are judged while any thread captures a CUDA graph; returns what was set. The
+// thread has a context of the device from then on, which driver calls need and torch does not give a new thread.
+int64_t thread_exchange_stream_capture_mode(int64_t device, int64_t mode) {
   const char* const op = "thread_exchange_stream_capture_mode";
   const Driver& driver = found_driver(op);
   STD_TORCH_CHECK(mode >= 0 && mode <= 2, op, ": the mode must be 0, 1 or 2, got ", mode);
+  driver.ensure_context(static_cast<int>(device));
   int exchanged = static_cast<int>(mode);
   const Result result = driver.exchange_capture_mode(&exchanged);
   STD_TORCH_CHECK(result == kSuccess, op, ": ", driver.describe(result));

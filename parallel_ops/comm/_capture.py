@@ -24,4 +24,4 @@ def begin_watch_thread(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)
-    torch.ops.parallel_ops.thread_exchange_stream_capture_mode(_THREAD_LOCAL)
+    torch.ops.parallel_ops.thread_exchange_stream_capture_mode(torch.cuda.current_device(), _THREAD_LOCAL)

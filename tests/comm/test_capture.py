@@ -25,7 +25,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: calls.current == calls.captured)
     monkeypatch.setattr(torch.cuda, "set_device", calls.log.append)
-    ops = types.SimpleNamespace(thread_exchange_stream_capture_mode=calls.log.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: calls.log[-1].index)
+    ops = types.SimpleNamespace(thread_exchange_stream_capture_mode=lambda *args: calls.log.append(args))
     monkeypatch.setattr(_capture.torch, "ops", types.SimpleNamespace(parallel_ops=ops))
     return calls
 
@@ -44,7 +45,7 @@ def test_the_stream_of_the_launch_decides(cuda, captured, stream, refused):
 
 def test_a_watch_thread_ignores_what_others_capture_on_its_device(cuda):
     _capture.begin_watch_thread(torch.device("cuda", 1))
-    assert cuda.log == [torch.device("cuda", 1), 1]
+    assert cuda.log == [torch.device("cuda", 1), (1, 1)]
 
 
 def test_nothing_is_asked_of_cuda_on_a_cpu(cuda):

@@ -28,8 +28,22 @@ extern "C" int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t v
   return static_cast<int32_t>(*reinterpret_cast<uint32_t*>(address) - value) >= 0 ? 0 : 600;
 }
 #endif
+thread_local void* context = nullptr;
+extern "C" int cuCtxGetCurrent(void** current) {
+  *current = context;
+  return 0;
+}
+extern "C" int cuCtxSetCurrent(void* chosen) {
+  context = chosen;
+  return 0;
+}
+extern "C" int cuDevicePrimaryCtxRetain(void** primary, int device) {
+  *primary = &context;
+  return device == 3 ? 0 : 101;
+}
 extern "C" int cuThreadExchangeStreamCaptureMode(int* mode) {
   thread_local int current = 0;
+  if (context == nullptr) return 201;
   const int former = current;
   current = *mode;
   *mode = former;
@@ -64,8 +78,10 @@ attempt(ops.stream_write_value, 77, at + 2, 1)
 attempt(ops.stream_write_value, 77, 0, 1)
 attempt(ops.stream_write_value, 77, at, 2**32)
 attempt(ops.stream_write_value, 77, at, -1)
-attempt(ops.thread_exchange_stream_capture_mode, 3)
-print([ops.thread_exchange_stream_capture_mode(mode) for mode in (1, 2, 0)] if _stream_signal.why_not() is None else [])
+attempt(ops.thread_exchange_stream_capture_mode, 0, 3)
+attempt(ops.thread_exchange_stream_capture_mode, 0, 1)
+modes = (1, 2, 0) if _stream_signal.why_not() is None else ()
+print([ops.thread_exchange_stream_capture_mode(3, mode) for mode in modes])
 """
 
 
@@ -94,6 +110,7 @@ def test_calls_reach_the_driver(tmp_path):
         "stream_write_value: the value must fit into 32 bits, got 4294967296",
         "stream_write_value: the value must fit into 32 bits, got -1",
         "thread_exchange_stream_capture_mode: the mode must be 0, 1 or 2, got 3",
+        "thread_exchange_stream_capture_mode: invalid argument",  # the driver of the test has device 3 alone
     ]
     assert modes == "[0, 1, 2]"
     assert len(errors) == len(expected)
@@ -108,7 +125,7 @@ def test_a_driver_without_the_functions(tmp_path):
     assert reason == "the CUDA driver lacks stream memory operations; it is older than CUDA 12"
     assert flags == "[0, 0, 0, 0]"
     errors.append(first)
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all("the CUDA driver cannot be used: it is older than CUDA 12" in error for error in errors)
 
 
@@ -148,6 +165,8 @@ template <> struct Abi<CUresult> { using type = int; };
 template <class T> struct Abi<T*> { using type = void*; };
 template <> struct Abi<CUstreamCaptureMode*> { using type = int*; };
 template <> struct Abi<int*> { using type = int*; };
+template <> struct Abi<CUcontext*> { using type = void**; };
+template <> struct Abi<void**> { using type = void**; };
 template <> struct Abi<const char**> { using type = const char**; };
 template <> struct Abi<CUdeviceptr> { using type = uint64_t; };
 template <class R, class... A> auto abi(R (*)(A...)) -> typename Abi<R>::type (*)(typename Abi<A>::type...);
@@ -158,6 +177,10 @@ static_assert(same<decltype(&cuStreamWriteValue32_v2), ours::StreamValue32>);
 static_assert(same<decltype(&cuStreamWaitValue32_v2), ours::StreamValue32>);
 static_assert(sizeof(CUstreamCaptureMode) == sizeof(int) && CU_STREAM_CAPTURE_MODE_THREAD_LOCAL == 1);
 static_assert(same<decltype(&cuThreadExchangeStreamCaptureMode), ours::ExchangeCaptureMode>);
+static_assert(sizeof(CUdevice) == sizeof(int));
+static_assert(same<decltype(&cuCtxGetCurrent), ours::ContextGetCurrent>);
+static_assert(same<decltype(&cuCtxSetCurrent), ours::ContextSetCurrent>);
+static_assert(same<decltype(&cuDevicePrimaryCtxRetain), ours::PrimaryContextRetain>);
 static_assert(same<decltype(&cuGetErrorString), ours::GetErrorString>);
 static_assert(ours::kSuccess == CUDA_SUCCESS && ours::kWaitGeq == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(ours::kWriteFenced == CU_STREAM_WRITE_VALUE_DEFAULT);
