@@ -109,7 +109,7 @@ def test_the_nccl_binding_is_built_when_possible_or_wanted():
     code = """
 import os, runpy, sys, setuptools, pybind11
 def setup(ext_modules, options, **others):
-    print([e.name for e in ext_modules], ext_modules[-1].optional, options)
+    print([e.name for e in ext_modules], bool(ext_modules[-1].optional), options)
 setuptools.setup = setup
 for flag in ("", "1", "0", "yes"):
     os.environ["PARALLEL_OPS_NCCL_BUILD"] = flag
@@ -123,7 +123,7 @@ for flag in ("", "1", "0", "yes"):
     result = subprocess.run(
         [sys.executable, "-c", code, ROOT / "setup.py"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    abi3 = "['parallel_ops._C'] None {'bdist_wheel': {'py_limited_api': 'cp310'}}"
+    abi3 = "['parallel_ops._C'] False {'bdist_wheel': {'py_limited_api': 'cp310'}}"
     assert result.stdout.splitlines() == [
         "['parallel_ops._C', 'parallel_ops._nccl'] True {}",
         abi3,
