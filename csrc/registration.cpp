@@ -76,6 +76,7 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("stream_signal_status() -> int");
   m.def("launch_plan_wanted() -> bool");
   m.def("keep_launch_plan(int[] words) -> ()");
+  m.def("report_launch_failure(str reason) -> ()");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

@@ -6,7 +6,7 @@ versions of Triton whose launcher was compared; with another one every launch go
 """
 
 import contextlib
-import struct
+import ctypes
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import Tensor
 _COMPARED_VERSIONS = ("3.6.", "3.7.")
 _SCRATCH_POINTERS = 2
 
-_PACKED_FLOATS = {"fp32": "<f", "fp64": "<d"}
+_FLOATS = {"fp32": ctypes.c_float, "fp64": ctypes.c_double}
 _INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 
 _notes = threading.local()
@@ -59,7 +59,7 @@ def noted() -> Iterator[list[Launch | None]]:
 def _described(
     kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]
 ) -> Launch | None:
-    if not triton.__version__.startswith(_COMPARED_VERSIONS):
+    if compiled is None or 0 in grid or not triton.__version__.startswith(_COMPARED_VERSIONS):
         return None
     metadata = compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
@@ -70,7 +70,7 @@ def _described(
     for name, kind in compiled.src.signature.items():
         if kind == "constexpr":  # compiled in: declared so, absent, or equal to one
             continue
-        argument = _argument(kind, values[name])
+        argument = _argument(kind, values.get(name))
         if argument is None:
             return None
         arguments.append(argument)
@@ -88,8 +88,8 @@ def _described(
 def _argument(kind: str, value: Any) -> Tensor | int | None:
     if kind.startswith("*") and isinstance(value, Tensor):
         return value
-    if kind in _INTEGERS:
-        return int(value) % 2**64
-    if kind in _PACKED_FLOATS:
-        return int.from_bytes(struct.pack(_PACKED_FLOATS[kind], value), "little")
+    if kind in _INTEGERS and isinstance(value, int):
+        return value % 2**64
+    if kind in _FLOATS and isinstance(value, int | float):
+        return int.from_bytes(bytes(_FLOATS[kind](value)), "little")
     return None

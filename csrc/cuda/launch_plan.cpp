@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include <torch/headeronly/util/Exception.h>
@@ -11,28 +12,12 @@
 #include "device.h"
 
 namespace parallel_ops::cuda {
-namespace {
 
-using torch::stable::detail::to;
-
-// More keys than any training run has; a run with ever new shapes starts over instead of growing without end.
-constexpr size_t kMaxPlans = 4096;
-constexpr int64_t kAbsent = -1;
-
-struct Reader {
-  const Words& words;
-  size_t at = 0;
-
-  int64_t word() {
-    STD_TORCH_CHECK(at < words.size(), "keep_launch_plan: the plan ends early");
-    return words[at++];
-  }
-  Words list() {
-    Words out(static_cast<size_t>(word()));
-    for (int64_t& w : out) w = word();
-    return out;
-  }
+struct Recording {
+  std::shared_ptr<const Plan> plan;
 };
+
+constexpr int64_t kAbsent = -1;
 
 // What a call is about: the key, and the address of each tensor among its arguments.
 struct Call {
@@ -87,6 +72,28 @@ struct Call {
         addresses.push_back(nullptr);
       }
     }
+  }
+};
+
+namespace {
+
+using torch::stable::detail::to;
+
+// More keys than any training run has; a run with ever new shapes starts over instead of growing without end.
+constexpr size_t kMaxPlans = 4096;
+
+struct Reader {
+  const Words& words;
+  size_t at = 0;
+
+  int64_t word() {
+    STD_TORCH_CHECK(at < words.size(), "keep_launch_plan: the plan ends early");
+    return words[at++];
+  }
+  Words list() {
+    Words out(static_cast<size_t>(word()));
+    for (int64_t& w : out) w = word();
+    return out;
   }
 };
 
@@ -148,16 +155,9 @@ void launch(const char* op, const Launch& what, const std::vector<void*>& addres
   STD_TORCH_CHECK(result == kSuccess, op, ": launching a kernel failed: ", driver.describe(result));
 }
 
-// The plan that Python is asked for while it runs a call, innermost first.
-thread_local struct Recording* current = nullptr;
-
-struct Recording {
-  std::shared_ptr<const Plan> plan;
-  Recording* outer = current;
-
-  Recording() { current = this; }
-  ~Recording() { current = outer; }
-};
+// What Python reports of the call that it runs: a plan, if one is wanted, or what went wrong.
+thread_local Recording* current = nullptr;
+thread_local std::string failure;
 
 bool launch_plan_wanted() { return current != nullptr; }
 
@@ -165,6 +165,8 @@ void keep_launch_plan(std::vector<int64_t> words) {
   STD_TORCH_CHECK(current != nullptr, "keep_launch_plan: no plan is wanted");
   current->plan = std::make_shared<const Plan>(words);
 }
+
+void report_launch_failure(std::string reason) { failure = std::move(reason); }
 
 }  // namespace
 
@@ -200,41 +202,60 @@ void PlanTable::call(StableIValue* stack, uint64_t num_outputs) {
   thread_local Call call;
   if (!Device::get().usable()) return call_python(stack);
   call.read(kinds_, stack);
-  Found plan;
-  bool known = false;
+  bool seen = false;
+  const Entry entry = find(call.key, seen);
+  if (!entry.taken_down) return seen ? record(stack, call.key) : call_python(stack);
+  // Without a plan, or where memory is short, Python makes the call; its error then has the right type.
+  if (entry.plan == nullptr || !replay(*entry.plan, call, stack, num_outputs)) call_python(stack);
+}
+
+PlanTable::Entry PlanTable::find(const Words& key, bool& seen) {
   {
     std::shared_lock lock(mutex_);
-    const auto entry = plans_.find(call.key);
-    if ((known = entry != plans_.end())) plan = entry->second;
+    const auto found = plans_.find(key);
+    if (found != plans_.end()) return found->second;
+    seen = seen_.count(key) > 0;
   }
-  if (!known) return record(stack, call.key);
-  if (plan == nullptr) return call_python(stack);
+  if (!seen) {
+    std::unique_lock lock(mutex_);
+    if (seen_.size() >= kMaxPlans) seen_.clear();
+    seen_.insert(key);
+  }
+  return {};
+}
 
+bool PlanTable::replay(const Plan& plan, Call& call, StableIValue* stack, uint64_t num_outputs) const {
   const Device::Guard guard(call.device_index);
   Allocated allocated;
-  if (!allocated.add(plan->allocations, call)) return call_python(stack);  // whose error has the right type
+  if (!allocated.add(plan.allocations, call)) return false;
   {
     const Owned arguments{kinds_, stack};
     const Stream stream = guard.stream();
-    for (const Launch& each : plan->launches) launch(op_, each, call.addresses, stream);
+    for (const Launch& each : plan.launches) launch(op_, each, call.addresses, stream);
   }
   for (uint64_t i = 0; i < num_outputs; ++i)
-    stack[i] = torch::stable::detail::from(std::exchange(allocated.tensors[plan->outputs[i]], nullptr));
-}
-
-void PlanTable::call_python(StableIValue* stack) const {
-  const AOTITorchError error = torch_call_dispatcher(python_op_, "", stack, TORCH_ABI_VERSION);
-  // The error itself does not come through this interface; Python keeps it and raises it again (_launch_plan.py).
-  STD_TORCH_CHECK(error == TORCH_SUCCESS, op_, ": the call failed in Python");
+    stack[i] = torch::stable::detail::from(std::exchange(allocated.tensors[plan.outputs[i]], nullptr));
+  return true;
 }
 
 void PlanTable::record(StableIValue* stack, const Words& key) {
   const Words kept = key;  // the call in Python may come back here for another op
   Recording recording;
-  call_python(stack);
+  call_python(stack, &recording);
   std::unique_lock lock(mutex_);
   if (plans_.size() >= kMaxPlans) plans_.clear();
-  plans_[kept] = recording.plan;
+  plans_[kept] = {true, recording.plan};
+  seen_.erase(kept);
+}
+
+void PlanTable::call_python(StableIValue* stack, Recording* recording) const {
+  failure.clear();
+  Recording* outer = std::exchange(current, recording);
+  const AOTITorchError error = torch_call_dispatcher(python_op_, "", stack, TORCH_ABI_VERSION);
+  current = outer;
+  // The error itself does not come through this interface; where the op was called through Python's `planned`, that
+  // raises it again (parallel_ops/ops/_launch_plan.py).
+  STD_TORCH_CHECK(error == TORCH_SUCCESS, op_, ": the call failed in Python: ", failure);
 }
 
 // op, the letters of PlanTable for its arguments
@@ -284,4 +305,5 @@ STABLE_TORCH_LIBRARY_IMPL(parallel_ops, PARALLEL_OPS_PLANNED_KEY,
 STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CompositeExplicitAutograd, m) {
   m.impl("launch_plan_wanted", TORCH_BOX(&parallel_ops::cuda::launch_plan_wanted));
   m.impl("keep_launch_plan", TORCH_BOX(&parallel_ops::cuda::keep_launch_plan));
+  m.impl("report_launch_failure", TORCH_BOX(&parallel_ops::cuda::report_launch_failure));
 }

@@ -12,6 +12,7 @@
 #include <memory>
 #include <shared_mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -47,7 +48,11 @@ struct Plan {
   explicit Plan(const Words& words);
 };
 
-// The plans of one op.
+struct Call;
+struct Recording;
+
+// The plans of one op. A key is taken down when it comes the second time: a call that is never made again, such as one
+// of a batch of ever other length, costs what it would without plans.
 class PlanTable {
  public:
   // `kinds` has a letter for each argument of the op: t Tensor, o Tensor?, v int, float or bool, i int?.
@@ -60,14 +65,20 @@ class PlanTable {
   struct Hash {
     size_t operator()(const Words& key) const;
   };
-  using Found = std::shared_ptr<const Plan>;
+  struct Entry {
+    bool taken_down = false;
+    std::shared_ptr<const Plan> plan;  // empty: this call cannot be replayed
+  };
 
-  void call_python(StableIValue* stack) const;
+  Entry find(const Words& key, bool& seen);
   void record(StableIValue* stack, const Words& key);
+  void call_python(StableIValue* stack, Recording* recording = nullptr) const;
+  bool replay(const Plan& plan, Call& call, StableIValue* stack, uint64_t num_outputs) const;
 
   const char *op_, *python_op_, *kinds_;
   std::shared_mutex mutex_;
-  std::unordered_map<Words, Found, Hash> plans_;  // an empty pointer: this call cannot be replayed
+  std::unordered_map<Words, Entry, Hash> plans_;
+  std::unordered_set<Words, Hash> seen_;
 };
 
 }  // namespace parallel_ops::cuda

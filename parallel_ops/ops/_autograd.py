@@ -22,10 +22,13 @@ def register_autograd(
 ) -> None:
     """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes.
 
-    The arguments and outputs of the op are tensors or plain values, not lists of tensors, and none is keyword-only.
+    Ops with lists of tensors, with defaults or with keyword-only arguments go torch's way too.
     """
     name, schema = op._schema.name, op._schema
-    plain = not any(a.kwarg_only or "List[Tensor]" in str(a.type) for a in (*schema.arguments, *schema.returns))
+    plain = not any(
+        a.kwarg_only or a.has_default_value() or "List[Tensor]" in str(a.type)
+        for a in (*schema.arguments, *schema.returns)
+    )
     if plain and all(hasattr(torch._C, needed) for needed in _NEEDED):
         library.impl(name.partition("::")[2], _kernel(op, setup_context, backward), "Autograd", with_keyset=True)
     else:

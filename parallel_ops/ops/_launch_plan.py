@@ -40,6 +40,8 @@ _DTYPE_CODES = {
 # What C++ says when the Python that it called raised; which error that was does not come through torch's interface.
 _FAILED = "the call failed in Python"
 _errors = threading.local()
+# The mode's own bookkeeping is one for all threads.
+_one_at_a_time = threading.RLock()
 
 
 def planned(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +53,12 @@ def planned(op: Callable[..., Any]) -> Callable[..., Any]:
             return op(*args)
         except RuntimeError as error:
             raised = _errors.__dict__.pop("pending", None) if _FAILED in str(error) else None
-            raise raised or error from None
+            if raised is None:
+                raise
+            try:
+                raise raised from None
+            finally:
+                del raised  # with its traceback, which holds this frame, it would wait for the garbage collector
 
     return call
 
@@ -60,16 +67,20 @@ def python_kernel(cuda: Callable[..., Any]) -> Callable[..., Any]:
     """``cuda``, which allocates outputs and launches Triton kernels, as what C++ calls for want of a plan."""
 
     def kernel(*args: Any) -> Any:
+        ops = torch.ops.parallel_ops
         try:
-            if not torch.ops.parallel_ops.launch_plan_wanted():
+            if not ops.launch_plan_wanted():
                 return cuda(*args)
-            outputs, plan = record(cuda, args)
+            with _one_at_a_time:
+                outputs, plan = record(cuda, args)
             if plan is not None:
-                torch.ops.parallel_ops.keep_launch_plan(plan)
+                ops.keep_launch_plan(plan)
             return outputs
         except BaseException as error:
-            _errors.pending = error
-            raise
+            ops.report_launch_failure(f"{type(error).__name__}: {error}")
+            # Kept until the next failure where nobody asks for it: without the frames, which hold the call's tensors.
+            _errors.pending = error.with_traceback(None)
+            raise RuntimeError(f"{_FAILED}: {type(error).__name__}") from None
 
     return kernel
 
@@ -109,6 +120,8 @@ def record(cuda: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[int
         bases += [t.data_ptr() for t in allocations.tensors]
         plan = [len(allocations.tensors)]
         for tensor in allocations.tensors:
+            if tensor.device != args[0].device:
+                raise LookupError("an allocation on another device")
             plan += [_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape, tensor.dim(), *tensor.stride()]
         plan += [len(positions), *positions, len(launches)]
         for launch in launches:

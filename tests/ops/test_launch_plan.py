@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,49 @@ def test_every_planned_op_has_a_case():
 @pytest.mark.parametrize("name", checks())
 def test_what_makes_a_plan(found, name):
     assert found[name]["passed"] is True, found[name]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_a_side_stream(call):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result = call()
+    torch.cuda.synchronize()
+    return result
+
+
+def in_a_graph(call):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
+
+
+def in_a_new_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@needs_gpu
+@pytest.mark.parametrize("way", [on_a_side_stream, in_a_graph, in_a_new_thread])
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+def test_replayed_on_a_gpu(monkeypatch, way, device):
+    """Without Python, and with what Python gives; on another device than the current one too."""
+    from parallel_ops.triton_kernels import bias_gelu as kernels
+
+    x = torch.randn(64, 512, device=f"cuda:{device}", dtype=torch.bfloat16)
+    bias, grad = torch.randn_like(x[0]), torch.randn_like(x)
+
+    def call():
+        ops = torch.ops.parallel_ops
+        return [ops.bias_gelu(x, bias, True), *ops.bias_gelu_backward(grad, x, bias, True)]
+
+    expected = [call() for _ in range(2)][-1]
+    torch.cuda.synchronize()
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernels, name, lambda *_, **__: pytest.fail("launched from Python"))
+    for got, want in zip(way(call), expected, strict=True):
+        assert torch.equal(got, want)
