@@ -1,6 +1,6 @@
 """A model of your own on tensor-parallel layers, trained to count on, modulo 97, in steps of 1 to 4.
 
-torchrun --nproc-per-node 2 examples/tensor_parallel.py     # gloo on CPUs, NCCL where there are GPUs
+torchrun --nproc-per-node 2 examples/tensor_parallel.py     # or 4: they share 4 heads; gloo on CPUs, NCCL on GPUs
 python examples/tensor_parallel.py                          # one process: the same model, the same losses
 """
 

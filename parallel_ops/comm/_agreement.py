@@ -2,7 +2,7 @@
 
 Each rank gathers one message of fixed size from every other: a fingerprint of what must be the same, a few integers
 that may differ (shard sizes, say) and a sentence for the error. Since all ranks read the same messages, all raise the
-same error. A rank that finds its own arguments wrong says so in a message before it raises.
+same error. A rank that finds its own arguments wrong says what is wrong in a message before it raises.
 
 With CPU tensors every call asks: one small all-gather. With CUDA tensors reading the answer means waiting for the
 device, so a rank asks only the first time that it makes a call in the group (and before it is captured in a CUDA
@@ -86,10 +86,10 @@ def announcing_failure(op: str, group: str | None, *arguments: object) -> Iterat
         arguments: the tensors of the call: the others ask on their kind of device.
     """
 
-    def announce(process_group: ProcessGroup, device: torch.device) -> None:
+    def announce(process_group: ProcessGroup, device: torch.device, error: Exception) -> None:
         if device.type == "cuda" and any(op == known for known, _ in _asked.get(process_group, ())):
             return  # the others may not ask, and would take the message for data
-        _exchange(op, process_group, _message(process_group, Call(op, (), ""), _FAILED, device))
+        _exchange(op, process_group, _message(process_group, Call(op, (), str(error)), _FAILED, device))
 
     with telling_of_failure(group, arguments, announce):
         yield
@@ -97,18 +97,18 @@ def announcing_failure(op: str, group: str | None, *arguments: object) -> Iterat
 
 @contextlib.contextmanager
 def telling_of_failure(
-    group: str | None, arguments: Sequence[object], announce: Callable[[ProcessGroup, torch.device], object]
+    group: str | None, arguments: Sequence[object], announce: Callable[[ProcessGroup, torch.device, Exception], object]
 ) -> Iterator[None]:
-    """After a TypeError or ValueError of the block calls ``announce`` with the group and where its message must be."""
+    """After an error of the block in its arguments calls ``announce``: group, where its message must be, the error."""
     try:
         yield
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, IndexError) as error:
         if group is not None and not torch.compiler.is_compiling():
             process_group = resolve_group(group)
             device = device_of_call(group_device_types(process_group), arguments)
             if device is not None:
                 with contextlib.suppress(PeerError):  # this rank's own error says more
-                    announce(process_group, device)
+                    announce(process_group, device, error)
         raise
 
 
@@ -118,11 +118,16 @@ def _ask(group: ProcessGroup, call: Call, device: torch.device) -> list[list[int
     numbers = messages[:, : 8 * end].contiguous().view(torch.int64).tolist()
     failed = [rank for rank, row in enumerate(numbers) if row[0] == _FAILED]
     if failed:
-        raise ValueError(f"{call.op}: rank {failed[0]} of the group found its arguments wrong; see its error")
+        what = _text(messages[failed[0], 8 * end :])
+        raise ValueError(f"{call.op}: rank {failed[0]} of the group found its arguments wrong: {what}")
     if len({row[1] for row in numbers}) > 1:
-        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in messages[:, 8 * end :].tolist()]
+        texts = [_text(row[8 * end :]) for row in messages]
         raise ValueError(f"{call.op}: the ranks of the group make different calls: {_who_calls_what(texts)}")
     return [row[3 : 3 + row[2]] for row in numbers]
+
+
+def _text(message: Tensor) -> str:
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def _who_calls_what(texts: Sequence[str]) -> str:

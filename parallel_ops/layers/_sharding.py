@@ -103,8 +103,14 @@ class ShardedModule(nn.Module):
 def check_divides(layer: str, name: str, value: int, group: ProcessGroup | None) -> int:
     """``value`` divided by the size of the group, which must go evenly."""
     size = group_size(group)
-    if value < 1 or value % size:
-        raise ValueError(f"{layer}: {name} must be a positive multiple of the {size} ranks that share it, got {value}")
+    if value < 1:
+        raise ValueError(f"{layer}: {name} must be positive, got {value}")
+    if value % size:
+        fitting = ", ".join(str(n) for n in range(1, max(8, 2 * size) + 1) if value % n == 0)
+        raise ValueError(
+            f"{layer}: {name} must be a multiple of the size of the group, got {value} for {size} ranks; groups that "
+            f"fit have {fitting} ranks"
+        )
     return value // size
 
 

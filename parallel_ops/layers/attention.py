@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_ops.layers._checks import before, check_input, first_collective, last_collective
 from parallel_ops.layers._sharding import Init, check_divides
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
 from parallel_ops.ops import rotary_embedding, scaled_causal_softmax, scaled_masked_softmax
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 
@@ -59,38 +60,22 @@ class ParallelSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
+        shared, kv_heads = ("heads", heads) if kv_heads is None else ("kv_heads", kv_heads)
         if heads < 1 or hidden % heads:
             raise ValueError(f"ParallelSelfAttention: hidden ({hidden}) must be a multiple of heads ({heads})")
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"ParallelSelfAttention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
         if window is not None and not causal:
             raise ValueError("ParallelSelfAttention: window needs causal=True")
-        self.kv_heads = check_divides("ParallelSelfAttention", "kv_heads", kv_heads, group)  # of this rank
+        self.kv_heads = check_divides("ParallelSelfAttention", shared, kv_heads, group)  # of this rank
         self.queries, self.head_size = heads // kv_heads, hidden // heads
         self.causal, self.window = causal, window
-        self.qkv = ColumnParallelLinear(
-            hidden,
-            (heads + 2 * kv_heads) * self.head_size,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            init_method=init_method,
-            device=device,
-            dtype=dtype,
+        common = LinearOptions(
+            group=group, bias=bias, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        self.out = RowParallelLinear(
-            hidden,
-            hidden,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            init_method=output_init_method,
-            device=device,
-            dtype=dtype,
-        )
+        width = (heads + 2 * kv_heads) * self.head_size
+        self.qkv = ColumnParallelLinear(hidden, width, init_method=init_method, **common)
+        self.out = RowParallelLinear(hidden, hidden, init_method=output_init_method, **common)
 
     def forward(
         self,
@@ -110,16 +95,19 @@ class ParallelSelfAttention(nn.Module):
             add_bias, sizes: as of ``RowParallelLinear.forward``.
 
         Raises:
-            ValueError: x that is not ``[s, b, hidden]``, a mask for causal attention.
+            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask for causal
+            attention, angles or a mask that do not fit: on every rank.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles and mask replicated (a
         mask that differs by heads: this rank's).
         """
-        if x.dim() != 3:
-            raise ValueError(f"ParallelSelfAttention: x must be [s, b, hidden], got {list(x.shape)}")
-        if mask is not None and self.causal:
-            raise ValueError("ParallelSelfAttention: mask must be None for causal attention; set causal=False")
-        context = self._attend(self.qkv(x, sizes=sizes), angles, mask)
+        with before(first_collective(self.qkv.sequence_parallel), self.qkv.group, x):
+            check_input("ParallelSelfAttention", x, self.qkv.weight, "[s, b, {}]")
+            if mask is not None and self.causal:
+                raise ValueError("ParallelSelfAttention: mask must be None for causal attention; set causal=False")
+        qkv = self.qkv(x, sizes=sizes)
+        with before(last_collective(self.out.sequence_parallel), self.out.group, x):
+            context = self._attend(qkv, angles, mask)
         out: Tensor = self.out(context, add_bias=add_bias, sizes=sizes)
         return out
 

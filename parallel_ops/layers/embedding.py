@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.comm._group import group_rank, group_size
+from parallel_ops.layers._checks import before
 from parallel_ops.layers._sharding import Init, ShardedModule, Sharding
+from parallel_ops.ops._check import check_same_device
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -77,25 +79,41 @@ class VocabParallelEmbedding(ShardedModule):
             sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
 
         Raises:
-            TypeError: tokens that are not integers. IndexError: tokens outside the vocabulary (CPU).
+            TypeError: tokens that are not integers. IndexError: tokens outside the vocabulary (CPU). Ranks whose
+            tokens are right raise ValueError where another's are wrong.
 
         Sharding: tokens replicated; the result replicated, or S(0) with ``sequence_parallel``.
         """
-        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
-            got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise TypeError(f"VocabParallelEmbedding: tokens must be an int64 or int32 tensor, got {got}")
+        with before("reduce_scatter" if self.sequence_parallel else "reduce_from_group", self.group, tokens):
+            rows = self._look_up(tokens)
         if group_size(self.group) == 1:
-            return F.embedding(tokens, self.weight)
-        local = tokens - self.start
-        mine = (local >= 0) & (local < self.stop - self.start)
-        # A token that no rank owns must not pass as a row of zeros.
-        outside = (tokens < 0) | (tokens >= self.num_embeddings)
-        local = torch.where(mine, local, torch.where(outside, self.stop - self.start, 0))
-        # Chosen, not multiplied by zero: whatever the row that stands in holds, a NaN say, stays here.
-        rows = F.embedding(local, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)
+            return rows
         if self.sequence_parallel:
             return reduce_scatter(rows, self.group, sizes=sizes)
         return reduce_from_group(rows, self.group)
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        """The rows of the tokens that are this rank's, zeros for the others."""
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+            got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(f"VocabParallelEmbedding: tokens must be an int64 or int32 tensor, got {got}")
+        check_same_device("VocabParallelEmbedding", "tokens", tokens, "the weight", self.weight)
+        local, mine = tokens, None
+        if group_size(self.group) > 1:
+            local = tokens - self.start
+            mine = (local >= 0) & (local < self.stop - self.start)
+            # A token that no rank owns must not pass as a row of zeros.
+            outside = (tokens < 0) | (tokens >= self.num_embeddings)
+            local = torch.where(mine, local, torch.where(outside, self.stop - self.start, 0))
+        try:
+            rows = F.embedding(local, self.weight)
+        except IndexError:
+            low, high = (int(t) for t in tokens.aminmax())
+            raise IndexError(
+                f"VocabParallelEmbedding: tokens must be from 0 to {self.num_embeddings - 1}, got {low} to {high}"
+            ) from None
+        # Chosen, not multiplied by zero: whatever the row that stands in holds, a NaN say, stays here.
+        return rows if mine is None else rows.masked_fill(~mine.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
         return (

@@ -8,7 +8,8 @@ rank, or, with ``sequence_parallel``, sharded by tokens: the gather and the redu
 product, which hides them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,21 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import copy_to_group, reduce_from_group
 from parallel_ops.comm._group import group_rank, group_size
+from parallel_ops.layers._checks import before, check_input, first_collective, last_collective
 from parallel_ops.layers._sharding import Init, ShardedModule, Sharding, bias_init, check_divides, linear_init
 from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, linear_reduce_scatter
 from parallel_ops.tensor_parallel._overlap_plan import Overlap, encode
+
+
+class LinearOptions(TypedDict):
+    """The arguments that all linears of a block have in common."""
+
+    group: ProcessGroup | None
+    bias: bool
+    sequence_parallel: bool
+    overlap: Overlap
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class _Linear(ShardedModule):
@@ -54,6 +67,13 @@ class _Linear(ShardedModule):
         if self.main_grad is None and self.deferred is None:
             return F.linear(x, self.weight, bias)
         return all_gather_linear(x, self.weight, bias, group=None, main_grad=self.main_grad, deferred=self.deferred)
+
+    def _overlapped(
+        self, op: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sizes: Sequence[int] | None
+    ) -> Tensor:
+        """The product and its communication in one op."""
+        handles = {"main_grad": self.main_grad, "deferred": self.deferred}
+        return op(x, self.weight, bias, group=self.group, overlap=self.overlap, sizes=sizes, **handles)
 
     def extra_repr(self) -> str:
         return (
@@ -125,20 +145,17 @@ class ColumnParallelLinear(_Linear):
             add_bias: ``False`` leaves the bias to what comes next, which may fuse it.
             sizes: ``s_r`` of every rank, where they differ.
 
+        Raises:
+            TypeError, ValueError: x of another shape, dtype or device than the weight needs.
+
         Sharding: x replicated, or S(0) with ``sequence_parallel``; the result S(-1).
         """
         bias = self.bias if add_bias else None
         if self.sequence_parallel:
-            return all_gather_linear(
-                x,
-                self.weight,
-                bias,
-                group=self.group,
-                overlap=self.overlap,
-                sizes=sizes,
-                main_grad=self.main_grad,
-                deferred=self.deferred,
-            )
+            with before(first_collective(True), self.group, x):
+                check_input("ColumnParallelLinear", x, self.weight)
+            return self._overlapped(all_gather_linear, x, bias, sizes)
+        check_input("ColumnParallelLinear", x, self.weight)
         return self._multiply(copy_to_group(x, self.group), bias)
 
 
@@ -197,21 +214,17 @@ class RowParallelLinear(_Linear):
                 that of this rank's rows alone: give it ``copy_to_group(layer.bias, group)``.
             sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
 
+        Raises:
+            TypeError, ValueError: x of another shape, dtype or device than the weight needs.
+
         Sharding: x S(-1); the result replicated, or S(0) with ``sequence_parallel``.
         """
         bias = self.bias if add_bias else None
+        with before(last_collective(self.sequence_parallel), self.group, x):
+            check_input("RowParallelLinear", x, self.weight)
         if self.sequence_parallel:
-            return linear_reduce_scatter(
-                x,
-                self.weight,
-                bias,
-                group=self.group,
-                overlap=self.overlap,
-                sizes=sizes,
-                main_grad=self.main_grad,
-                deferred=self.deferred,
-            )
+            return self._overlapped(linear_reduce_scatter, x, bias, sizes)
         if group_size(self.group) == 1:
             return self._multiply(x, bias)
         y = reduce_from_group(self._multiply(x, None), self.group)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower, as that of nn.Linear

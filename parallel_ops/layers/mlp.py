@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from parallel_ops.layers._checks import before, check_input, first_collective
 from parallel_ops.layers._sharding import Init
-from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
 from parallel_ops.ops import bias_gelu, bias_swiglu
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 
@@ -53,35 +54,22 @@ class ParallelMLP(nn.Module):
             raise ValueError(f"ParallelMLP: activation must be 'gelu' or 'swiglu', got {activation!r}")
         width, parts = 4 * hidden if ffn_hidden is None else ffn_hidden, 2 if activation == "swiglu" else 1
         self.activation = activation
-        self.up = ColumnParallelLinear(
-            hidden,
-            parts * width,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            parts=parts,
-            init_method=init_method,
-            device=device,
-            dtype=dtype,
+        common = LinearOptions(
+            group=group, bias=bias, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        self.out = RowParallelLinear(
-            width,
-            hidden,
-            group=group,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            init_method=output_init_method,
-            device=device,
-            dtype=dtype,
-        )
+        self.up = ColumnParallelLinear(hidden, parts * width, parts=parts, init_method=init_method, **common)
+        self.out = RowParallelLinear(width, hidden, init_method=output_init_method, **common)
 
     def forward(self, x: Tensor, *, add_bias: bool = True, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ..., hidden]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
 
+        Raises:
+            TypeError, ValueError: x of another shape, dtype or device than the weights need: on every rank.
+
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
         """
+        with before(first_collective(self.up.sequence_parallel), self.up.group, x):
+            check_input("ParallelMLP", x, self.up.weight)
         y = _ACTIVATIONS[self.activation](self.up(x, add_bias=False, sizes=sizes), self.up.bias)
         out: Tensor = self.out(y, add_bias=add_bias, sizes=sizes)
         return out

@@ -12,15 +12,19 @@ drop the same elements as a single process would, whatever the group's size.
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import copy_to_group
+from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._group import group_rank, group_size
+from parallel_ops.layers._checks import before, check_input, first_collective
 from parallel_ops.layers._sharding import Init
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
+from parallel_ops.layers.linear import LinearOptions
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.ops import bias_dropout_add, layer_norm, rms_norm
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
@@ -56,24 +60,24 @@ class Norm(nn.Module):
 def whole_gradients(parameters: Sequence[Tensor | None], group: ProcessGroup | None) -> list[Tensor | None]:
     """The parameters, with gradients that are summed over the ranks, all of a dtype in one message.
 
-    For parameters that are whole on every rank but see only this rank's tokens.
+    For parameters that are whole on every rank but see only this rank's tokens. Those that want no gradient, which must
+    be the same on every rank, come back as they are.
     """
     out = list(parameters)
-    if group_size(group) == 1:
+    if group_size(group) == 1 or not torch.is_grad_enabled():
         return out
-    for dtype in {p.dtype: None for p in parameters if p is not None}:
-        where = [i for i, p in enumerate(parameters) if p is not None and p.dtype is dtype]
-        some = [p for p in parameters if p is not None and p.dtype is dtype]
-        flat = copy_to_group(torch.cat([p.reshape(-1) for p in some]), group)
-        for i, p, part in zip(where, some, flat.split([p.numel() for p in some]), strict=True):
+    learned = {i: p for i, p in enumerate(parameters) if p is not None and p.requires_grad}
+    for dtype in {p.dtype: None for p in learned.values()}:
+        some = {i: p for i, p in learned.items() if p.dtype is dtype}
+        flat = copy_to_group(torch.cat([p.reshape(-1) for p in some.values()]), group)
+        for (i, p), part in zip(some.items(), flat.split([p.numel() for p in some.values()]), strict=True):
             out[i] = part.view(p.shape)
     return out
 
 
-def first_row(rows: int, group: ProcessGroup | None, sizes: Sequence[int] | None) -> int:
-    """Where this rank's rows start in the whole sequence."""
-    rank = group_rank(group)
-    return rank * rows if sizes is None else sum(sizes[:rank])
+class _Inits(TypedDict):
+    init_method: Init | None
+    output_init_method: Init | None
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -116,33 +120,14 @@ class ParallelTransformerLayer(nn.Module):
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"ParallelTransformerLayer: dropout must be from 0 to 1, got {dropout}")
         self.group, self.sequence_parallel, self.dropout = group, sequence_parallel, dropout
-        place = {"device": device, "dtype": dtype}
-        self.norm_attention = Norm(hidden, norm, norm_eps, **place)  # type: ignore[arg-type]
-        self.attention = ParallelSelfAttention(
-            hidden,
-            heads,
-            group=group,
-            kv_heads=kv_heads,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            init_method=init_method,
-            output_init_method=output_init_method,
-            **place,  # type: ignore[arg-type]
+        common = LinearOptions(
+            group=group, bias=bias, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        self.norm_mlp = Norm(hidden, norm, norm_eps, **place)  # type: ignore[arg-type]
-        self.mlp = ParallelMLP(
-            hidden,
-            ffn_hidden,
-            group=group,
-            activation=activation,
-            bias=bias,
-            sequence_parallel=sequence_parallel,
-            overlap=overlap,
-            init_method=init_method,
-            output_init_method=output_init_method,
-            **place,  # type: ignore[arg-type]
-        )
+        inits: _Inits = {"init_method": init_method, "output_init_method": output_init_method}
+        self.norm_attention = Norm(hidden, norm, norm_eps, device=device, dtype=dtype)
+        self.attention = ParallelSelfAttention(hidden, heads, kv_heads=kv_heads, **inits, **common)
+        self.norm_mlp = Norm(hidden, norm, norm_eps, device=device, dtype=dtype)
+        self.mlp = ParallelMLP(hidden, ffn_hidden, activation=activation, **inits, **common)
 
     def forward(
         self,
@@ -158,20 +143,38 @@ class ParallelTransformerLayer(nn.Module):
             angles: cosines and sines of all positions, ``[s, R / 2]`` each, for rotary positions.
             sizes: ``s_r`` of every rank, where they differ.
 
+        Raises:
+            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the norm, angles that do not fit: on
+            every rank.
+
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``. Gradients of all parameters are
         complete.
         """
-        norms = (self.norm_attention.weight, self.norm_attention.bias, self.norm_mlp.weight, self.norm_mlp.bias)
-        shared: list[Tensor | None] = [*norms, self.attention.out.bias, self.mlp.out.bias]
-        offset = 0
-        if self.sequence_parallel:
-            shared = whole_gradients(shared, self.group)
-            offset = first_row(x.shape[0], self.group, sizes) * x.shape[1:].numel()
-        weight_1, bias_1, weight_2, bias_2, bias_attention, bias_mlp = shared
-        y = self.attention(self.norm_attention(x, weight_1, bias_1), angles, add_bias=False, sizes=sizes)
-        x = self._add(y, bias_attention, x, offset)
-        y = self.mlp(self.norm_mlp(x, weight_2, bias_2), add_bias=False, sizes=sizes)
+        collective = first_collective(self.sequence_parallel)
+        with before(collective, self.group, x):
+            check_input("ParallelTransformerLayer", x, self.norm_attention.weight, "[s, b, {}]")
+            weight_1, bias_1, weight_2, bias_2, bias_attention, bias_mlp = self._replicated()
+            offset = self._first_row(x, sizes) * x.shape[1:].numel()
+            h = self.norm_attention(x, weight_1, bias_1)
+        y = self.attention(h, angles, add_bias=False, sizes=sizes)
+        with before(collective, self.group, x):
+            x = self._add(y, bias_attention, x, offset)
+            h = self.norm_mlp(x, weight_2, bias_2)
+        y = self.mlp(h, add_bias=False, sizes=sizes)
         return self._add(y, bias_mlp, x, offset)
+
+    def _first_row(self, x: Tensor, sizes: Sequence[int] | None) -> int:
+        """Where this rank's rows start in the whole sequence."""
+        if not self.sequence_parallel:
+            return 0
+        rows = check_sizes("ParallelTransformerLayer", "sizes", sizes, self.group, 0, shard=x)
+        return sum(rows[: group_rank(self.group)])
+
+    def _replicated(self) -> list[Tensor | None]:
+        """The parameters that are whole on every rank: of the norms, then the biases of the two projections."""
+        norms = (self.norm_attention.weight, self.norm_attention.bias, self.norm_mlp.weight, self.norm_mlp.bias)
+        parameters: list[Tensor | None] = [*norms, self.attention.out.bias, self.mlp.out.bias]
+        return whole_gradients(parameters, self.group) if self.sequence_parallel else parameters
 
     def _add(self, y: Tensor, bias: Tensor | None, x: Tensor, offset: int) -> Tensor:
         return bias_dropout_add(y, bias, x, self.dropout, training=self.training, index_offset=offset)

@@ -2,29 +2,29 @@
 
 Each op gives two functions of a ``LinearCall``: its forward, and its gradients, which hands the factors of the weight
 gradients to a callback as soon as it has them. What the callback does with them is decided here: multiply them for
-autograd, add the product to a ``main_grad``, or queue that for later. The first way is a registered op, opaque to
-``torch.compile``; the other two change tensors that autograd does not know of, and are eager only.
+autograd, add the product to a ``main_grad``, or queue that for later. The first is also a registered op, opaque to
+``torch.compile``, to dispatch modes and to tensor subclasses. Eager calls with gradients go past it, to an autograd
+function that does all three: torch's autograd of ops that take lists of tensors costs the host several times as much.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops.comm._agreement import Call, agree, announcing_failure
-from parallel_ops.comm._group import group_name, resolve_group
-from parallel_ops.comm.transport import Transport
+from parallel_ops.comm._agreement import announcing_failure
+from parallel_ops.comm._group import group_name
 from parallel_ops.ops._registration import cast_to_autocast_dtype, once_differentiable, register
 from parallel_ops.tensor_parallel import _overlap_plan as plan
+from parallel_ops.tensor_parallel._linear_call import LinearCall
 from parallel_ops.tensor_parallel._linear_checks import check_linear
-from parallel_ops.tensor_parallel.transports import transport_of
 from parallel_ops.tensor_parallel.weight_gradients import (
     DeferredWeightGradients,
-    add_weight_gradient,
-    check_main_grads,
+    Handles,
+    check_handles,
     weight_gradient,
 )
 
@@ -35,79 +35,6 @@ Factors = Callable[[Sequence[Tensor], Tensor], None]
 def flat(t: Tensor) -> Tensor:
     """``[..., N]`` as a contiguous matrix."""
     return t.reshape(-1, t.shape[-1]).contiguous()
-
-
-@dataclass(frozen=True)
-class LinearCall:
-    """The arguments of the op that are not tensors."""
-
-    op: str
-    group: str | None
-    sizes: list[int]  # of the sharded dimension, in rank order
-    overlap: int
-    needs: list[bool]  # of x, each weight and each bias: whether a gradient is wanted
-
-    def needs_weights(self, count: int) -> list[bool]:
-        return self.needs[1 : 1 + count]
-
-    def needs_biases(self, count: int) -> list[bool]:
-        return self.needs[1 + count :]
-
-    def agree(self, x: Tensor, same: tuple[object, ...], shape: str, weights: Sequence[Tensor]) -> None:
-        """The ranks make the same call: else all raise.
-
-        Where a measurement chooses the pieces, they must have weights of one shape too: on what is kept of it by shape
-        they would otherwise differ, and wait for each other.
-        """
-        if self.group is None:
-            return
-        group = resolve_group(self.group)
-        over = transport_of(group).capabilities.name
-        # Which parameters want gradients decides what a backward sends.
-        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), over)
-        text = f"{shape} {x.dtype}, sizes={self.sizes}, overlap={self.overlap}, gradients={self.needs} over {over}"
-        if self.overlap == plan.AUTO and x.is_cuda:
-            shapes = [tuple(w.shape) for w in weights]
-            options, text = (*options, *shapes), f"{text}, weights of {shapes}"
-        agree(group, Call(self.op, (x.dtype, *same, *options), text), x.device)
-
-    def transport(self) -> Transport | None:
-        return None if self.group is None else transport_of(resolve_group(self.group))
-
-    def rows(self, inner: Sequence[int]) -> list[int]:
-        """The rows of every rank's matrix, for a tensor ``[s, *inner, N]``."""
-        per_index = 1
-        for n in inner:
-            per_index *= n
-        return [size * per_index for size in self.sizes]
-
-    def task(
-        self, phase: plan.Phase, transport: Transport, rows: Sequence[int], columns: int, inner: int, dtype: torch.dtype
-    ) -> plan.Task:
-        """A product ``[sum(rows), inner] @ [inner, columns]`` whose input is gathered, or whose output is scattered."""
-        sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
-        return plan.Task(
-            phase=phase,
-            rows=sum(rows),
-            columns=columns,
-            inner=inner,
-            sent=sent[phase] * dtype.itemsize,
-            size=transport.size,
-            dtype=dtype,
-            transport=transport.capabilities.name,
-        )
-
-    def pieces(self, task: plan.Task, device: torch.device, run: Callable[[int], object]) -> int:
-        """How many messages for each shard; ``run`` does the task with that many, to be timed."""
-        if self.overlap > 0:
-            return self.overlap
-        if self.overlap != plan.AUTO or self.group is None:
-            return plan.OFF
-        return plan.choose(task, device, resolve_group(self.group), run)
-
-    def bulk(self, device: torch.device) -> bool:
-        """Whether whole collectives go behind whole products. On a GPU it costs nothing; on a CPU it gains nothing."""
-        return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
 
 
 class LinearOp:
@@ -160,14 +87,15 @@ class LinearOp:
         group_id = group_name(self.name, group)
         with announcing_failure(self.name, group_id, x, *weights):
             check_linear(self.name, x, weights, biases, group)
-            handles = _Handles(main_grads or [None] * len(weights), deferred)
-            handles.check(self.name, weights)
+            handles = check_handles(self.name, weights, main_grads, deferred)
             pieces, sizes = plan.encode(self.name, overlap), split()
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
         arguments = group_id, sizes, pieces, needs
-        if grad and handles.used:
-            return list(_Handled.apply(self, handles, arguments, len(weights), x, *weights, *biases))
+        tensors = x, *weights, *biases
+        handled = handles.used and any(needs[1 : 1 + len(weights)])
+        if handled or (any(needs) and _unwatched(tensors)):
+            return list(_Linear.apply(self, handles, arguments, len(weights), *tensors))
         return self._op(x, weights, biases, *arguments)
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
@@ -182,7 +110,8 @@ class LinearOp:
                 if needed:
                     dweights[i] = weight_gradient(dys[i], inputs)
 
-        dx, dys = self._gradients(call, grads, x, weights, multiply if any(call.needs_weights(n)) else None)
+        with torch.autocast(x.device.type, enabled=False):  # of a backward inside the region: all dtypes are settled
+            dx, dys = self._gradients(call, grads, x, weights, multiply if any(call.needs_weights(n)) else None)
         dbiases = [
             dy.sum(0) if needed else dy.new_empty(0) for dy, needed in zip(dys, call.needs_biases(n), strict=False)
         ]
@@ -202,11 +131,11 @@ class LinearOp:
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         x, weights, _, *ctx.arguments = inputs
-        ctx.save_for_backward(x, *weights)
+        _save(ctx, LinearCall(self.name, *ctx.arguments), x, weights)
 
     def _autograd(self, ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
         call = LinearCall(self.name, *ctx.arguments)
+        x, weights = _saved(ctx, call, grads)
         dx, dweights, dbiases = self._backward_op(x, grads, weights, *ctx.arguments)
         n = len(weights)
         return (
@@ -216,91 +145,76 @@ class LinearOp:
             *(None,) * len(ctx.arguments),
         )
 
-    def handled_forward(
-        self, arguments: tuple[Any, ...], x: Tensor, weights: list[Tensor], biases: list[Tensor]
-    ) -> list[Tensor]:
-        with torch.autocast(x.device.type, enabled=False):
-            return self._run(x, weights, biases, *arguments)
+    def eager_forward(
+        self, call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            return tuple(self._forward(call, x, weights, biases))
 
-    def handled_backward(
-        self, arguments: tuple[Any, ...], grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
+    def eager_backward(
+        self, call: LinearCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        call = LinearCall(self.name, *arguments)
         wanted = factors if any(call.needs_weights(len(weights))) else None
-        return self._gradients(call, grads, x, weights, wanted)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._gradients(call, grads, x, weights, wanted)
 
 
-@dataclass(frozen=True)
-class _Handles:
-    """Where weight gradients go that autograd does not see."""
-
-    main_grads: list[Tensor | None]
-    deferred: DeferredWeightGradients | None
-
-    @property
-    def used(self) -> bool:
-        return self.deferred is not None or any(m is not None for m in self.main_grads)
-
-    def check(self, op: str, weights: list[Tensor]) -> None:
-        if len(self.main_grads) != len(weights):
-            raise ValueError(
-                f"{op}: main_grad must have one entry for each of the {len(weights)} weights, "
-                f"got {len(self.main_grads)}"
-            )
-        check_main_grads(op, self.main_grads, weights)
-        if self.deferred is not None and not isinstance(self.deferred, DeferredWeightGradients):
-            raise TypeError(f"{op}: deferred must be a DeferredWeightGradients, got {type(self.deferred).__name__}")
-        for weight, main_grad in zip(weights, self.main_grads, strict=True):
-            if self.deferred is not None and main_grad is None and weight.requires_grad and not weight.is_leaf:
-                raise ValueError(
-                    f"{op}: deferred needs weights that are leaves, or a main_grad; the gradient of a weight that was "
-                    "computed from another would reach neither"
-                )
-        if self.used and torch.compiler.is_compiling():
-            raise ValueError(f"{op}: main_grad and deferred do not work under torch.compile; leave them out there")
+def _unwatched(tensors: Sequence[Tensor]) -> bool:
+    """Whether nobody wants to see the op or to put something in its place."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
-class _Handled(torch.autograd.Function):
+def _save(ctx: Any, call: LinearCall, x: Tensor, weights: list[Tensor]) -> None:
+    """Keeps what the backward reads: x for the gradients of the weights, these for that of x, else the shapes alone."""
+    ctx.shapes = x.shape, [w.shape for w in weights]
+    needs_weight = any(call.needs_weights(len(weights)))
+    ctx.save_for_backward(*([x] if needs_weight else []), *(weights if call.needs[0] else []))
+
+
+def _saved(ctx: Any, call: LinearCall, grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """x and the weights; in place of what was not kept, which is not read, a number in its shape."""
+    saved, (shape, shapes) = list(ctx.saved_tensors), ctx.shapes
+    x = saved.pop(0) if any(call.needs_weights(len(shapes))) else grads[0].new_empty(()).expand(shape)
+    return x, saved or [grads[0].new_empty(()).expand(s) for s in shapes]
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: LinearOp, handles: _Handles, arguments: tuple[Any, ...], count: int, *tensors: Tensor
+        ctx: Any, op: LinearOp, handles: Handles, arguments: tuple[Any, ...], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        device = tensors[0].device.type
-        ctx.op, ctx.handles, ctx.arguments, ctx.tensors, ctx.count = op, handles, arguments, tensors, count
-        cast = list(tensors)
+        device, cast = tensors[0].device.type, list(tensors)
         if torch.is_autocast_enabled(device):
             cast = list(cast_to_autocast_dtype(torch.get_autocast_dtype(device), tensors))
         x, weights, biases = cast[0], cast[1 : 1 + count], cast[1 + count :]
-        ctx.save_for_backward(x, *weights)
-        return tuple(op.handled_forward(arguments, x, weights, biases))
+        # No tensor but what save_for_backward takes care of: the context lives as long as the loss does.
+        ctx.op, ctx.handles, ctx.call = op, handles, LinearCall(op.name, *arguments)
+        ctx.dtypes = [t.dtype for t in tensors]
+        _save(ctx, ctx.call, x, weights)
+        return op.eager_forward(ctx.call, x, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return once_differentiable(ctx.op.name, _handled_backward)(ctx, *grads)
+        return once_differentiable(ctx.op.name, _eager_backward)(ctx, *grads)
 
 
-def _handled_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    x, *weights = ctx.saved_tensors
-    needs, n = ctx.arguments[-1], ctx.count
-    handles: _Handles = ctx.handles
+def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    call: LinearCall = ctx.call
+    x, weights = _saved(ctx, call, grads)
+    n = len(weights)
+    dweights: list[Tensor | None] = [None] * n
 
-    def keep(dys: Sequence[Tensor], inputs: Tensor) -> None:
-        def add() -> None:
-            for i in range(n):
-                if needs[1 + i]:
-                    add_weight_gradient(dys[i], inputs, ctx.tensors[1 + i], handles.main_grads[i])
+    def handle(dys: Sequence[Tensor], inputs: Tensor) -> None:
+        dweights[:] = ctx.handles.take(dys, inputs, call.needs_weights(n))
 
-        if handles.deferred is None:
-            add()
-        else:
-            handles.deferred.push(add)
-
-    dx, dys = ctx.op.handled_backward(ctx.arguments, list(grads), x, weights, keep)
-    dbiases = [
-        dy.sum(0).to(bias.dtype) if needed else None
-        for dy, bias, needed in zip(dys, ctx.tensors[1 + n :], needs[1 + n :], strict=False)
+    dx, dys = ctx.op.eager_backward(call, list(grads), x, weights, handle)
+    dbiases = [dy.sum(0) if needed else None for dy, needed in zip(dys, call.needs_biases(n), strict=False)]
+    gradients = [
+        d if d is None else d.to(dtype) for d, dtype in zip([dx, *dweights, *dbiases], ctx.dtypes, strict=True)
     ]
-    return None, None, None, None, None if dx is None else dx.to(ctx.tensors[0].dtype), *(None,) * n, *dbiases
+    return None, None, None, None, *gradients
 
 
 def _cast_all(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

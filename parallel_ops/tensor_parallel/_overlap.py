@@ -9,13 +9,15 @@ messages, the same number on every rank. While a piece is multiplied, the next `
 
 Whoever produces is enqueued before whoever consumes: an exchange is posted, then waited for, then its rows are read,
 in the program order of one host thread. No kernel ever spins on a flag, so the order is right whatever the number of
-hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is.
+hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is. With one queue an exchange that waits for the one before it holds up
+every product that was enqueued after it, so there the next one is posted only when a piece has arrived.
 
 A sum over ranks is never formed on the way: every partial is sent once, to the rank that owns its rows, and that rank
 adds them in rank order in fp32 (fp64 for fp64). The result does not depend on arrival, so it has the same bits as the
 unfused computation with the same pieces, on every run.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -30,6 +32,12 @@ from parallel_ops.comm.transport import Handle, Receive, Send, Transport
 IN_FLIGHT = 2
 
 Span = tuple[int, int]
+
+
+def in_flight(transport: Transport) -> int:
+    """How many exchanges are on their way while a piece is multiplied. Ranks need not agree on it."""
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return 1 if one_queue and transport.capabilities.stream_ordered else IN_FLIGHT
 
 
 def spans(sizes: Sequence[int]) -> list[Span]:
@@ -115,7 +123,7 @@ def gather(
             posted.append((span, Exchange(op, transport, [leaving], [arriving])))
             return
 
-    for _ in range(IN_FLIGHT):
+    for _ in range(in_flight(transport)):
         post()
     for span in mine:
         consume(span, whole[slice(*span)])

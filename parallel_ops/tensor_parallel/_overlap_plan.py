@@ -8,10 +8,10 @@
 
 Smaller pieces hide more and make worse products (T_g' > T_g: fewer tiles than the device has processors), so there is
 a best number, and it may be none. The model knows data sheets and not the machine; on a GPU its answer is therefore
-checked once for each (phase, shape, dtype, group size, device, transport): the candidates are run and timed, the ranks
-take the slowest rank's times, and overlapping must win by 2% to be chosen. A choice by timing may differ between two
-runs of a program and with it the order of some sums, so ``torch.use_deterministic_algorithms(True)`` leaves the choice
-to the model alone. On a CPU the cores that multiply also copy the messages: there is nothing to hide behind.
+checked once for each (phase, rough shape, dtype, group size, device, transport): the candidates are run and timed, the
+ranks take the slowest rank's times, and overlapping must win by 2% to be chosen. A choice by timing may differ between
+two runs of a program and with it the order of some sums, so ``torch.use_deterministic_algorithms(True)`` leaves the
+choice to the model alone. On a CPU the cores that multiply also copy the messages: there is nothing to hide behind.
 """
 
 import functools
@@ -32,7 +32,7 @@ Phase = Literal["gather", "scatter"]
 
 # As they stand in an op's schema; other numbers are pieces.
 OFF, BULK, AUTO = 0, -1, -2
-_WORDS = {"off": OFF, "bulk": BULK, "auto": AUTO}
+_WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO}
 
 _CANDIDATES = (OFF, 1, 2, 4)
 
@@ -50,6 +50,12 @@ def encode(op: str, overlap: Overlap) -> int:
         return overlap
     message = f"{op}: overlap must be 'auto', 'off', 'bulk' or a number of pieces of at least 1, got {overlap!r}"
     raise ValueError(message) if isinstance(overlap, int | str) else TypeError(message)
+
+
+def decode(pieces: int) -> Overlap:
+    """What the user called it: the ``overlap`` of which ``encode`` made this number."""
+    words: dict[int, Overlap] = {OFF: "off", BULK: "bulk", AUTO: "auto"}
+    return words.get(pieces, pieces)
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
     Args:
         run: does the task with so many pieces; called only to be timed, on every rank as often.
     """
-    known, key = _measured.setdefault(group, {}), (task, device)
+    known, key = _measured.setdefault(group, {}), (_alike(task), device)
     if key in known:
         return known[key]
     if not may_measure(device):
@@ -178,6 +184,17 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     known[key] = pick(seconds.tolist())
     return known[key]
+
+
+def _alike(task: Task) -> Task:
+    """Tasks whose rows differ by less than a quarter share a choice: else sequences of any length would be timed."""
+    return replace(task, rows=_roughly(task.rows), sent=_roughly(task.sent))
+
+
+def _roughly(n: int) -> int:
+    """``n``, rounded down to three binary digits."""
+    shift = max(0, n.bit_length() - 3)
+    return n >> shift << shift
 
 
 def pick(seconds: list[float]) -> int:
@@ -199,5 +216,7 @@ def _fastest(run: Callable[[int], object], pieces: int, device: torch.device, re
 
 
 def _synchronize(device: torch.device) -> None:
+    # The stream, which is behind all that the task sent, and not the device: on another stream a pipeline's receive may
+    # wait for a stage that waits for this one.
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

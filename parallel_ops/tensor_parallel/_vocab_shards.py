@@ -83,7 +83,7 @@ def announcing_failure(op: str, group: str | None, *arguments: object) -> Iterat
         arguments: the tensors of the call: the others exchange messages on their kind of device.
     """
 
-    def announce(process_group: ProcessGroup, device: torch.device) -> None:
+    def announce(process_group: ProcessGroup, device: torch.device, _: Exception) -> None:
         gathered(op, _message(_tensor([_Header()], device)[0], None), process_group)
 
     with telling_of_failure(group, arguments, announce):

@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import all_gather
 from parallel_ops.comm._arguments import check_sizes
-from parallel_ops.tensor_parallel._linear_op import Factors, LinearCall, LinearOp, flat
+from parallel_ops.tensor_parallel._linear_call import LinearCall
+from parallel_ops.tensor_parallel._linear_op import Factors, LinearOp, flat
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 from parallel_ops.tensor_parallel._sharded_linear import column_backward, column_forward, multiply
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
@@ -153,7 +154,7 @@ def _gradients(
         _NAME,
         call.transport(),
         dys,
-        flat(x),
+        x if factors is None else flat(x),
         call.rows(x.shape[1:-1]),
         weights,
         bulk=call.bulk(x.device),

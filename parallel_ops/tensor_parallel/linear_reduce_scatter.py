@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._group import group_rank, resolve_group
-from parallel_ops.tensor_parallel._linear_op import Factors, LinearCall, LinearOp, flat
+from parallel_ops.tensor_parallel._linear_call import LinearCall
+from parallel_ops.tensor_parallel._linear_op import Factors, LinearOp, flat
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 from parallel_ops.tensor_parallel._sharded_linear import multiply, row_backward, row_forward
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients

@@ -15,7 +15,8 @@ def use_transport(group: ProcessGroup, transport: Transport | None) -> None:
 
     Args:
         transport: this rank's end, such as ``symmetric_transport(group)``; ``None`` for the default, the process
-            group's own backend. Every rank of the group must make the same choice between the same calls.
+            group's own backend. Every rank of the group must make the same choice between the same calls. It is kept,
+            with its memory, until another is chosen.
 
     Raises:
         TypeError: ``group`` is not a process group. ValueError: the transport has another rank or size than the group.

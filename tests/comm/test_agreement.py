@@ -70,7 +70,7 @@ def test_counts_that_do_not_meet():
 def test_one_wrong_rank_ends_the_call_of_all(bad, options, message):
     said = messages(2, "all_gather", [(2, 2), bad], [{}, options])
     assert said[1] == message
-    assert said[0] == "all_gather: rank 1 of the group found its arguments wrong; see its error"
+    assert said[0] == f"all_gather: rank 1 of the group found its arguments wrong: {message}"
 
 
 def test_arguments_checked_without_a_group():
@@ -139,7 +139,8 @@ def test_shard_sizes_refuses():
 def test_an_error_of_one_rank_is_announced_where_its_tensors_are(backend):
     others, own = ranks(2).run(collectives.wrong_on_one_rank, backend)
     ops = ["all_gather", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"]
-    assert others == [f"{op}: rank 1 of the group found its arguments wrong; see its error" for op in ops]
+    for op, other in zip(ops, others, strict=True):
+        assert other.startswith(f"{op}: rank 1 of the group found its arguments wrong")
     for op, message in zip(ops, own, strict=True):
         assert message.startswith(f"{op}: ") and "found its arguments wrong" not in message
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from parallel_ops import layers
+from support import layer_modes
 from support import layers as on_rank
 from support.distributed import Raised, ranks
 from support.layers import KINDS
@@ -33,6 +34,14 @@ def test_output_and_gradients_are_those_of_one_process(size, kind, sequence_para
         want = on_rank.step(0, kind, s, False, torch.float64)
         run = ranks(size).run(on_rank.step_with, kind, s, sequence_parallel, torch.float64, options)
         compare(on_rank.gathered(run, kind, s, sequence_parallel), want, 1e-13)
+
+
+@pytest.mark.parametrize("kind", ["llama", "layer", "embedding", "column", "row"])
+def test_ranks_without_a_token_take_part(kind):
+    want = on_rank.step(0, kind, 2, False, torch.float64)
+    for options in ({}, {"overlap": 2}):
+        run = ranks(4).run(on_rank.step_with, kind, 2, True, torch.float64, options)
+        compare(on_rank.gathered(run, kind, 2, True), want, 1e-13)
 
 
 @groups
@@ -121,7 +130,7 @@ def test_clipping_by_the_norm_of_the_whole_model(size):
 @pytest.mark.parametrize("kind", ["layer", "llama"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiles_to_one_graph(kind, sequence_parallel):
-    for eager, compiled in ranks(2).run(on_rank.compiled, kind, sequence_parallel, "aot_eager"):
+    for eager, compiled in ranks(2).run(layer_modes.compiled, kind, sequence_parallel, "aot_eager"):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
@@ -133,6 +142,41 @@ def test_weight_gradients_go_where_the_layer_is_told(sequence_parallel):
         for (grads, pending), (want, _) in zip(outcomes, plain, strict=True):
             assert pending == (4 if defer else 0)
             torch.testing.assert_close(grads, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("main", "defer"), [(False, False), (True, False), (False, True), (True, True)])
+def test_activation_checkpointing(main, defer):
+    for sequence_parallel in (False, True):
+        for reentrant in (False, True):
+            for plain, again in ranks(2).run(
+                layer_modes.checkpointed, "llama", sequence_parallel, main, defer, reentrant
+            ):
+                assert len(plain) == len(again) > 6
+                assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["row", "swiglu", "attention", "llama"])
+def test_autocast_gives_the_dtypes_of_one_process(kind):
+    want, dtypes = layer_modes.under_autocast(0, kind, False)
+    for sequence_parallel in (False, True):
+        parts = ranks(2).run(layer_modes.under_autocast, kind, sequence_parallel)
+        y = torch.cat([y for y, _ in parts]) if sequence_parallel else parts[0][0]
+        assert y.dtype is want.dtype
+        torch.testing.assert_close(y, want, rtol=5e-2, atol=2e-2)
+        assert all(got == dtypes for _, got in parts)
+
+
+def test_parameters_that_are_frozen_leave_the_gradients_of_the_others_alone():
+    for every, some in ranks(2).run(layer_modes.frozen_norms):
+        for name, grad in some.items():
+            wanted = not name.startswith(("norm_mlp", "attention"))
+            assert torch.equal(grad, every[name]) if wanted else grad is None
+
+
+def test_an_embedding_compiles_to_one_graph():
+    for sequence_parallel in (False, True):
+        for eager, compiled in ranks(2).run(layer_modes.compiled_embedding, sequence_parallel):
+            assert torch.equal(eager, compiled)
 
 
 def test_attention_without_causality_sees_the_mask():
@@ -162,7 +206,7 @@ def test_layers_can_be_copied_and_moved():
     [
         (lambda: layers.ColumnParallelLinear(4, 6, group=None, parts=4), r"parts \(4\) must divide out_features \(6\)"),
         (lambda: layers.ColumnParallelLinear(4, 6, group=None, overlap="never"), "overlap must be"),
-        (lambda: layers.RowParallelLinear(0, 6, group=None), "in_features must be a positive multiple"),
+        (lambda: layers.RowParallelLinear(0, 6, group=None), "in_features must be positive, got 0"),
         (lambda: layers.ParallelMLP(4, group=None, activation="relu"), "activation must be 'gelu' or 'swiglu'"),
         (lambda: layers.ParallelSelfAttention(10, 4, group=None), r"hidden \(10\) must be a multiple of heads"),
         (lambda: layers.ParallelSelfAttention(8, 4, kv_heads=3, group=None), r"heads \(4\) must be a multiple of kv"),
@@ -170,7 +214,10 @@ def test_layers_can_be_copied_and_moved():
         (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, group=None), "dropout must be from 0 to 1"),
         (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", group=None), "kind must be 'layer_norm' or"),
         (lambda: layers.clip_grad_norm(nn.Linear(2, 2), 0.0, None), "max_norm must be positive"),
-        (lambda: layers.ParallelSelfAttention(8, 2, group=None)(torch.zeros(3, 8)), r"x must be \[s, b, hidden\]"),
+        (
+            lambda: layers.ParallelSelfAttention(8, 2, group=None)(torch.zeros(3, 8)),
+            r"x must be \[s, b, 8\], got \[3, 8\]",
+        ),
     ],
 )
 def test_bad_arguments_are_named(build, message):
@@ -181,9 +228,13 @@ def test_bad_arguments_are_named(build, message):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("column", "out_features / parts must be a positive multiple of the 4 ranks that share it, got 6"),
-        ("row", "in_features must be a positive multiple of the 4 ranks that share it, got 6"),
-        ("attention", "kv_heads must be a positive multiple of the 4 ranks that share it, got 2"),
+        ("column", "out_features / parts must be a multiple of the size of the group, got 6 for 4 ranks"),
+        ("row", "got 6 for 4 ranks; groups that fit have 1, 2, 3, 6 ranks"),
+        ("attention", "kv_heads must be a multiple of the size of the group, got 2 for 4 ranks"),
+        (
+            "heads",
+            ": heads must be a multiple of the size of the group, got 6 for 4 ranks; groups that fit have 1, 2, 3",
+        ),
         ("embedding", "num_embeddings (5) leaves some of the 4 ranks without a row; pad the vocabulary"),
     ],
 )

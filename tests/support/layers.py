@@ -205,23 +205,6 @@ def clipped(rank: int, kind: str, max_norm: float) -> tuple[Tensor, dict[str, Te
     return norm, {name: p.grad for name, p in module.named_parameters()}
 
 
-def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> list[list[Tensor]]:
-    """(output, gradients) of the layer, eager and compiled to one graph."""
-    torch._dynamo.reset()
-    results = []
-    for compile_it in (False, True):
-        module = build(kind, sequence_parallel=sequence_parallel, overlap=2)
-        run = torch.compile(module, fullgraph=True, backend=backend) if compile_it else module
-        x, grad = inputs(kind, 8, torch.float32)
-        if sequence_parallel:
-            x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
-        x = x.clone().requires_grad_()
-        y = run(x)
-        y.backward(grad)
-        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
-    return results
-
-
 def bad_token(rank: int) -> Tensor:
     return build("embedding")(torch.tensor([[1], [VOCAB]]))
 
@@ -229,6 +212,8 @@ def bad_token(rank: int) -> Tensor:
 def too_many_ranks(rank: int, kind: str) -> nn.Module:
     if kind == "attention":
         return layers.ParallelSelfAttention(12, 6, kv_heads=2, group=group())
+    if kind == "heads":
+        return layers.ParallelSelfAttention(12, 6, group=group())
     if kind == "embedding":
         return layers.VocabParallelEmbedding(5, 4, group=group())
     if kind == "column":

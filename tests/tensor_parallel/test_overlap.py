@@ -159,6 +159,34 @@ def test_both_linears_at_any_size(sizes, pieces, bulk, needs_x, needs_weight, se
     assert all(LoopbackGroup(size, seed=seed).run(run))
 
 
+class StreamOrdered(Recorded):
+    """As a transport on CUDA says of itself."""
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(self._transport.capabilities, stream_ordered=True)
+
+
+@pytest.mark.parametrize(("queues", "ahead"), [("1", 1), ("8", 2), (None, 2)])
+def test_with_one_hardware_queue_no_exchange_waits_in_front_of_a_product(queues, ahead, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    whole = torch.arange(24.0).view(8, 3)
+
+    def run(transport):
+        recorded, posted = StreamOrdered(transport), []
+        got = gather(
+            "test", recorded, whole.chunk(4)[transport.rank].clone(), [2] * 4, 1,
+            lambda span, rows: posted.append(sum(kind == "receive" for kind, _, _ in recorded.log)),
+        )  # fmt: skip
+        assert torch.equal(got, whole)
+        return posted
+
+    for posted in LoopbackGroup(4, seed=0).run(run):
+        assert posted == [min(3, ahead + i) for i in range(4)]
+
+
 def test_16_bit_partial_sums_are_added_in_fp32_and_rounded_once():
     parts = [torch.tensor([256.0, 1.0]).bfloat16(), *[torch.tensor([1.0, 2.0**-9]).bfloat16()] * 4]
     total = sum_in_rank_order(parts)
@@ -205,6 +233,12 @@ class TestModel:
         chosen = plan.modelled(task, rates)
         assert plan.predict(task, rates, chosen) <= plan.predict(task, rates, plan.OFF)
 
+    def test_sequences_of_about_one_length_share_a_choice(self):
+        same, other = (dataclasses.replace(TASK, rows=rows, sent=rows * 100) for rows in (9001, 7000))
+        assert plan._alike(same) == plan._alike(dataclasses.replace(same, rows=8200, sent=8800 * 100))
+        assert plan._alike(same) != plan._alike(other)
+        assert [plan._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]
+
     def test_the_measured_choice_wants_a_margin(self):
         assert plan.pick([1.0, 0.99, 0.985, 1.2]) == plan.OFF
         assert plan.pick([1.0, 0.99, 0.9, 1.2]) == 2
@@ -225,3 +259,4 @@ def test_candidates_are_run_to_be_timed():
 def test_cpu_tensors_are_not_timed():
     assert not plan.may_measure(torch.device("cpu"))
     assert [plan.encode("op", word) for word in ("off", "bulk", "auto", 3)] == [plan.OFF, plan.BULK, plan.AUTO, 3]
+    assert [plan.decode(plan.encode("op", word)) for word in ("off", "bulk", "auto", 3)] == ["off", "bulk", "auto", 3]

@@ -173,6 +173,15 @@ def test_disagreement_raises_on_every_rank(size, kind, what, message):
     assert any(message in o.message for o in outcomes), [o.message for o in outcomes]
 
 
+@kinds
+def test_a_disagreement_shows_what_was_passed(kind):
+    for outcome in ranks(2).outcomes(on_rank.mismatched, kind, "columns"):
+        assert "sizes=[12] * 2" in outcome.message or "sizes=[6] * 2" in outcome.message
+        assert "overlap='auto', requires_grad=[False, False] over c10d" in outcome.message
+    for outcome in ranks(2).outcomes(on_rank.mismatched, kind, "overlap"):
+        assert "overlap=1," in outcome.message and "overlap=2," in outcome.message
+
+
 @groups
 @kinds
 def test_all_ranks_choose_for_the_same_task_whatever_their_shard(size, kind):

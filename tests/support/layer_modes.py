@@ -1,0 +1,83 @@
+"""What each rank does in the tests of layers that are compiled, checkpointed, frozen in part or under autocast."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from parallel_ops.tensor_parallel import DeferredWeightGradients
+from support.layers import FEATURES_IN, angles, build, inputs
+
+
+def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> list[list[Tensor]]:
+    """(output, gradients) of the layer, eager and compiled to one graph."""
+    torch._dynamo.reset()
+    results = []
+    for compile_it in (False, True):
+        module = build(kind, sequence_parallel=sequence_parallel, overlap=2)
+        run = torch.compile(module, fullgraph=True, backend=backend) if compile_it else module
+        x, grad = inputs(kind, 8, torch.float32)
+        if sequence_parallel:
+            x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
+        x = x.clone().requires_grad_()
+        y = run(x)
+        y.backward(grad)
+        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    return results
+
+
+def checkpointed(rank: int, kind: str, sequence_parallel: bool, main: bool, defer: bool, reentrant: bool):
+    """(output, gradients): of a layer as it is, then with its activations computed again in the backward."""
+    results = []
+    for again in (False, True):
+        module, queue = build(kind, sequence_parallel=sequence_parallel, dropout=0.3), DeferredWeightGradients()
+        for linear in (m for m in module.modules() if hasattr(m, "main_grad")):
+            linear.main_grad = torch.zeros_like(linear.weight) if main else None
+            linear.deferred = queue if defer else None
+        x, grad = inputs(kind, 8, torch.float32)
+        if sequence_parallel:
+            x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
+        x = x.clone().requires_grad_()
+        torch.manual_seed(4)
+        rotation = angles(8, kind)
+        y = checkpoint(module, x, rotation, use_reentrant=reentrant) if again else module(x, rotation)
+        y.backward(grad)
+        queue.compute()
+        mains = [m.main_grad for m in module.modules() if getattr(m, "main_grad", None) is not None]
+        results.append([y.detach(), x.grad, *mains, *(p.grad for p in module.parameters() if p.grad is not None)])
+    return results
+
+
+def under_autocast(rank: int, kind: str, sequence_parallel: bool) -> tuple[Tensor, list[torch.dtype]]:
+    """(the whole output, dtypes of all gradients) of a layer in fp32 under autocast to bfloat16."""
+    module = build(kind, sequence_parallel=sequence_parallel)
+    x, grad = inputs(kind, 8, torch.float32)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if sequence_parallel:
+        x, grad = (t.chunk(world)[rank] if not (t is x and kind in FEATURES_IN) else t for t in (x, grad))
+    x = (x.chunk(world, dim=-1)[rank] if kind in FEATURES_IN else x).clone().requires_grad_()
+    rotation = angles(8, kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x) if rotation is None else module(x, rotation)
+    y.backward(grad.to(y.dtype))
+    return y.detach(), [x.grad.dtype, *(p.grad.dtype for p in module.parameters())]
+
+
+def frozen_norms(rank: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Gradients of a layer's parameters, all wanted, then some."""
+    results = []
+    for freeze in (False, True):
+        module = build("layer", sequence_parallel=True)
+        module.norm_mlp.requires_grad_(not freeze)
+        module.attention.requires_grad_(not freeze)
+        x, grad = (t.chunk(dist.get_world_size())[rank] for t in inputs("layer", 8, torch.float32))
+        module(x).backward(grad)
+        results.append({name: p.grad for name, p in module.named_parameters()})
+    return results[0], results[1]
+
+
+def compiled_embedding(rank: int, sequence_parallel: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    module = build("embedding", sequence_parallel=sequence_parallel)
+    tokens, _ = inputs("embedding", 8, torch.float32)
+    return [module(tokens), torch.compile(module, fullgraph=True, backend="aot_eager")(tokens)]
