@@ -9,7 +9,7 @@
 
 from collections.abc import Callable
 
-from parallel_ops.planner.schedules.action import Action, Kind, Schedule
+from parallel_ops.planner.schedules.action import Action, Kind, Schedule, micro_batch_problem
 from parallel_ops.planner.schedules.closed_form import closed_form_bubble, closed_form_idle
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
 from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -28,6 +28,7 @@ __all__ = [
     "chunks",
     "closed_form_bubble",
     "closed_form_idle",
+    "micro_batch_problem",
     "peak_activations",
     "simulate",
 ]
@@ -78,7 +79,8 @@ def actions(
         and W.
 
     Raises:
-        ValueError: an unknown kind, sizes below 1, a number of virtual stages or an option that the kind does not have.
+        ValueError: an unknown kind, sizes below 1, a number of virtual stages or an option that the kind does not have,
+            or a number of micro-batches that it cannot run (``micro_batch_problem``).
     """
     _check_kind(kind)
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
@@ -89,6 +91,8 @@ def actions(
             raise ValueError("actions: interleaved needs virtual_stages of at least 2, got 1; with 1 it is 1f1b")
     elif virtual_stages not in (1, chunks(kind)):
         raise ValueError(f"actions: virtual_stages is {virtual_stages}, but {kind} has {chunks(kind)} stage(s) a rank")
+    if (reason := micro_batch_problem(kind, pp, micro_batches)) is not None:
+        raise ValueError(f"actions: {reason}")
     if kind != "zb-2p" and (times is not None or memory_limit is not None or retained != 1):
         raise ValueError(f"actions: times, memory_limit and retained are for zb-2p; {kind} is the same for all of them")
     if kind == "interleaved":

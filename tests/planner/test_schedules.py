@@ -13,7 +13,10 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 def sizes(kind, pp, micro_batches, virtual_stages):
-    return (kind, pp, micro_batches, virtual_stages if kind == "interleaved" else 1)
+    """Arguments of ``actions``, with as many micro-batches as the schedule can run."""
+    if kind == "interleaved":
+        return kind, pp, -(-micro_batches // pp) * pp, virtual_stages
+    return kind, pp, max(micro_batches, 2 * pp) if kind == "dualpipe-v" else micro_batches, 1
 
 
 def check(kind, pp, micro_batches, virtual_stages, times=None):
@@ -81,7 +84,7 @@ def test_large_pipelines(kind, pp, micro_batches, virtual_stages):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (1, 512), (64, 1)])
 def test_the_extremes(kind, pp, micro_batches):
-    check(kind, pp, micro_batches, CHUNKS.get(kind, 1))
+    check(*sizes(kind, pp, micro_batches, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +138,8 @@ def test_the_orders_of_a_small_pipeline():
         (("1f1b", 4, -1), "micro_batches must be a whole number of at least 1, got -1"),
         (("1f1b", 4, 2.5), "micro_batches must be a whole number of at least 1, got 2.5"),
         (("interleaved", 4, 8), "interleaved needs virtual_stages of at least 2"),
+        (("interleaved", 4, 6, 2), "interleaved 1F1B needs micro-batches in multiples of PP 4; there are 6"),
+        (("dualpipe-v", 4, 7), "DualPipe-V needs 8 micro-batches for PP 4; there are 7"),
         (("zb-v", 4, 8, 3), r"virtual_stages is 3, but zb-v has 2 stage\(s\) a rank"),
     ],
 )

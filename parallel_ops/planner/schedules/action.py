@@ -49,18 +49,22 @@ def v_stages(pp: int, rank: int) -> tuple[int, int]:
 
 
 def first_micro_batches(schedule: Iterable[Sequence[Action]], micro_batches: int) -> Schedule:
-    """The schedule without the micro-batches from ``micro_batches`` on.
+    """The schedule, which pairs no actions, without the micro-batches from ``micro_batches`` on.
 
     What is left still runs: no action depends on another micro-batch, and a part of a workable order is workable.
     It lets a family that needs a least number of micro-batches serve fewer.
     """
-    out: Schedule = []
-    for order in schedule:
-        kept: list[Action] = []
-        for position, action in enumerate(order):
-            if action.micro_batch >= micro_batches:
-                continue
-            partner_left = action.paired and order[position + 1].micro_batch >= micro_batches
-            kept.append(action._replace(paired=False) if partner_left else action)
-        out.append(kept)
-    return out
+    return [[action for action in order if action.micro_batch < micro_batches] for order in schedule]
+
+
+def micro_batch_problem(kind: str, pp: int, micro_batches: int) -> str | None:
+    """Why a schedule cannot run this number of micro-batches on ``pp`` ranks; ``None`` if it can.
+
+    Interleaved 1F1B takes rounds of ``pp`` micro-batches, as Megatron-LM does; torch.distributed.pipelining also has
+    longer rounds. DualPipe-V fills both directions first, as in github.com/deepseek-ai/DualPipe and in torch.
+    """
+    if kind == "interleaved" and micro_batches % pp:
+        return f"interleaved 1F1B needs micro-batches in multiples of PP {pp}; there are {micro_batches}"
+    if kind == "dualpipe-v" and micro_batches < 2 * pp:
+        return f"DualPipe-V needs {2 * pp} micro-batches for PP {pp}; there are {micro_batches}"
+    return None

@@ -20,6 +20,7 @@ misses the bubble by up to three points.
 
 from collections.abc import Sequence
 
+from parallel_ops.planner.schedules.action import micro_batch_problem
 from parallel_ops.planner.schedules.simulate import Times
 
 
@@ -36,8 +37,8 @@ def closed_form_idle(
         times: one number each for F, I and W of a stage, and no link; 1 each where None.
 
     Raises:
-        ValueError: ``kind`` has no formula, or these sizes and times are outside the formula's conditions; simulate
-            those.
+        ValueError: ``kind`` has no formula or cannot run so many micro-batches, or these sizes and times are outside
+            the formula's conditions; simulate those.
     """
     f, i, w = _numbers(kind, times or Times())
     m = micro_batches
@@ -46,14 +47,14 @@ def closed_form_idle(
     formulas: dict[str, tuple[bool, str, float]] = {
         "gpipe": (True, "", whole),
         "1f1b": (True, "", whole),
-        "interleaved": (pp > 0 and m % pp == 0, "m a multiple of p", whole),
+        "interleaved": (True, "", whole),
         "zb-h1": (small_w and m >= pp, "W <= F, W <= I and m >= p", f + i - w),
         "zb-h2": (small_w and m >= 2 * pp - 1, "W <= F, W <= I and m >= 2p - 1", f + i - 2 * w),
         "zb-v": (f == i == w and m >= 2 * pp, "F = I = W and m >= 2p", 0.0),
         "zb-2p": (f == i == w and m >= 2 * pp, "F = I = W and m >= 2p", 0.0),
         "dualpipe-v": (
-            w <= f == i and m >= 2 * pp,
-            "W <= F = I and m >= 2p",
+            w <= f == i,
+            "W <= F = I",
             f + 2 * i - w,
         ),
     }
@@ -63,6 +64,8 @@ def closed_form_idle(
         raise ValueError(
             f"closed_form: sizes must be at least 1, got pp {pp}, micro_batches {m}, virtual_stages {virtual_stages}"
         )
+    if (reason := micro_batch_problem(kind, pp, m)) is not None:
+        raise ValueError(f"closed_form: {reason}")
     holds, condition, per_rank = formulas[kind]
     if not holds and pp > 1:
         raise ValueError(f"closed_form: the formula of {kind} needs {condition}; simulate this one")

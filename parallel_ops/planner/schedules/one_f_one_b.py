@@ -7,7 +7,7 @@ interleaved 1F1B (the same paper, section 2.2)  v stages a rank, visited p micro
                                                 shrinks by v, and the messages grow by v.
 """
 
-from parallel_ops.planner.schedules.action import Action, Schedule, first_micro_batches
+from parallel_ops.planner.schedules.action import Action, Schedule
 
 
 def gpipe(pp: int, micro_batches: int) -> Schedule:
@@ -26,11 +26,9 @@ def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
 def interleaved_one_f_one_b(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
     """Interleaved 1F1B with ``virtual_stages`` stages on each rank; plain 1F1B with one.
 
-    Micro-batches come in rounds of ``pp``. The last round may lack some: they are left out of a full one, since
-    ranks that count on a full round would wait for each other in a short one.
+    Micro-batches come in rounds of ``pp``, which must be full: in a short one ranks would wait for each other.
     """
-    full_rounds = -(-micro_batches // pp) * pp
-    return first_micro_batches((_order(pp, rank, full_rounds, virtual_stages) for rank in range(pp)), micro_batches)
+    return [_order(pp, rank, micro_batches, virtual_stages) for rank in range(pp)]
 
 
 def _order(pp: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:

@@ -8,7 +8,7 @@ without a way back, and every rank holds the same amount of activations.
     DualPipe-V  (DeepSeek-V3, arXiv:2412.19437; this form, on half the ranks: github.com/deepseek-ai/DualPipe) the F of
                 one stage runs together with the B of the other, to hide the all-to-alls of experts.
 
-Both fill their pipelines with 2p micro-batches. Fewer work too, with more bubble.
+Both fill their pipelines with 2p micro-batches. ZB-V also runs with fewer, with more bubble.
 """
 
 from collections import deque
@@ -82,9 +82,8 @@ def _zb_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
 
 
 def dualpipe_v(pp: int, micro_batches: int) -> Schedule:
-    """DualPipe-V. A pair of F and B counts as one pass: see ``Action.paired``."""
-    padded = max(micro_batches, 2 * pp)
-    return first_micro_batches((_dualpipe_v_order(pp, rank, padded) for rank in range(pp)), micro_batches)
+    """DualPipe-V, of at least ``2 * pp`` micro-batches. A pair of F and B counts as one pass: see ``Action.paired``."""
+    return [_dualpipe_v_order(pp, rank, micro_batches) for rank in range(pp)]
 
 
 def _dualpipe_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
