@@ -5,6 +5,7 @@ A link is described by the alpha-beta model: a message of n bytes takes ``latenc
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from parallel_ops.planner._check import check_choice, check_counts, check_figures
 
@@ -35,6 +36,10 @@ class GPU:
     def __post_init__(self) -> None:
         check_figures(self, ("memory", "bandwidth"))
         check_figures(self, ("watts", *DTYPES), zero=True)
+
+    def __hash__(self) -> int:
+        # As of a model: what caches hash often.
+        return hash((self.name, self.memory))
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in ``dtype``.
@@ -118,6 +123,10 @@ class Cluster:
         if self.parts and sum(part.gpus for part in self.parts) != self.gpus:
             raise ValueError(f"Cluster: parts must add up to gpus ({self.gpus})")
 
+    def __hash__(self) -> int:
+        # As of a model: what caches hash often.
+        return hash((self.name, self.gpus))
+
     @property
     def node_size(self) -> int:
         """GPUs of one node that are in use."""
@@ -125,20 +134,23 @@ class Cluster:
 
     def stage_gpus(self, stages: int) -> tuple[GPU, ...]:
         """The GPU that each of ``stages`` equal, consecutive pipeline stages runs on: the weakest where kinds meet."""
-        if not self.parts:
-            return (self.gpu,) * stages
-        share = self.gpus / stages
-        ends = [sum(part.gpus for part in self.parts[: i + 1]) for i in range(len(self.parts))]
-        placed = []
-        for stage in range(stages):
-            first, last = stage * share, (stage + 1) * share
-            kinds = [
-                part.gpu
-                for part, end in zip(self.parts, ends, strict=True)
-                if end - part.gpus < last - 1e-9 and end > first + 1e-9
-            ]
-            placed.append(weakest(kinds))
-        return tuple(placed)
+        return _stage_gpus(self, stages) if self.parts else (self.gpu,) * stages
+
+
+@lru_cache(maxsize=4096)
+def _stage_gpus(cluster: Cluster, stages: int) -> tuple[GPU, ...]:
+    share = cluster.gpus / stages
+    ends = [sum(part.gpus for part in cluster.parts[: i + 1]) for i in range(len(cluster.parts))]
+    placed = []
+    for stage in range(stages):
+        first, last = stage * share, (stage + 1) * share
+        kinds = [
+            part.gpu
+            for part, end in zip(cluster.parts, ends, strict=True)
+            if end - part.gpus < last - 1e-9 and end > first + 1e-9
+        ]
+        placed.append(weakest(kinds))
+    return tuple(placed)
 
 
 def weakest(kinds: list[GPU]) -> GPU:

@@ -13,6 +13,7 @@ once.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.efficiency import FLASH_EFFICIENCY, Efficiency
@@ -41,15 +42,16 @@ class Passes:
         return Passes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What decides the time of a layer: a part of a plan, so that equal ones are computed once."""
 
+    dp: int
     tp: int
     cp: int
     ep: int
     micro_batch: int
     sequence_parallel: bool
+    cp_kind: str
     recompute: str
     dtype: str
     flash_attention: bool
@@ -60,11 +62,13 @@ class Work:
 
 def work_of(plan: Plan) -> Work:
     return Work(
+        dp=plan.dp,
         tp=plan.tp,
         cp=plan.cp,
         ep=plan.ep,
         micro_batch=plan.micro_batch,
         sequence_parallel=plan.sequence_parallel,
+        cp_kind=plan.cp_kind,
         recompute=plan.recompute,
         dtype=plan.dtype,
         flash_attention=plan.flash_attention,

@@ -1,13 +1,14 @@
 """Whether a plan can run at all: sizes that divide, schedules that have enough micro-batches, memory that is there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.memory import deepest_stages, stage_memory
+from parallel_ops.planner.memory import PlanMemory, deepest_stages
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
+from parallel_ops.planner.schedule import micro_batch_problem
 
 # The backward pass comes as two, the gradients of inputs and of weights.
 SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
@@ -15,23 +16,60 @@ SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 
 def problem(model: Model, cluster: Cluster, plan: Plan) -> tuple[str, str] | None:
     """Why the plan cannot run, memory apart: a kind of reason and a sentence; ``None`` if it can."""
-    return next(_problems(model, cluster, plan), None)
+    sizes = plan.tp, plan.pp, plan.cp
+    return (
+        _sizes_problem(model, cluster, plan.gpus, sizes, plan.dtype, plan.sequence_parallel)
+        or next(_pipeline(model, plan), None)
+        or next(_context(model, plan), None)
+        or next(_experts(model, plan), None)
+    )
 
 
 def memory_problem(cluster: Cluster, plan: Plan, stages: tuple[StageMemory, ...]) -> tuple[str, str] | None:
     """Why the plan does not fit in memory: ``("memory", "stage 0 needs 91.2 GiB of 80.0")``; ``None`` if it does."""
     gpus = cluster.stage_gpus(plan.pp)
-    over = [(stage.total - gpus[stage.stage].memory, stage) for stage in stages]
-    excess, worst = max(over, key=lambda item: item[0])
-    if excess <= 0:
-        return None
-    available = gpus[worst.stage].memory / GIB
-    return "memory", f"stage {worst.stage} needs {worst.total / GIB:.1f} GiB of {available:.1f}"
+    return _excess([(stage.total, gpus[stage.stage].memory, stage.stage) for stage in stages])
 
 
 def quick_memory_problem(model: Model, cluster: Cluster, plan: Plan) -> tuple[str, str] | None:
     """As ``memory_problem``, of the stages that need the most."""
-    return memory_problem(cluster, plan, tuple(stage_memory(model, plan, stage) for stage in deepest_stages(plan)))
+    return MemoryCheck(model, cluster, plan).problem(plan.recompute, plan.offload)
+
+
+class MemoryCheck:
+    """``quick_memory_problem`` of a plan under any recomputation and offload."""
+
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
+        self._memory = PlanMemory(model, plan)
+        gpus = cluster.stage_gpus(plan.pp)
+        self._stages: list[tuple[int, float]] = []
+        self._deepest: list[tuple[int, float]] = []
+        held: dict[object, list[float]] = {}
+        for stage in deepest_stages(plan):
+            found, available = self._memory.fixed(stage), gpus[stage].memory
+            alike = found.dense, found.sparse, found.parameters, found.head, available
+            others = held.setdefault(alike, [])
+            # What holds no more micro-batches than an earlier stage that is alike needs no more either. Offload makes
+            # the two as good as equal, where rounding decides which comes out larger.
+            if found.held not in others:
+                self._stages.append((stage, available))
+            if not others or found.held > max(others):
+                self._deepest.append((stage, available))
+            others.append(found.held)
+
+    def problem(self, recompute: str, offload: str) -> tuple[str, str] | None:
+        """Of the plan with ``recompute`` and ``offload`` in place of its own."""
+        stages = self._stages if offload == "optimizer+activations" else self._deepest
+        total = self._memory.total
+        return _excess([(total(stage, recompute, offload), available, stage) for stage, available in stages])
+
+
+def _excess(stages: Sequence[tuple[float, float, int]]) -> tuple[str, str] | None:
+    """The problem of the stage whose bytes exceed what its GPU has by the most."""
+    needed, available, stage = max(stages, key=lambda found: found[0] - found[1])
+    if needed <= available:
+        return None
+    return "memory", f"stage {stage} needs {needed / GIB:.1f} GiB of {available / GIB:.1f}"
 
 
 def check(model: Model, cluster: Cluster, plan: Plan) -> None:
@@ -41,33 +79,34 @@ def check(model: Model, cluster: Cluster, plan: Plan) -> None:
         raise ValueError(f"plan {plan.describe()}: {found[1]}")
 
 
-def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.gpus != cluster.gpus:
-        yield "size", f"dp * tp * pp * cp is {plan.gpus}, but the cluster has {cluster.gpus} GPUs"
-    for gpu in {*cluster.stage_gpus(plan.pp)}:
-        if not getattr(gpu, plan.dtype):
-            yield "dtype", f"{gpu.name} has no {plan.dtype} matrix products"
-    yield from _tensor(model, cluster, plan)
-    yield from _pipeline(model, plan)
-    yield from _context(model, plan)
-    yield from _experts(model, plan)
+@lru_cache(maxsize=65536)
+def _sizes_problem(
+    model: Model, cluster: Cluster, gpus: int, sizes: tuple[int, int, int], dtype: str, sequence_parallel: bool
+) -> tuple[str, str] | None:
+    # Plans that differ in nothing else share what is found here.
+    return next(_sizes(model, cluster, gpus, sizes, dtype, sequence_parallel), None)
 
 
-def _tensor(model: Model, cluster: Cluster, plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.tp > 1 and cluster.topology == "fat-tree" and leaves_node(cluster, plan, "tp"):
-        yield "tp leaves the node", f"TP {plan.tp} would leave the node of {cluster.node_size} GPUs"
+def _sizes(
+    model: Model, cluster: Cluster, gpus: int, sizes: tuple[int, int, int], dtype: str, sequence_parallel: bool
+) -> Iterator[tuple[str, str]]:
+    tp, pp, cp = sizes
+    if gpus != cluster.gpus:
+        yield "size", f"dp * tp * pp * cp is {gpus}, but the cluster has {cluster.gpus} GPUs"
+    for gpu in dict.fromkeys(cluster.stage_gpus(pp)):
+        if not getattr(gpu, dtype):
+            yield "dtype", f"{gpu.name} has no {dtype} matrix products"
+    if tp > cluster.node_size and cluster.topology == "fat-tree":
+        yield "tp leaves the node", f"TP {tp} would leave the node of {cluster.node_size} GPUs"
     for name in ("heads", "ffn", "hidden"):
-        if getattr(model, name) % plan.tp:
-            yield "tp does not divide", f"TP {plan.tp} does not divide {name} ({getattr(model, name)})"
-    if model.kv_heads % plan.tp and plan.tp % model.kv_heads:
-        yield "tp does not divide", f"TP {plan.tp} does not divide kv_heads ({model.kv_heads})"
-    if plan.sequence_parallel and plan.tp == 1:
+        if getattr(model, name) % tp:
+            yield "tp does not divide", f"TP {tp} does not divide {name} ({getattr(model, name)})"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        yield "tp does not divide", f"TP {tp} does not divide kv_heads ({model.kv_heads})"
+    if sequence_parallel and tp == 1:
         yield "sequence parallelism without tp", "sequence parallelism shards over TP, which is 1"
-    if plan.sequence_parallel and model.sequence % (plan.tp * plan.cp):
-        yield (
-            "sequence does not divide",
-            f"TP * CP ({plan.tp * plan.cp}) does not divide the sequence ({model.sequence})",
-        )
+    if sequence_parallel and model.sequence % (tp * cp):
+        yield "sequence does not divide", f"TP * CP ({tp * cp}) does not divide the sequence ({model.sequence})"
 
 
 def _pipeline(model: Model, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -84,10 +123,8 @@ def _pipeline(model: Model, plan: Plan) -> Iterator[tuple[str, str]]:
         if kind != "1f1b":
             yield "schedule without pp", f"{kind} needs more than one pipeline stage"
         return
-    if kind == "interleaved" and m % plan.pp:
-        yield "micro-batches", f"interleaved 1F1B needs micro-batches in multiples of PP {plan.pp}; there are {m}"
-    if kind == "dualpipe-v" and m < 2 * plan.pp:
-        yield "micro-batches", f"DualPipe-V needs {2 * plan.pp} micro-batches for PP {plan.pp}; there are {m}"
+    if (reason := micro_batch_problem(kind, plan.pp, m)) is not None:
+        yield "micro-batches", reason
     if kind in SPLIT_BACKWARD and plan.zero == 3:
         yield "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has given up"
     cheap = plan.recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone

@@ -21,11 +21,12 @@ the outputs of norms and activation functions, and the heads that latent attenti
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_size, has_embedding, has_head, in_flight, layers_of
-from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import GIB, StageMemory
+from parallel_ops.planner.placement import Layout, group_size, head_rank, in_flight, layer_counts, layout_of
+from parallel_ops.planner.plan import Plan, unchecked
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, StageMemory
 
 # What a process holds beyond tensors: CUDA context and kernels, NCCL's buffers, what the allocator cannot reuse.
 # Assumed.
@@ -43,77 +44,127 @@ def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
         model: its ``sequence`` is the length of a training sequence.
         plan: must fit the model (``parallel_ops.planner.feasibility.problem`` says so).
     """
-    return tuple(stage_memory(model, plan, stage) for stage in range(plan.pp))
+    found = PlanMemory(model, plan)
+    return tuple(found.stage(stage) for stage in range(plan.pp))
 
 
-def stage_memory(model: Model, plan: Plan, stage: int) -> StageMemory:
-    """Peak memory of one GPU of one pipeline stage."""
-    layers = layers_of(model, plan)[stage]
-    sparse = sum(model.is_sparse(layer) for layer in layers)
-    head, embedding = has_head(plan, stage), has_embedding(plan, stage)
-    dense_parameters, expert_parameters = stage_parameters(model, plan, stage)
-    states = _states(plan, dense_parameters, expert_parameters)
-    tokens = model.sequence * plan.micro_batch / plan.cp
-    held = in_flight(plan, stage)
-    shard = plan.tp if plan.sequence_parallel else 1
+class FixedMemory(NamedTuple):
+    """What one stage holds, whatever is recomputed or offloaded: layers, micro-batches in flight, and bytes, those of
+    activations beside the layers under ``embedding`` and ``head``."""
 
-    kinds = ((False, len(layers) - sparse), (True, sparse))
-    kept = sum(count * layer_activations(model, plan, is_sparse) for is_sparse, count in kinds)
-    activations = held * kept * tokens
-    if plan.recompute == "full":
-        # One layer at a time comes back whole.
-        activations += tokens * max(_layer_tensors(model, plan, is_sparse) for is_sparse, count in kinds if count)
-    host = states.host
-    if plan.offload == "optimizer+activations":
+    dense: int
+    sparse: int
+    held: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    embedding: float
+    head: float
+    logits: float
+    buffers: float
+
+
+class PlanMemory:
+    """Memory of the stages of a plan. A search varies recomputation and offload alone while all else stays, so these
+    two are arguments of their own here."""
+
+    def __init__(self, model: Model, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self._tokens = model.sequence * plan.micro_batch / plan.cp
+        self._layout = layout_of(plan)
+        self._counts = layer_counts(model, self._layout)
+        self._buffers = _buffers(model, plan, self._tokens)
+        self._fixed: dict[int, FixedMemory] = {}
+        self._layers: dict[str, tuple[float, float]] = {}
+
+    def stage(self, stage: int) -> StageMemory:
+        """Peak memory of one GPU of a stage."""
+        plan, found = self.plan, self.fixed(stage)
+        device = self._device_bytes(found, plan.recompute, plan.offload)
+        host = 0.0 if plan.offload == "none" else found.optimizer
+        activations, resident = self._activations(found, plan.recompute, plan.offload)
+        return StageMemory(
+            stage=stage,
+            host=host + activations * (1 - resident),
+            in_flight=found.held,
+            **dict(zip(DEVICE_MEMORY, device, strict=True)),
+        )
+
+    def total(self, stage: int, recompute: str, offload: str) -> float:
+        """``StageMemory.total`` of a stage of the plan with ``recompute`` and ``offload`` in place of its own."""
+        return sum(self._device_bytes(self.fixed(stage), recompute, offload))
+
+    def fixed(self, stage: int) -> FixedMemory:
+        """What a stage holds whatever is recomputed or offloaded."""
+        if stage in self._fixed:
+            return self._fixed[stage]
+        model, plan, tokens = self.model, self.plan, self._tokens
+        held, width = in_flight(plan, stage), _width(plan)
+        embedding = head = logits = buffers = 0.0
+        if stage == 0 and model.dropout:
+            embedding = held * tokens * model.hidden / plan.tp
+        if stage == head_rank(self._layout):
+            head = 2 * width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            if plan.fused_loss:
+                logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp
+            else:
+                logits = 4.0 * tokens * model.vocab / plan.tp
+                buffers = width * tokens * model.vocab / plan.tp
+        states = _states(plan, *_stage_parameters(model, self._layout, plan.tp, plan.ep, stage))
+        found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
+        self._fixed[stage] = found
+        return found
+
+    def _device_bytes(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, ...]:
+        """The parts of ``StageMemory.total``, in the order of ``DEVICE_MEMORY``."""
+        activations, resident = self._activations(found, recompute, offload)
+        return (
+            found.parameters,
+            found.gradients,
+            found.optimizer if offload == "none" else 0.0,
+            activations * resident + found.embedding + found.head,
+            found.logits,
+            found.buffers,
+            RUNTIME_BYTES,
+        )
+
+    def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
+        """Bytes that the layers keep, and the share of them that stays on the device."""
+        dense, sparse = self._layers.get(recompute) or self._layer(recompute)
+        activations = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens
+        if recompute == "full":
+            # One layer at a time comes back whole.
+            dense, sparse = self._layers.get("none") or self._layer("none")
+            activations += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+        if offload != "optimizer+activations":
+            return activations, 1.0
         # The layer at work and the next stay on the device.
-        resident = min(1.0, 2 / (held * len(layers)))
-        host += activations * (1 - resident)
-        activations *= resident
-    if embedding and model.dropout:
-        activations += held * tokens * model.hidden / plan.tp
-    width = _width(plan)
-    logits = buffers = 0.0
-    if head:
-        activations += 2 * width * tokens * model.hidden / shard
-        if plan.fused_loss:
-            logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp
-        else:
-            logits = 4.0 * tokens * model.vocab / plan.tp
-            buffers += width * tokens * model.vocab / plan.tp
-    return StageMemory(
-        stage=stage,
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        activations=activations,
-        logits=logits,
-        buffers=buffers + _buffers(model, plan, tokens),
-        runtime=RUNTIME_BYTES,
-        host=host,
-        in_flight=held,
-    )
+        return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
-
-@lru_cache(maxsize=65536)
-def _stage_parameters(
-    model: Model, layers: tuple[int, ...], tp: int, ep: int, embedding: bool, head: bool
-) -> tuple[float, float]:
-    sparse = sum(model.is_sparse(layer) for layer in layers)
-    dense = len(layers) * model.attention_parameters + (len(layers) - sparse) * model.mlp_parameters
-    dense += sparse * model.router_parameters
-    dense += model.embedding_parameters if embedding else 0
-    if head:
-        shared = model.hidden * model.vocab if embedding and model.tied_embeddings else 0
-        dense += model.head_parameters - shared
-    return dense / tp, sparse * model.experts * model.expert_weights / tp / ep
+    def _layer(self, recompute: str) -> tuple[float, float]:
+        """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
+        varied = unchecked(self.plan, recompute=recompute)
+        sparse = layer_activations(self.model, varied, True) if self.model.experts else 0.0
+        self._layers[recompute] = layer_activations(self.model, varied, False), sparse
+        return self._layers[recompute]
 
 
 def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
     """Parameters of one GPU of a stage before ZeRO: those that all data-parallel ranks share, and those of its
     experts."""
-    layers = layers_of(model, plan)[stage]
-    ends = has_embedding(plan, stage), has_head(plan, stage)
-    return _stage_parameters(model, layers, plan.tp, plan.ep, *ends)
+    return _stage_parameters(model, layout_of(plan), plan.tp, plan.ep, stage)
+
+
+@lru_cache(maxsize=65536)
+def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int) -> tuple[float, float]:
+    dense_layers, sparse_layers = layer_counts(model, layout)[stage]
+    dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
+    dense += sparse_layers * model.router_parameters
+    dense += model.embedding_parameters if stage == 0 else 0
+    if stage == head_rank(layout):
+        shared = model.hidden * model.vocab if stage == 0 and model.tied_embeddings else 0
+        dense += model.head_parameters - shared
+    return dense / tp, sparse_layers * model.experts * model.expert_weights / tp / ep
 
 
 def _width(plan: Plan) -> int:
@@ -128,27 +179,16 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
     return width, gradient, 8 if plan.dtype == "fp32" else 12
 
 
-def _states(plan: Plan, dense: float, expert: float) -> StageMemory:
+def _states(plan: Plan, dense: float, expert: float) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer, wherever the optimizer is."""
     width, gradient, optimizer = state_bytes(plan)
-    ranks = group_size(plan, "dp")
-
-    def sharded(stage: int) -> float:
-        return dense / ranks + expert / (ranks // plan.ep) if plan.zero >= stage else dense + expert
-
-    states: float = optimizer * sharded(1)
-    host = 0.0
-    if plan.offload != "none":
-        states, host = 0.0, states
-    return StageMemory(
-        stage=0,
-        parameters=width * sharded(3),
-        gradients=gradient * sharded(2),
-        optimizer=states,
-        activations=0,
-        logits=0,
-        buffers=0,
-        runtime=0,
-        host=host,
+    whole, ranks = dense + expert, group_size(plan, "dp")
+    sharded = dense / ranks + expert / (ranks // plan.ep)
+    zero = plan.zero
+    return (
+        width * (sharded if zero >= 3 else whole),
+        gradient * (sharded if zero >= 2 else whole),
+        optimizer * (sharded if zero >= 1 else whole),
     )
 
 
@@ -203,12 +243,6 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
         unsharded += narrow * h * model.experts_per_token  # dispatched tokens
     return unsharded / shard + sharded / tp
-
-
-def _layer_tensors(model: Model, plan: Plan, sparse: bool) -> float:
-    """Bytes that one layer keeps for each token when nothing of it is recomputed."""
-    shard = plan.tp if plan.sequence_parallel else 1
-    return _layer_bytes(model, sparse, plan.tp, shard, plan.flash_attention, "none", plan.dtype)
 
 
 def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:

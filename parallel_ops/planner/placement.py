@@ -5,6 +5,7 @@ members span more ranks than a node has uses the link between nodes.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster, Link
 from parallel_ops.planner.model import Model
@@ -68,20 +69,36 @@ def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     return stage_layers(model.layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
 
 
+class Layout(NamedTuple):
+    """What decides which layers a pipeline rank holds: a part of a plan."""
+
+    pp: int
+    virtual_stages: int
+    v_shaped: bool
+    fixed: tuple[int, ...]
+
+
+def layout_of(plan: Plan) -> Layout:
+    return Layout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, plan.layers_per_chunk)
+
+
+@lru_cache(maxsize=65536)
+def layer_counts(model: Model, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """How many dense and how many sparse layers each pipeline rank holds."""
+    stages = stage_layers(model.layers, *layout)
+    sparse = [sum(map(model.is_sparse, stage)) for stage in stages]
+    return tuple((len(stage) - count, count) for stage, count in zip(stages, sparse, strict=True))
+
+
 def chunk_layers(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The indices of the layers of each chunk, in the order of the model."""
     sizes = plan.layers_per_chunk or chunk_sizes(model.layers, plan.pp * plan.virtual_stages)
     return tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
 
 
-def has_embedding(plan: Plan, stage: int) -> bool:
-    """Whether the pipeline rank holds the input embedding."""
-    return stage == 0
-
-
-def has_head(plan: Plan, stage: int) -> bool:
-    """Whether the pipeline rank computes logits and loss: the last, or the first of a V-shaped schedule."""
-    return stage == (0 if plan.schedule in V_SHAPED else plan.pp - 1)
+def head_rank(layout: Layout) -> int:
+    """The pipeline rank that computes logits and loss: the last, or the first of a V-shaped schedule."""
+    return 0 if layout.v_shaped else layout.pp - 1
 
 
 def in_flight(plan: Plan, stage: int) -> float:
@@ -97,16 +114,12 @@ def in_flight(plan: Plan, stage: int) -> float:
     with p stages, v chunks each and m micro-batches, for stage i counted from 0; never more than m.
     """
     p, v, m = plan.pp, plan.virtual_stages, plan.micro_batches
-    most: dict[str, float] = {
-        "gpipe": m,
-        "1f1b": p - stage,
-        "interleaved": (2 * (p - 1 - stage) + (v - 1) * p + 1) / v,
-        "zb-h1": p,
-        "zb-2p": 2 * p,
-        "zb-v": p,
-        "dualpipe-v": p + 0.5,
-    }
-    return min(float(m), most[plan.schedule]) if p > 1 else 1.0
+    if p == 1:
+        return 1.0
+    if plan.schedule == "interleaved":
+        return min(float(m), (2 * (p - 1 - stage) + (v - 1) * p + 1) / v)
+    most = {"gpipe": m, "1f1b": p - stage, "zb-h1": p, "zb-2p": 2 * p, "zb-v": p, "dualpipe-v": p + 0.5}
+    return min(float(m), most[plan.schedule])
 
 
 def group_stride(plan: Plan, group: str) -> int:

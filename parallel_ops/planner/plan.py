@@ -1,6 +1,7 @@
 """How it is trained: the sizes of every kind of parallelism, the schedule, and what is recomputed or offloaded."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel_ops.planner._check import check_choice, check_counts
 from parallel_ops.planner.cluster import DTYPES
@@ -115,3 +116,11 @@ class Plan:
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         parts += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(parts)
+
+
+def unchecked(plan: Plan, **changes: Any) -> Plan:
+    """``dataclasses.replace`` without the checks, for changes that leave the plan valid: a search makes hundreds of
+    thousands of plans, and the checks would be most of its time."""
+    made = object.__new__(Plan)
+    made.__dict__.update(plan.__dict__, **changes)
+    return made

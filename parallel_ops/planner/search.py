@@ -17,11 +17,11 @@ from parallel_ops.planner._check import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.efficiency import Efficiency, efficiency
 from parallel_ops.planner.estimate import estimate
-from parallel_ops.planner.feasibility import problem, quick_memory_problem
+from parallel_ops.planner.feasibility import MemoryCheck, problem
 from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import balanced_chunks, group_size
-from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, SCHEDULES, V_SHAPED, Plan
+from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, SCHEDULES, V_SHAPED, Plan, unchecked
 from parallel_ops.planner.results import GIB, Rejection, SearchResult
 from parallel_ops.planner.sensitivity import sensitivity
 from parallel_ops.planner.step import step_seconds
@@ -134,7 +134,7 @@ def _feasible(
     """The plans that run; the reasons of the others go to ``rejected``."""
     for placed in _placements(model, cluster, batch, options, rejected):
         for zero in options.zero:
-            sharded = replace(placed, zero=zero)
+            sharded = unchecked(placed, zero=zero)
             found = _states_problem(model, cluster, sharded, options)
             if found:
                 rejected.append(Rejection(plan=sharded, kind=found[0], reason=found[1]))
@@ -208,7 +208,7 @@ def _variants(model: Model, cluster: Cluster, placed: Plan, batch: int, options:
         if batch % (placed.dp * micro_batch):
             continue
         for (kind, v), sequence_parallel, cp_kind in itertools.product(schedules, sharding, cp_kinds):
-            plan = replace(
+            plan = unchecked(
                 placed,
                 schedule=kind,
                 virtual_stages=v,
@@ -216,18 +216,23 @@ def _variants(model: Model, cluster: Cluster, placed: Plan, batch: int, options:
                 sequence_parallel=sequence_parallel,
                 cp_kind=cp_kind,
             )
-            yield replace(plan, layers_per_chunk=balanced_chunks(model, cluster, plan)) if cluster.parts else plan
+            yield unchecked(plan, layers_per_chunk=balanced_chunks(model, cluster, plan)) if cluster.parts else plan
 
 
 def _first_that_fits(
     model: Model, cluster: Cluster, plan: Plan, options: Options, rejected: list[Rejection]
 ) -> Plan | None:
     """The plan with the least recomputation, then offload, that fits."""
+    problems: dict[str, tuple[str, str] | None] = {}
+    memory = None
     for offload, recompute in itertools.product(options.offload, options.recompute):
-        variant = plan
-        if (offload, recompute) != (plan.offload, plan.recompute):
-            variant = replace(plan, offload=offload, recompute=recompute)
-        found = problem(model, cluster, variant) or quick_memory_problem(model, cluster, variant)
+        variant = unchecked(plan, offload=offload, recompute=recompute)
+        if recompute not in problems:
+            problems[recompute] = problem(model, cluster, variant)
+        found = problems[recompute]
+        if found is None:
+            memory = memory or MemoryCheck(model, cluster, plan)
+            found = memory.problem(recompute, offload)
         if found is None:
             return variant
         rejected.append(Rejection(plan=variant, kind=found[0], reason=found[1]))

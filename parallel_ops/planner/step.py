@@ -11,15 +11,16 @@ ZeRO-3: each) and makes it longer by max(0, c - w) + interference * min(c, w); w
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute import Passes, head_passes, layer_passes, work_of
+from parallel_ops.planner.compute import work_of
 from parallel_ops.planner.efficiency import HOST_MEMORY, Efficiency
 from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, has_head, layers_of
+from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
+from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, layer_counts, layout_of
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
-from parallel_ops.planner.traffic import LayerTraffic, StepTraffic, layer_traffic, repeat, step_traffic
+from parallel_ops.planner.traffic import StepTraffic, layer_traffic, repeat, step_traffic
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
@@ -32,53 +33,11 @@ class Step:
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
-        self.work = work_of(plan)
+        self.work, self.layout, self.paired = work_of(plan), layout_of(plan), plan.schedule == "dualpipe-v"
         self.gpus = cluster.stage_gpus(plan.pp)
-        self._cost: dict[tuple[int, bool], tuple[Passes, Passes]] = {}
-        layers = layers_of(model, plan)
-        self._groups: dict[tuple[int, int, bool, int], tuple[Passes, Passes]] = {}
-        self.ranks = [self._rank(rank, layers[rank]) for rank in range(plan.pp)]
-        totals = [compute.total + waits.total for compute, waits in self.ranks]
-        self.slowest = max(range(plan.pp), key=totals.__getitem__)
-        self.busy = totals[self.slowest]
-        self.mean = sum(totals) / plan.pp
+        found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
+        self.ranks, self.slowest, self.busy, self.mean = found
         self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
-
-    def _rank(self, rank: int, layers: tuple[int, ...]) -> tuple[Passes, Passes]:
-        """Compute and exposed communication of one micro-batch on a pipeline rank, all its chunks together."""
-        sparse = sum(self.model.is_sparse(layer) for layer in layers) if self.model.experts else 0
-        head = has_head(self.plan, rank)
-        key = (len(layers) - sparse, sparse, head, id(self.gpus[rank]))
-        if key not in self._groups:
-            self._groups[key] = self._part(rank, len(layers) - sparse, sparse, head)
-        return self._groups[key]
-
-    def _part(self, rank: int, dense: int, sparse: int, head: bool) -> tuple[Passes, Passes]:
-        compute = waits = Passes(0.0, 0.0, 0.0)
-        for count, kind in ((dense, False), (sparse, True)):
-            if count:
-                layer, exposed = self.layer(rank, kind)
-                compute, waits = compute + layer.times(count), waits + exposed.times(count)
-        if head:
-            compute += head_passes(self.model, self.gpus[rank], self.constants, self.work)
-        return compute, waits
-
-    def layer(self, rank: int, sparse: bool) -> tuple[Passes, Passes]:
-        """Compute and exposed communication of one micro-batch in one layer on a pipeline rank."""
-        key = (id(self.gpus[rank]), sparse)
-        if key not in self._cost:
-            passes = layer_passes(self.model, self.gpus[rank], self.constants, self.work, sparse)
-            traffic = layer_traffic(self.model, self.cluster, self.plan, self.constants, sparse)
-            self._cost[key] = passes, self._paired(passes, traffic)
-        return self._cost[key]
-
-    def _paired(self, passes: Passes, traffic: LayerTraffic) -> Passes:
-        """Exposed communication of a layer. DualPipe's pairs hide the all-to-alls of one pass behind the other."""
-        routed = sum(transfer.seconds * count for transfer, count in traffic.transfers if transfer.group == "ep")
-        if self.plan.schedule != "dualpipe-v" or not routed:
-            return traffic.exposed
-        total = traffic.exposed.total
-        return traffic.exposed.times((total - routed + self._beside(routed, passes.total)) / total)
 
     def seconds(self) -> float:
         """Seconds of the step by the closed forms."""
@@ -104,8 +63,10 @@ class Step:
         passes = []
         for chunk, layers in enumerate(chunks):
             rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
-            sparse = sum(self.model.is_sparse(layer) for layer in layers)
-            compute, waits = self._part(rank, len(layers) - sparse, sparse, chunk == len(chunks) - 1)
+            sparse = sum(map(self.model.is_sparse, layers))
+            kinds, head = (len(layers) - sparse, sparse), chunk == len(chunks) - 1
+            given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
+            compute, waits = chunk_costs(*given, kinds, head, self.paired)
             passes.append(compute + waits)
         # Without overlap a rank sends before it goes on: the message is a part of the pass, but at the model's ends.
         link, last = self.traffic.link, len(passes) - 1
@@ -152,12 +113,7 @@ class Step:
 
     def _not_hidden(self, seconds: float) -> float:
         """Of ``seconds`` of communication beside one micro-batch, what the step gets longer by."""
-        return self._beside(seconds, self.busy) if self.plan.overlap else seconds
-
-    def _beside(self, communication: float, computation: float) -> float:
-        """What computation gets longer by when communication runs beside it."""
-        shorter = min(communication, computation)
-        return max(0.0, communication - computation) + self.constants.interference * shorter
+        return beside(self.constants, seconds, self.busy) if self.plan.overlap else seconds
 
     def _owned(self) -> float:
         plan, ranks = self.plan, group_size(self.plan, "dp")
@@ -180,19 +136,18 @@ class Step:
         if not copies:
             return 0.0
         each = [t.seconds / t.count for t in copies if t.count > 1]
-        waits = sum(self._beside(seconds, self.busy) * self.plan.micro_batches for seconds in each)
+        waits = sum(beside(self.constants, seconds, self.busy) * self.plan.micro_batches for seconds in each)
         return sum(t.seconds for t in copies if t.count == 1) + waits
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All traffic of the slowest stage."""
         out: list[Transfer] = []
         m = self.plan.micro_batches
-        layers = layers_of(self.model, self.plan)[self.slowest]
-        sparse = sum(self.model.is_sparse(layer) for layer in layers)
-        for count, kind in ((len(layers) - sparse, False), (sparse, True)):
+        layers = layer_counts(self.model, self.layout)[self.slowest]
+        for count, kind in zip(layers, (False, True), strict=True):
             if not count:
                 continue
-            found = layer_traffic(self.model, self.cluster, self.plan, self.constants, kind)
+            found = layer_traffic(self.model, self.cluster, self.work, self.constants, kind)
             total = sum(t.seconds * times for t, times in found.transfers)
             for transfer, times in found.transfers:
                 whole = repeat(transfer, times * count * m)

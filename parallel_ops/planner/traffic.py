@@ -24,11 +24,11 @@ from functools import lru_cache
 
 from parallel_ops.planner import collectives
 from parallel_ops.planner.cluster import Cluster, Link
-from parallel_ops.planner.compute import Passes
+from parallel_ops.planner.compute import Passes, Work
 from parallel_ops.planner.efficiency import HOST_LINK, Efficiency
 from parallel_ops.planner.memory import layer_activations, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_link, group_size, layers_of, leaves_node
+from parallel_ops.planner.placement import group_link, group_size, layer_counts, layout_of, leaves_node
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -42,34 +42,26 @@ class LayerTraffic:
     transfers: tuple[tuple[Transfer, int], ...]
 
 
+@lru_cache(maxsize=4096)
 def usable(link: Link, efficiency: Efficiency) -> Link:
     """The link at the share of its bandwidth that collectives reach."""
     return Link(name=link.name, latency=link.latency, bandwidth=link.bandwidth * efficiency.network)
 
 
 @lru_cache(maxsize=65536)
-def _layer_traffic(
-    model: Model,
-    cluster: Cluster,
-    sizes: tuple[int, int, int, int, int],
-    kinds: tuple[bool, str, bool, str],
-    efficiency: Efficiency,
-    sparse: bool,
-) -> LayerTraffic:
-    # Plans that differ in nothing else share what is computed here.
-    dp, tp, cp, ep, micro_batch = sizes
-    sequence_parallel, cp_kind, full, dtype = kinds
+def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool) -> LayerTraffic:
+    """Communication inside one layer, for one micro-batch."""
     plan = Plan(
-        dp=dp,
-        tp=tp,
-        cp=cp,
-        ep=ep,
-        micro_batch=micro_batch,
-        global_batch=dp * micro_batch,
-        sequence_parallel=sequence_parallel,
-        cp_kind=cp_kind,
-        recompute="full" if full else "none",
-        dtype=dtype,
+        dp=work.dp,
+        tp=work.tp,
+        cp=work.cp,
+        ep=work.ep,
+        micro_batch=work.micro_batch,
+        global_batch=work.dp * work.micro_batch,
+        sequence_parallel=work.sequence_parallel,
+        cp_kind=work.cp_kind,
+        recompute=work.recompute,
+        dtype=work.dtype,
     )
     found: list[tuple[Transfer, int]] = []
     forward = backward = 0.0
@@ -152,13 +144,6 @@ def _transfer(
     )
 
 
-def layer_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, sparse: bool) -> LayerTraffic:
-    """Communication inside one layer, for one micro-batch."""
-    sizes = plan.dp, plan.tp, plan.cp, plan.ep, plan.micro_batch
-    kinds = plan.sequence_parallel, plan.cp_kind, plan.recompute == "full", plan.dtype
-    return _layer_traffic(model, cluster, sizes, kinds, efficiency, sparse)
-
-
 @dataclass(frozen=True)
 class StepTraffic:
     """Communication of a whole step of one stage outside its layers.
@@ -203,9 +188,25 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
         if split and not plan.sequence_parallel:
             inside = usable(group_link(cluster, plan, "tp"), efficiency)
             blocking = collectives.ring_all_gather(plan.tp, size, inside)
+    dense, expert = stage_parameters(model, plan, stage)
+    ranks = group_size(plan, "dp")
+    shared = (dense, ranks), (expert, ranks // plan.ep)
+    link = usable(group_link(cluster, plan, "dp"), efficiency)
+    each, once, reduced = _data_parallel(link, plan.zero, plan.micro_batches, shared, width, gradient)
+    transfers += reduced
+    transfers += _host(model, plan, stage, gradient, width)
+    return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+
+
+@lru_cache(maxsize=65536)
+def _data_parallel(
+    link: Link, zero: int, micro_batches: int, shared: tuple[tuple[float, int], ...], width: int, gradient: int
+) -> tuple[float, float, tuple[Transfer, ...]]:
+    """Seconds in each micro-batch and once a step, and the transfers. ``shared``: parameters and ranks that share
+    them."""
+    transfers = []
     each = once = 0.0
-    for kind, count, size, ranks in _data_parallel(plan, *stage_parameters(model, plan, stage), width, gradient):
-        link = usable(group_link(cluster, plan, "dp"), efficiency)
+    for kind, count, size, ranks in _reductions(zero, micro_batches, shared, width, gradient):
         if kind == "all-reduce":
             algorithm, seconds = collectives.all_reduce(ranks, size, link)
             sent = 2 * (ranks - 1) / ranks * size
@@ -213,31 +214,29 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
             algorithm, seconds = "ring", collectives.ring_all_gather(ranks, size, link)
             sent = (ranks - 1) / ranks * size
         transfers.append(repeat(_transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
-        if count >= plan.micro_batches > 1:
-            each += seconds * count / plan.micro_batches
+        if count >= micro_batches > 1:
+            each += seconds * count / micro_batches
         else:
             once += seconds * count
-    transfers += _host(model, plan, stage, gradient, width)
-    return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+    return each, once, tuple(transfers)
 
 
-def _data_parallel(
-    plan: Plan, dense: float, expert: float, width: int, gradient: int
+def _reductions(
+    zero: int, micro_batches: int, shared: tuple[tuple[float, int], ...], width: int, gradient: int
 ) -> Iterator[tuple[str, int, float, int]]:
-    """Collective, how often a step, bytes of the whole tensor and ranks, for shared and for expert parameters."""
-    ranks = group_size(plan, "dp")
-    for parameters, members in ((dense, ranks), (expert, ranks // plan.ep)):
+    """Collective, how often a step, bytes of the whole tensor and ranks."""
+    for parameters, members in shared:
         if not parameters or members == 1:
             continue
-        if plan.zero == 0:
+        if zero == 0:
             yield "all-reduce", 1, parameters * gradient, members
-        elif plan.zero < 3:
+        elif zero < 3:
             # Sharded gradients leave no room to add up whole ones, so ZeRO-2 reduces those of each micro-batch.
-            yield "reduce-scatter", plan.micro_batches if plan.zero == 2 else 1, parameters * gradient, members
+            yield "reduce-scatter", micro_batches if zero == 2 else 1, parameters * gradient, members
             yield "all-gather", 1, parameters * width, members
         else:
-            yield "all-gather", 2 * plan.micro_batches, parameters * width, members
-            yield "reduce-scatter", plan.micro_batches, parameters * width, members
+            yield "all-gather", 2 * micro_batches, parameters * width, members
+            yield "reduce-scatter", micro_batches, parameters * width, members
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
@@ -252,7 +251,9 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     out = [_transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
     if plan.offload == "optimizer+activations":
         tokens = model.sequence * plan.micro_batch / plan.cp
-        layers = layers_of(model, plan)[stage]
-        kept = 2 * tokens * sum(layer_activations(model, plan, model.is_sparse(layer)) for layer in layers)
+        dense_layers, sparse_layers = layer_counts(model, layout_of(plan))[stage]
+        layers = [layer_activations(model, plan, False)] * dense_layers
+        layers += [layer_activations(model, plan, True)] * sparse_layers
+        kept = 2 * tokens * sum(layers)
         out.append(repeat(_transfer("host", "copy", "direct", link, 1, kept, kept / HOST_LINK), plan.micro_batches))
     return out

@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_ops.planner import presets
+from parallel_ops.planner.compute import work_of
 from parallel_ops.planner.efficiency import efficiency
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.memory import layer_activations, memory
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.placement import in_flight
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.schedule import Times, actions, simulate
-from parallel_ops.planner.step import Step
 from parallel_ops.planner.validation.published import setting, step_from_tflops, table
 from parallel_ops.planner.validation.report import Report, Row, Target, largest_error, mean_error
 
@@ -96,7 +97,8 @@ def _layers() -> Iterator[Row]:
     for row in table("recomputation")["table 4"]:
         changes = {name: row[name] for name in ("sequence_parallel", "recompute")}
         model, cluster, plan = setting("recomputation", {**first, **changes})
-        compute, waits = Step(model, cluster, plan, efficiency(cluster.gpu.generation)).layer(0, sparse=False)
+        constants = efficiency(cluster.gpu.generation)
+        compute, waits = layer_costs(model, cluster, cluster.gpu, constants, work_of(plan), sparse=False)
         passes = compute + waits
         for quantity, seconds in (("forward", passes.forward), ("backward", passes.input_grad + passes.weight_grad)):
             figures = row[quantity], seconds * 1e3

@@ -1,0 +1,88 @@
+"""Compute and exposed communication of one micro-batch, by layer, by chunk of layers and by pipeline rank.
+
+They depend neither on ZeRO, offload and the size of the batch nor, but for the placement of layers, on the schedule: a
+search asks for the same ones many times.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel_ops.planner.cluster import GPU, Cluster
+from parallel_ops.planner.compute import Passes, Work, head_passes, layer_passes
+from parallel_ops.planner.efficiency import Efficiency
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import Layout, head_rank, layer_counts
+from parallel_ops.planner.traffic import layer_traffic
+
+
+class RankPasses(NamedTuple):
+    """Compute and exposed communication of one micro-batch on each rank, all its chunks together.
+
+    Attributes:
+        slowest: the rank that takes longest; ``busy``: its seconds. ``mean``: the seconds of a rank on average.
+    """
+
+    passes: tuple[tuple[Passes, Passes], ...]
+    slowest: int
+    busy: float
+    mean: float
+
+
+@lru_cache(maxsize=65536)
+def rank_passes(
+    model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: Layout, paired: bool
+) -> RankPasses:
+    """The passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
+    gpus = cluster.stage_gpus(layout.pp)
+    groups: dict[tuple[tuple[int, int], bool, GPU], tuple[Passes, Passes]] = {}
+    passes = []
+    for rank, layers in enumerate(layer_counts(model, layout)):
+        key = layers, rank == head_rank(layout), gpus[rank]
+        if key not in groups:
+            groups[key] = chunk_costs(model, cluster, gpus[rank], constants, work, layers, key[1], paired)
+        passes.append(groups[key])
+    totals = [compute.total + waits.total for compute, waits in passes]
+    slowest = max(range(layout.pp), key=totals.__getitem__)
+    return RankPasses(tuple(passes), slowest, totals[slowest], sum(totals) / layout.pp)
+
+
+def chunk_costs(
+    model: Model,
+    cluster: Cluster,
+    gpu: GPU,
+    constants: Efficiency,
+    work: Work,
+    layers: tuple[int, int],
+    head: bool,
+    paired: bool,
+) -> tuple[Passes, Passes]:
+    """Compute and exposed communication of some dense and some sparse layers, and of the loss where ``head``."""
+    compute = waits = Passes(0.0, 0.0, 0.0)
+    for count, sparse in zip(layers, (False, True), strict=True):
+        if count:
+            layer, exposed = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
+            compute, waits = compute + layer.times(count), waits + exposed.times(count)
+    if head:
+        compute += head_passes(model, gpu, constants, work)
+    return compute, waits
+
+
+def layer_costs(
+    model: Model, cluster: Cluster, gpu: GPU, constants: Efficiency, work: Work, sparse: bool, paired: bool = False
+) -> tuple[Passes, Passes]:
+    """Compute and exposed communication of one layer. DualPipe's pairs (``paired``) hide the all-to-alls of one pass
+    behind the other."""
+    passes = layer_passes(model, gpu, constants, work, sparse)
+    traffic = layer_traffic(model, cluster, work, constants, sparse)
+    exposed = traffic.exposed
+    routed = sum(transfer.seconds * count for transfer, count in traffic.transfers if transfer.group == "ep")
+    if paired and routed:
+        total = exposed.total
+        exposed = exposed.times((total - routed + beside(constants, routed, passes.total)) / total)
+    return passes, exposed
+
+
+def beside(constants: Efficiency, communication: float, computation: float) -> float:
+    """What computation gets longer by when communication runs beside it, in seconds."""
+    shorter = min(communication, computation)
+    return max(0.0, communication - computation) + constants.interference * shorter
