@@ -10,7 +10,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from benchmarks import results
 from benchmarks.environment import describe
 from benchmarks.overlap import Gemm, GroupTimer, Measured, Rounds, Row, gemms, measure, product_seconds
 from benchmarks.timing import CudaTimer, HostTimer, Timer
+from parallel_ops._command_line import fail, run
 from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.comm.paced import PacedLink, PacedTransport
 from parallel_ops.comm.transport import Transport
@@ -57,13 +58,13 @@ def main(
     known = dict.fromkeys(gemm.model for gemm in gemms())
     for name in model or []:
         if name not in known:
-            _fail(f"unknown model {name!r}; choose from {', '.join(known)}")
+            fail(f"unknown model {name!r}; choose from {', '.join(known)}")
     if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        _fail(f"no device {device!r} here; choose from auto, cpu and, where there is a GPU, cuda")
+        fail(f"no device {device!r} here; choose from auto, cpu and, where there is a GPU, cuda")
     where = _device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if dtype not in _DTYPES:
-        _fail(f"unknown dtype {dtype!r}; choose from {', '.join(_DTYPES)}")
+        fail(f"unknown dtype {dtype!r}; choose from {', '.join(_DTYPES)}")
     factor = scale or (1 if where.type == "cuda" else _CPU_SCALE)
     if transport != "paced":
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
@@ -71,7 +72,7 @@ def main(
     chosen = [gemm for gemm in gemms() if gemm.model in (model or known)]
     for gemm in chosen:
         if size < 2 or any(n % (factor * size) for n in (gemm.rows, gemm.columns, gemm.inner)):
-            _fail(f"{size} ranks at scale {factor} do not divide {gemm.model} {gemm.layer} evenly, or are fewer than 2")
+            fail(f"{size} ranks at scale {factor} do not divide {gemm.model} {gemm.layer} evenly, or are fewer than 2")
     session = _Session(where, dtype, size, factor, quick)
     rows = (
         session.paced(chosen, link or _LINKS, latency_us) if transport == "paced" else session.real(chosen, transport)
@@ -146,7 +147,14 @@ class _Session:
 
     def _row(self, gemm: Gemm, measured: Measured, transport: str, link: float | None) -> Row:
         return Row(
-            gemm.model, gemm.layer, gemm.phase, self.size, self.scale, self.dtype, transport, link,
+            model=gemm.model,
+            layer=gemm.layer,
+            phase=gemm.phase,
+            size=self.size,
+            scale=self.scale,
+            dtype=self.dtype,
+            transport=transport,
+            link_gb_per_s=link,
             ms_gemm=1e3 * measured.seconds["gemm"],
             ms_comm=1e3 * measured.seconds["comm"],
             ms_unfused=1e3 * measured.seconds["unfused"],
@@ -156,18 +164,18 @@ class _Session:
             efficiency=measured.efficiency,
             chunking_tax=measured.chunking_tax,
             **self._environment,
-        )  # fmt: skip
+        )
 
 
 def _check(transport: str, links: list[float], latency_us: float) -> None:
     if transport not in _TRANSPORTS:
-        _fail(f"unknown transport {transport!r}; choose from {', '.join(_TRANSPORTS)}")
+        fail(f"unknown transport {transport!r}; choose from {', '.join(_TRANSPORTS)}")
     if any(not gb > 0 for gb in links):
-        _fail(f"a link must have a positive bandwidth, got {links}")
+        fail(f"a link must have a positive bandwidth, got {links}")
     if latency_us < 0:
-        _fail(f"--latency-us must not be negative, got {latency_us}")
+        fail(f"--latency-us must not be negative, got {latency_us}")
     if transport != "paced" and "RANK" not in os.environ:
-        _fail(f"the transport {transport} needs processes: torchrun --nproc-per-node N -m benchmarks.bench_overlap")
+        fail(f"the transport {transport} needs processes: torchrun --nproc-per-node N -m benchmarks.bench_overlap")
 
 
 def _device(kind: str) -> torch.device:
@@ -198,10 +206,5 @@ def _print(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"bench_overlap: {message}", err=True)
-    raise typer.Exit(2)
-
-
 if __name__ == "__main__":
-    app(prog_name="python -m benchmarks.bench_overlap")
+    run(app, "python -m benchmarks.bench_overlap")

@@ -17,9 +17,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FALLBACK_CACHE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The columns that all rows of one run share."""
+    """The columns that all rows of one run share: rows of every kind are made of it and of what was measured."""
 
     device: str
     driver: str

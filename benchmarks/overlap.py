@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
 from parallel_ops.comm.transport import Transport
 from parallel_ops.tensor_parallel._overlap import (
@@ -98,8 +99,8 @@ def gemms() -> list[Gemm]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Environment):
     """Times in milliseconds, medians. ``link_gb_per_s`` is what was asked for; None for a real transport."""
 
     model: str
@@ -118,14 +119,6 @@ class Row:
     ms_ideal: float
     efficiency: float
     chunking_tax: float
-    device: str
-    driver: str
-    threads: int
-    torch: str
-    triton: str
-    version: str
-    commit: str
-    date: str
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 
+from benchmarks.environment import Environment
+
 # The providers, in the order in which tables and charts show them.
 PROVIDERS = ("parallel_ops", "inplace", "eager", "compile", "torch", "liger", "cce", "clone")
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Environment):
     """Times in milliseconds per call; ``None`` where a column does not apply.
 
     ``gb_per_s`` counts the bytes that the op must move, for every provider, however many it does move; for clone,
@@ -32,14 +34,6 @@ class Row:
     peak_mib: float | None
     overhead_us: float | None
     bytes: int | None
-    device: str
-    driver: str
-    threads: int
-    torch: str
-    triton: str
-    version: str
-    commit: str
-    date: str
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -81,11 +75,17 @@ def merge(path: Path, rows: Sequence[R]) -> list[R]:
     merged = {row.key: row for row in [*read_as(kind, path), *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(kind)], lineterminator="\n")
+        writer = csv.DictWriter(file, columns(kind), lineterminator="\n")
         writer.writeheader()
         for row in merged.values():
-            writer.writerow({f.name: _format(getattr(row, f.name)) for f in fields(kind)})
+            writer.writerow({name: _format(getattr(row, name)) for name in columns(kind)})
     return list(merged.values())
+
+
+def columns(kind: type[Keyed]) -> list[str]:
+    """The columns of a table: what was measured first, then where and with what."""
+    where = [f.name for f in fields(Environment)]
+    return [f.name for f in fields(kind) if f.name not in where] + where
 
 
 def _parser(hint: Any) -> Callable[[str], Any]:

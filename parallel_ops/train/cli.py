@@ -3,20 +3,21 @@
 import enum
 import os
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from parallel_ops._command_line import INTERRUPTED, fail, run
 from parallel_ops.models import GPTConfig
 from parallel_ops.train import checkpoint, report
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import batches, load_text
 from parallel_ops.train.lockstep import Run, names_of, train
 from parallel_ops.train.loop import Trainer
-from parallel_ops.train.worker import joined
+from parallel_ops.train.worker import Here, joined, local_ranks, torchrun_place, under_torchrun
 
 
 class Which(str, enum.Enum):
@@ -57,7 +58,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main() -> None:
     """Runs the command line."""
-    app(prog_name="python -m parallel_ops.train")
+    run(app, "python -m parallel_ops.train")
 
 
 @app.command()
@@ -104,11 +105,11 @@ def command(
     """Trains a small GPT on the bytes of a text: with plain PyTorch ops, with the fused ones, and tensor-parallel.
 
     All start from the same weights and see the same batches; they take turns step by step, each in its own process or
-    processes. Prints one table that compares them and saves a picture of the loss curves and step times. The loss at
-    the end is the mean over the last tenth of the steps.
+    processes, and each on the same CPU cores in all. Prints one table that compares them and saves a picture of the
+    loss curves and step times. The loss at the end is the mean over the last tenth of the steps.
 
     The tensor-parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
-    processes are used, and rank 0 trains the other models beside.
+    processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
 
     A checkpoint holds every model. --resume needs the shape of the model to be the same; steps, which the learning rate
     follows, number of processes, device and text may change. A model that was not saved goes on from the last one
@@ -147,46 +148,50 @@ def command(
             resume=None if resume is None else checkpoint.newest(resume),
         )
         batches(load_text(source), seq_length=seq_length, batch=batch, seed=seed)
-        for path in (output, json):
-            _check_writable(path)
+        if _rank() == 0:
+            for path in (output, json):
+                _check_writable(path)
         if output.suffix.lower() not in report.PICTURE_FORMATS:
             raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
         checkpoint.check(config)
     except (ValueError, OSError) as error:
-        _fail(error, code=2)
+        fail(error)
     try:
         runs = _train(config, names_of(config, ["plain", "fused"] if ops is Which.both else [ops.value]))
         if not runs:
             return
-        Console().print(report.table(config, runs))
+        console = Console()
+        console.print(report.table(config, runs))
         report.picture(config, runs, output)
         if json is not None:
             json.write_text(report.as_json(config, runs))
+        written = " and ".join(str(path) for path in (output, json) if path is not None)
+        console.print(f"written to {written}", soft_wrap=True, highlight=False, markup=False)
     except (RuntimeError, OSError) as error:
-        _fail(error, code=1)
+        fail(error, 1)
     except KeyboardInterrupt:
-        _fail("interrupted", code=130)
+        fail("interrupted", INTERRUPTED)
 
 
 def _train(config: TrainConfig, names: list[str]) -> list[Run]:
     """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
-    if not _under_torchrun():
+    if not under_torchrun():
         return _train_all(config, names, None)
-    rank = int(os.environ["RANK"])
-    with joined(config, rank) as (own, group):
+    with joined(config, torchrun_place()) as (own, group):
         trainer, name = Trainer(own, group=group), f"tp{config.tp}"
         if config.resume is not None:
             checkpoint.load(trainer, checkpoint.source(config.resume, name))
-        if rank == 0:
-            return _train_all(config, names, trainer)
+        here = Here(trainer)
+        if _rank() == 0:
+            return _train_all(config, names, here)
         for step in range(trainer.done + 1, config.steps + 1):
-            trainer.step()
+            here.ask("step")
             if checkpoint.due(config, step):
-                checkpoint.save(trainer, checkpoint.part(config, step) / name)
+                here.ask(checkpoint.part(config, step) / name)
         return []
 
 
-def _train_all(config: TrainConfig, names: list[str], here: Trainer | None) -> list[Run]:
+def _train_all(config: TrainConfig, names: list[str], here: Here | None) -> list[Run]:
     """Trains behind a progress bar, where there is a terminal to show it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -200,20 +205,22 @@ def _train_all(config: TrainConfig, names: list[str], here: Trainer | None) -> l
         return train(config, names, show, here=here)
 
 
-def _under_torchrun() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+def _rank() -> int:
+    return int(os.environ["RANK"]) if under_torchrun() else 0
 
 
 def _ranks(device: Device, tp: int) -> int:
     """The number of tensor-parallel processes: what torchrun started, or what was asked for and there are GPUs for."""
-    world = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
+    world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
     if world > 1 and tp not in (1, world):
         raise ValueError(f"--tp {tp}: torchrun started {world} processes; leave --tp out, or make them the same")
-    wanted = max(tp, world)
+    wanted = tp if world == 1 else local_ranks()
     gpus = torch.cuda.device_count() if _device(device) == "cuda" else wanted
     if gpus >= wanted:
         return tp if world == 1 else world
-    if device is Device.cuda or world > 1:
+    if world > 1:
+        raise ValueError(f"torchrun started {wanted} processes here, but this torch sees {gpus} GPUs; use --device cpu")
+    if device is Device.cuda:
         raise ValueError(f"--tp {wanted}: needs as many GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
     typer.echo(f"note: --tp {wanted} needs as many GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
     return 1
@@ -237,11 +244,3 @@ def _check_writable(path: Path | None) -> None:
         raise FileNotFoundError(f"{path.parent} does not exist; create it, or name a file elsewhere")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"{path} cannot be written")
-
-
-def _fail(error: Exception | str, *, code: int) -> NoReturn:
-    """One line, no traceback."""
-    if isinstance(error, OSError) and error.strerror:
-        error = f"{error.filename}: {error.strerror}"
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(code)

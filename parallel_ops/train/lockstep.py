@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.loop import Trainer
 from parallel_ops.train.worker import Here, Worker
 
 
@@ -33,15 +32,15 @@ def train(
     names: Sequence[str] = ("plain", "fused"),
     on_step: Callable[[list[Run]], None] | None = None,
     *,
-    here: Trainer | None = None,
+    here: Here | None = None,
 ) -> list[Run]:
     """Trains ``config`` once for each name, in lock-step: from its first step, or from its checkpoint on.
 
     Args:
         names: keys of ``OPS``, for a run on one process, or ``tp{config.tp}``: see ``names_of``.
         on_step: called with the runs so far after each step of all of them.
-        here: the tensor-parallel run's trainer, where its other ranks are processes that somebody else has started and
-            that take as many steps. Without it they are started here.
+        here: this process's part of the tensor-parallel run, where its other ranks are processes that somebody else
+            has started and that ask their own for as many steps. Without it they are started here.
 
     Raises:
         RuntimeError: a run's process ended early (it has printed why, unless the system killed it).
@@ -52,7 +51,7 @@ def train(
     checkpoint.clear(config)
     try:
         for name in names:
-            workers.append(Here(here) if here is not None and name == f"tp{config.tp}" else Worker(config, name))
+            workers.append(here if here is not None and name == f"tp{config.tp}" else Worker(config, name))
         for worker in workers:
             worker.receive()  # ready: model built, nothing timed yet
         pairs = list(zip(workers, runs, strict=True))

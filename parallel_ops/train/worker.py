@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,53 @@ from parallel_ops.train.loop import OPS, Step, Trainer
 _GRACE = 5
 
 
+def under_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def local_ranks() -> int:
+    """The processes that torchrun started on this node."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+class Place(NamedTuple):
+    """A rank of the group, its number among those of its node, which have a GPU each, and its threads on CPUs."""
+
+    rank: int
+    local_rank: int
+    threads: int
+
+
+def torchrun_place() -> Place:
+    """The place that torchrun has for this process."""
+    threads = max(1, cpu_threads() // local_ranks())
+    return Place(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), threads)
+
+
+def cpu_threads() -> int:
+    """The threads of each run on CPUs, over all its processes of one node: ``OMP_NUM_THREADS``, or one a core.
+
+    ``OMP_NUM_THREADS`` counts for each process under torchrun, which sets it to 1 where nobody has: that would leave
+    cores idle.
+    """
+    threads = torch.get_num_threads()
+    if not under_torchrun():
+        return threads
+    if threads > 1:
+        return threads * local_ranks()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Here:
-    """A trainer of this process, asked as a worker is."""
+    """A rank in this process, asked as a worker is. All ranks are asked for the same steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def ask(self, request: str | Path) -> Any:
+        if request == "step":
+            # While another run has its turn, the other ranks wait here, and do not work ahead on its cores.
+            dist.barrier(group=self.trainer.group)
         return _answer(self.trainer, request)
 
     def receive(self) -> None:
@@ -52,9 +92,10 @@ class Worker:
         self.folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []
+        threads = cpu_threads()
         for rank in range(1 if name in OPS else config.tp):
             connection, far = context.Pipe()
-            arguments = config, name, far, rank, str(Path(self.folder.name, "store"))
+            arguments = config, name, far, rank, str(Path(self.folder.name, "store")), threads
             process = context.Process(target=_serve, args=arguments, daemon=True)
             with _interrupts_ignored():
                 process.start()
@@ -124,12 +165,14 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str) -> None:
+def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str, threads: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:
         try:
             group = None
+            torch.set_num_threads(threads)
             if name not in OPS:
-                config, group = stack.enter_context(joined(config, rank, _file_store(store, config.tp)))
+                place = Place(rank, rank, max(1, threads // config.tp))
+                config, group = stack.enter_context(joined(config, place, _file_store(store, config.tp)))
             trainer = Trainer(config, OPS.get(name, FUSED), group=group)
             if config.resume is not None:
                 checkpoint.load(trainer, checkpoint.source(config.resume, name))
@@ -154,11 +197,10 @@ def _file_store(path: str, size: int) -> Any:
 
 
 @contextlib.contextmanager
-def joined(config: TrainConfig, rank: int, store: Any = None) -> Iterator[tuple[TrainConfig, ProcessGroup]]:
+def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, ProcessGroup]]:
     """This process as a rank of the tensor-parallel group, until the block ends.
 
     Args:
-        rank: in the group.
         store: the ``torch.distributed`` store where the ranks meet; ``None`` for the one that torchrun names.
 
     Yields:
@@ -166,12 +208,12 @@ def joined(config: TrainConfig, rank: int, store: Any = None) -> Iterator[tuple[
     """
     on_gpu = torch.device(config.device).type == "cuda"
     if on_gpu:
-        device = f"cuda:{rank}"
+        device = f"cuda:{place.local_rank}"
         torch.cuda.set_device(device)
         config = dataclasses.replace(config, device=device)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.tp))
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=config.tp)
+        torch.set_num_threads(place.threads)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.tp)
     try:
         group = dist.group.WORLD
         assert group is not None

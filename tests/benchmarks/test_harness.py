@@ -3,14 +3,15 @@ import dataclasses
 import functools
 import io
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import bench_bias_gelu, harness, report, results, timing
-from benchmarks.__main__ import app, load, ops_available, run
+from benchmarks import bench_bias_gelu, cli, harness, overlap, report, results, timing
+from benchmarks.cli import app, load, ops_available, run
 from benchmarks.harness import Settings
 from benchmarks.memory import peak_bytes
 from support.suite import DEVICES
@@ -73,7 +74,7 @@ def test_a_new_row_replaces_the_old_one_of_its_case(tmp_path):
     assert results.merge(path, [newer, other]) == [newer, *first[1:], other]
     assert results.read(path) == [newer, *first[1:], other]
     with path.open() as file:
-        assert next(csv.reader(file)) == [field.name for field in dataclasses.fields(results.Row)]
+        assert next(csv.reader(file)) == results.columns(results.Row)
 
 
 # Counted by hand for 2 x 3 x 8 activations, or for scores of 2 samples, 3 heads, 2 queries and 4 keys, of which the
@@ -180,9 +181,9 @@ def test_input_sets_differ_in_address_and_not_in_value():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bias_gleu"], "benchmarks: unknown op 'bias_gleu'; choose from"),
-        (["--device", "tpu"], "benchmarks: unknown device 'tpu'; choose from auto, cpu, cuda"),
-        (["--dtype", "int8"], "benchmarks: unknown dtype 'int8'; choose from float32, bfloat16, float16"),
+        (["bias_gleu"], "error: unknown op 'bias_gleu'; choose from"),
+        (["--device", "tpu"], "error: unknown device 'tpu'; choose from auto, cpu, cuda"),
+        (["--dtype", "int8"], "error: unknown dtype 'int8'; choose from float32, bfloat16, float16"),
     ],
 )
 def test_bad_arguments_give_one_line_and_exit_2(arguments, message):
@@ -192,11 +193,25 @@ def test_bad_arguments_give_one_line_and_exit_2(arguments, message):
     assert result.stderr.count("\n") == 1
 
 
+def test_usage_errors_are_one_line_too(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmarks", "--fast"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    err = capsys.readouterr().err
+    assert err.startswith("error: No such option: --fast") and err.count("\n") == 1
+
+
+def test_rows_in_git_have_the_columns_that_are_written():
+    for path in (Path(cli.__file__).parent / "results").glob("*.csv"):
+        kind = overlap.Row if path.stem.endswith("-overlap") else results.Row
+        assert path.read_text().partition("\n")[0].split(",") == results.columns(kind)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_asking_for_a_missing_gpu_gives_one_line_and_exit_2():
     result = CliRunner().invoke(app, ["--device", "cuda"])
     assert result.exit_code == 2
-    assert result.stderr == "benchmarks: no CUDA device is there; use --device cpu\n"
+    assert result.stderr == "error: no CUDA device is there; use --device cpu\n"
 
 
 def test_list_names_the_ops():

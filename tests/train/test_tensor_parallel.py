@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -15,7 +17,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from parallel_ops.models import GPTConfig
-from parallel_ops.train import TrainConfig, cli, train
+from parallel_ops.train import TrainConfig, cli, train, worker
 from parallel_ops.train.lockstep import names_of
 from support import parallel_gpt
 from support.distributed import ranks
@@ -63,6 +65,67 @@ def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
     done, result = run(["--ops", "fused"], tmp_path, text, launcher=TORCHRUN)
     assert done.stdout.count("loss at the end") == 1
     check(result, ["fused", "tp2"])
+    assert done.stdout.count("written to") == 1
+
+
+class TestPlaces:
+    """Where the ranks of torchrun are: this one is the second of two on the second of two nodes."""
+
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch):
+        for name, value in {"WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+
+    def test_every_run_has_the_same_threads_in_all(self, monkeypatch):
+        # torchrun sets OMP_NUM_THREADS to 1 by itself.
+        for set_to, in_all in ((1, 8), (3, 6)):
+            monkeypatch.setattr(torch, "get_num_threads", lambda set_to=set_to: set_to)
+            assert worker.cpu_threads() == in_all
+            assert worker.torchrun_place() == worker.Place(rank=3, local_rank=1, threads=in_all // 2)
+        monkeypatch.delenv("WORLD_SIZE")
+        assert worker.cpu_threads() == 3
+
+    def test_the_gpu_is_that_of_the_local_rank(self, monkeypatch):
+        taken, joined = [], []
+        real = dist.init_process_group
+
+        def join(backend, **options):
+            joined.append((backend, options["rank"], options["world_size"]))
+            real("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(dist, "init_process_group", join)
+        with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, _):
+            assert config.device == "cuda:1"
+        assert taken == ["cuda:1"]
+        assert joined == [("nccl", 3, 2)]
+
+    def test_each_node_needs_gpus_for_its_own_ranks(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert cli._ranks(cli.Device.auto, 1) == 4
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(ValueError, match="torchrun started 2 processes here, but this torch sees 1 GPUs"):
+            cli._ranks(cli.Device.auto, 1)
+
+    def test_rank_0_alone_writes(self, monkeypatch, text):
+        monkeypatch.setattr(cli, "_train", lambda *_: [])
+        arguments = [*TINY, "--heads", "4", "--text", str(text), "--output", "missing/demo.png"]
+        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+        monkeypatch.setenv("RANK", "0")
+        assert "missing does not exist" in CliRunner().invoke(cli.app, arguments).stderr
+
+
+def test_a_run_takes_the_threads_that_it_is_given(text):
+    near, far = multiprocessing.Pipe()
+    near.close()
+    before = torch.get_num_threads()
+    try:
+        worker._serve(TrainConfig(model=MODEL, text=text), "plain", far, 0, "", before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):

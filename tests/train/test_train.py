@@ -1,5 +1,4 @@
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -18,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from parallel_ops.train import __main__, cli, report
+from parallel_ops.train import cli, report
 from parallel_ops.train.lockstep import Run
 
 MODEL = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
@@ -164,6 +163,7 @@ def test_command_end_to_end(text, tmp_path):
     for row in ("loss at the start", "median step time", "peak memory", "largest loss difference", "speed-up"):
         assert row in done.stdout
     assert "\x1b" not in done.stdout
+    assert done.stdout.endswith(f"written to {tmp_path / 'p.png'} and {tmp_path / 'p.json'}\n")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "p.json").read_text())
     for name in OPS:
@@ -235,12 +235,22 @@ class TestCommandErrors:
         assert result.stderr.count("\n") == 1
         assert message in result.stderr
 
-
-def test_a_missing_extra_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else object())
-    with pytest.raises(SystemExit, match="2"):
-        __main__._main()
-    assert capsys.readouterr().err == "error: needs rich; run: pip install 'parallel_ops[train]'\n"
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--no-such-option"], "No such option: --no-such-option"),
+            (["--steps", "many"], "Invalid value for '--steps'"),
+            (["--norm", "group_norm"], "Invalid value for '--norm'"),
+            (["more"], "unexpected extra argument"),
+        ],
+    )
+    def test_usage_errors_are_one_line_too(self, monkeypatch, capsys, arguments, message):
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("error: ") and message in err
 
 
 class TestReport:
