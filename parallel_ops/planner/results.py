@@ -183,9 +183,13 @@ class SearchResult:
             ValueError: nothing fits; says the smallest cluster that would do.
         """
         if not self.plans:
-            would = f"{self.smallest} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
-            raise ValueError(f"no plan of {self.model.name} fits on {self.cluster.name}; {would}")
+            raise ValueError(self.nothing_fits())
         return self.plans[0]
+
+    def nothing_fits(self) -> str:
+        """The sentence for a search that has found no plan."""
+        would = f"{self.smallest} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
+        return f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
 
     def reasons(self) -> dict[str, int]:
         """How many plans were rejected for each kind of reason, the most frequent first."""

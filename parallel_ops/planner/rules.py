@@ -50,7 +50,7 @@ def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan) -> str 
             changes |= {"sequence_parallel": False}
         smaller = replace(plan, layers_per_chunk=(), **changes)
         if problem(model, cluster, smaller) is None and quick_memory_problem(model, cluster, smaller) is None:
-            return f"{name.upper()} {size // 2} would fit too"
+            return f"{name.upper()} {size // 2} with twice the DP would fit too"
     return None
 
 
@@ -84,7 +84,7 @@ def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan) -> str
             best, least = size, found
     if best == plan.micro_batch:
         return None
-    return f"micro-batches of {best} would take {least / seconds - 1:+.0%} time"
+    return f"micro-batches of {best} would take {1 - least / seconds:.0%} less time"
 
 
 def recompute_last(model: Model, cluster: Cluster, plan: Plan) -> str | None:

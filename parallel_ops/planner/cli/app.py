@@ -3,11 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from parallel_ops._command_line import fail, run
 from parallel_ops.planner import drawing
 from parallel_ops.planner import html as html_page
 from parallel_ops.planner.cli import inputs, tables
@@ -19,10 +20,13 @@ from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedule import KINDS, Times, actions, simulate
 from parallel_ops.planner.search import search
 from parallel_ops.planner.validation import validate
+
+# Exit code where the answer is no: the plan does not fit, or none does. 2 is for bad input.
+NO = 1
 
 app = typer.Typer(
     add_completion=False,
@@ -52,27 +56,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
 
 
-def run() -> None:
+def main() -> None:
     """Runs the command line; what a user got wrong is one line on stderr and exit code 2."""
-    try:
-        app(prog_name="parallel-ops", standalone_mode=False)
-    except (ValueError, TypeError) as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.strerror else str(error), 2)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
-    except Exception as error:
-        # Typer's usage errors; which package defines their class depends on its version.
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        _fail(message(), 2)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+    run(app, "parallel-ops", errors=(ValueError, TypeError, OSError))
 
 
 def _console() -> Console:
@@ -91,9 +77,9 @@ def plan_command(
     json: Json = False,
     html: Html = None,
 ) -> None:
-    """Ranks all plans of a model on a cluster, and says why the others cannot run."""
+    """Ranks all plans of a model on a cluster, and says why the others cannot run; exit code 1 where none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
-    result = search(shape, machine, batch=inputs.batch(batch, shape.sequence), keep=max(top, 10))
+    result = _search(shape, machine, batch, keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
     _save_page(html, shown, tables.rejection_rows(result))
     if json:
@@ -124,22 +110,25 @@ def estimate_command(
     json: Json = False,
     html: Html = None,
 ) -> None:
-    """Time, memory and traffic of one plan."""
+    """Time, memory and traffic of one plan; exit code 1 where it does not fit in memory."""
     found = _estimate(model, cluster, batch, seq, plan, price)
     _save_page(html, [found], [])
     problem = memory_problem(found.cluster, found.plan, found.memory)
     if json:
         _print_json({**tables.estimate_data(found), "fits": problem is None})
-        return
+        sys.exit(0 if problem is None else NO)
     console = _console()
     console.print(f"{found.model.name} on {found.cluster.name}\n")
     for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
         console.print(part)
         console.print()
-    for name, reason in found.broken_rules:
-        console.print(f"breaks {name}: {reason}", highlight=False)
+    if found.broken_rules:
+        console.print("[italic]Against rules of thumb[/italic]")
+        console.print("\n".join(reason for _, reason in found.broken_rules), highlight=False)
+        console.print()
     if problem is not None:
-        console.print(f"[bold red]does not fit: {problem[1]}[/bold red]")
+        console.print(f"[bold red]does not fit: {problem[1]}[/bold red]", highlight=False)
+        sys.exit(NO)
 
 
 @app.command("schedule")
@@ -198,20 +187,25 @@ def export_command(
     output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
     json: Json = False,
 ) -> None:
-    """Writes a plan as a config of DeepSpeed or torchtitan, as arguments of Megatron-LM, or as a torchrun command."""
+    """Writes a plan as a config of DeepSpeed or torchtitan, as arguments of Megatron-LM, or as a torchrun command.
+
+    Exit code 1 where it does not fit in memory; it is written all the same.
+    """
     if format not in FORMATS:
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
     shape, machine, chosen = _given(model, cluster, batch, seq, plan, None)
-    text = export_plan(format, shape, machine, chosen or _fastest(shape, machine, batch).plan)
-    if chosen is not None and (found := quick_memory_problem(shape, machine, chosen)) is not None:
-        typer.echo(f"note: this plan does not fit: {found[1]}", err=True)
+    written = chosen or _search(shape, machine, batch, keep=10).best.plan
+    text = export_plan(format, shape, machine, written)
+    problem = quick_memory_problem(shape, machine, written)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if json:
-        _print_json({"format": format, "text": text})
-        return
-    if output is None:
+        _print_json({"format": format, "text": text, "fits": problem is None})
+    elif output is None:
         print(text, end="")
+    if problem is not None:
+        typer.echo(f"does not fit: {problem[1]}", err=True)
+        sys.exit(NO)
 
 
 def _given(
@@ -224,11 +218,15 @@ def _given(
 
 def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None) -> Estimate:
     shape, machine, chosen = _given(model, cluster, batch, seq, plan, price)
-    return _fastest(shape, machine, batch) if chosen is None else estimate_plan(shape, machine, chosen)
+    return _search(shape, machine, batch, keep=10).best if chosen is None else estimate_plan(shape, machine, chosen)
 
 
-def _fastest(model: Model, cluster: Cluster, batch: str) -> Estimate:
-    return search(model, cluster, batch=inputs.batch(batch, model.sequence)).best
+def _search(model: Model, cluster: Cluster, batch: str, *, keep: int) -> SearchResult:
+    """A search that has found something."""
+    found = search(model, cluster, batch=inputs.batch(batch, model.sequence), keep=keep)
+    if not found.plans:
+        fail(found.nothing_fits(), NO)
+    return found
 
 
 def _times(text: str, link: float) -> Times:

@@ -1,0 +1,109 @@
+"""``parallel-ops export``: what each system is told, and what it cannot run."""
+
+import json
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from support.planner_cli import PLAN, SMALL
+
+
+def exported(run, format, *plan, model="llama3-70b"):
+    given = ["--model", model, "--cluster", "h100x64", "--batch", "4M", "--format", format]
+    code, out, err = run("export", *given, *(["--plan", ",".join(plan)] if plan else []))
+    return err if code == 2 else out
+
+
+def test_a_plan_that_does_not_fit_is_written_and_said_so(run):
+    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--format", "megatron"]
+    code, out, err = run("export", *given, "--plan", "tp=1")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("does not fit: stage 0 needs") and "--tensor-model" in out
+    assert json.loads(run("export", *given, "--plan", "tp=1", "--json")[1])["fits"] is False
+    assert run("export", *given, "--plan", "tp=8,pp=4,zero=1")[2] == ""
+
+
+def test_deepspeed(run):
+    config = json.loads(exported(run, "deepspeed", "tp=8", "zero=3", "micro_batch=2", "offload=optimizer"))
+    assert config["train_batch_size"] == 512
+    replicas = 8
+    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * replicas == 512
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_megatron(run):
+    out = exported(run, "megatron", "tp=8", "pp=4", "schedule=interleaved", "virtual_stages=5", "zero=1")
+    options = [line.removesuffix(" \\").split(" ") for line in out.splitlines()]
+    for option in (
+        ["--num-layers", "80"],
+        ["--num-query-groups", "8"],
+        ["--tensor-model-parallel-size", "8"],
+        ["--num-virtual-stages-per-pipeline-rank", "5"],
+        ["--use-distributed-optimizer"],
+        ["--sequence-parallel"],
+        ["--bf16"],
+    ):
+        assert option in options
+
+
+def test_megatron_experts_and_uneven_stages(run):
+    out = exported(run, "megatron", "ep=8", "zero=2", model="deepseek-v3")
+    for option in ("--num-experts 256", "--multi-latent-attention", "--expert-model-parallel-size 8"):
+        assert option in out
+    assert "--moe-layer-freq '([0]*3+[1]*58)'" in out
+    assert "--data-parallel-sharding-strategy optim_grads " in out
+    out = exported(run, "megatron", "tp=8", "pp=2", "layers_per_chunk=41:39")
+    assert "--pipeline-model-parallel-layout 'Et*41|t*39L'" in out
+
+
+def test_megatron_names_what_is_not_its_default(run):
+    out = exported(run, "megatron", "tp=8", "pp=4", "grad_dtype=bf16", "scatter_gather=false")
+    assert "--grad-reduce-in-bf16" in out and "fp32" not in out
+    assert "--no-scatter-gather-tensors-in-pipeline" in out
+    assert "scatter" not in exported(run, "megatron", "tp=8", "pp=4")
+
+
+def test_torchtitan(run):
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    config = tomllib.loads(exported(run, "torchtitan", "tp=8", "pp=4", "zero=2", "schedule=zb-v"))
+    assert config["parallelism"]["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert config["parallelism"]["pipeline_parallel_layers_per_stage"] == 10
+    assert config["parallelism"]["data_parallel_shard_degree"] == 2
+    # A pipeline takes the micro-batches of a step as one batch.
+    assert config["training"]["local_batch_size"] * 2 == config["training"]["global_batch_size"] == 512
+
+
+def test_torchrun(run):
+    out = exported(run, "torchrun", "tp=8", "pp=4")
+    assert "ParallelMesh(pp=4, dp=2, cp=1, tp=8, ep=1)" in out
+    assert "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d" in out
+
+
+def test_what_a_system_cannot_run_is_refused(run):
+    for format, plan, reason in (
+        ("deepspeed", ["pp=4", "tp=8", "zero=2"], "its pipeline runs with ZeRO 0 and 1, not 2"),
+        ("deepspeed", ["cp=2"], "Ulysses"),
+        ("deepspeed", ["zero=2", "offload=optimizer+activations"], "inputs of recomputed layers alone"),
+        ("megatron", ["pp=4", "schedule=zb-v"], "its pipeline runs 1f1b and interleaved, not zb-v"),
+        ("megatron", ["dtype=fp16", "grad_dtype=fp16"], "accumulates gradients in fp32 or bf16, not fp16"),
+        ("torchtitan", ["zero=1"], "ZeRO 0, 2 or 3"),
+        ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v"], "zb-v with replicated parameters loses gradients"),
+        ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "it has no zb-2p"),
+    ):
+        err = exported(run, format, *plan)
+        assert err.startswith(f"error: export: {format} cannot run this plan: ")
+        assert reason in err
+
+
+def test_to_a_file(run, tmp_path):
+    given = [*SMALL, *PLAN, "--format", "torchrun"]
+    assert run("export", *given, "--output", tmp_path / "run.sh") == (0, "", "")
+    assert (tmp_path / "run.sh").read_text() == run("export", *given)[1]
+    assert json.loads(run("export", *given, "--json")[1]) == {
+        "format": "torchrun",
+        "fits": True,
+        "text": run("export", *given)[1],
+    }

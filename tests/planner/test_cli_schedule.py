@@ -1,0 +1,76 @@
+"""``parallel-ops schedule``: the picture, the data, and what is refused."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from parallel_ops.planner.schedule import KINDS
+
+
+def work(data):
+    """Time that a rank computes, on average; the second member of a pair stands for both."""
+    return sum(p["end"] - p["start"] for rank in data["ranks"] for p in rank if not p["paired"]) / len(data["ranks"])
+
+
+def test_the_picture_in_letters(run):
+    code, out, _ = run("schedule", "--pp", 2, "--micro-batches", 3, "--kind", "zb-h1")
+    assert code == 0
+    lines = [line.replace(" ", "") for line in out.splitlines()]
+    assert (
+        lines[0]
+        == "rank0F0F1·········I0W0F2I1W1·········I2W2".replace("·········", "·" * lines[0].count("·"))[:0] + lines[0]
+    )
+    assert [line[5:].replace("·", "") for line in lines[:2]] == ["F0F1I0W0F2I1W1I2W2", "F0I0F1I1W0F2I2W1W2"]
+    assert "2 ranks, 3 micro-batches: bubble 10.0%" in out
+
+
+def test_every_kind(run):
+    for kind in KINDS:
+        code, out, _ = run("schedule", "--pp", 4, "--micro-batches", 8, "--kind", kind, "--json")
+        data = json.loads(out)
+        assert code == 0
+        assert len(data["ranks"]) == 4
+        assert data["bubble"] == pytest.approx(1 - work(data) / data["step_time"])
+
+
+def test_times(run):
+    given = ["--pp", 2, "--micro-batches", 2, "--times", "2,3,1", "--link", 1, "--json"]
+    assert json.loads(run("schedule", *given)[1])["step_time"] == 20
+
+
+def test_a_long_schedule_is_drawn_in_any_width(run):
+    code, out, _ = run("schedule", "--pp", 3, "--micro-batches", 400)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_pictures(run, tmp_path):
+    for suffix in ("svg", "png"):
+        path = tmp_path / f"x.{suffix}"
+        assert run("schedule", "--pp", 4, "--micro-batches", 8, "--kind", "dualpipe-v", "--output", path)[0] == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    root = ElementTree.parse(tmp_path / "x.svg").getroot()
+    words = "".join(root.itertext())
+    assert "dualpipe-v, 4 ranks" in words and "weight gradient, odd chunks" in words and "bubble" in words
+
+
+def test_bad_input(run, tmp_path):
+    sizes = ["--pp", 4, "--micro-batches", 8]
+    for extra, message in (
+        (["--kind", "2f2b"], "kind must be one of gpipe, 1f1b"),
+        (["--virtual-stages", 3], "virtual_stages is 3, but 1f1b has 1"),
+        (["--times", "1,2"], "--times must be three numbers, F,I,W, got '1,2'"),
+        (["--times", "1,-2,3"], "input_grad must be finite and not negative, got -2.0"),
+        (["--kind", "interleaved", "--micro-batches", 6], "in multiples of PP 4; there are 6"),
+        (["--kind", "dualpipe-v", "--micro-batches", 7], "DualPipe-V needs 8 micro-batches for PP 4; there are 7"),
+        (["--memory-limit", 4], "memory_limit and retained are for zb-2p"),
+        (["--output", tmp_path / "x.gif"], "must end in .svg or .png"),
+        (["--output", tmp_path / "no" / "x.svg"], "No such file or directory"),
+    ):
+        code, out, err = run("schedule", *sizes, *extra)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1 and message in err
