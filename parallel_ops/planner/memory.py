@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import Layout, group_size, head_rank, in_flight, layer_counts, layout_of
-from parallel_ops.planner.plan import Plan, unchecked
-from parallel_ops.planner.results import DEVICE_MEMORY, GIB, StageMemory
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import GIB, StageMemory
 
 # What a process holds beyond tensors: CUDA context and kernels, NCCL's buffers, what the allocator cannot reuse.
 # Assumed.
@@ -80,19 +80,27 @@ class PlanMemory:
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
-        device = self._device_bytes(found, plan.recompute, plan.offload)
-        host = 0.0 if plan.offload == "none" else found.optimizer
         activations, resident = self._activations(found, plan.recompute, plan.offload)
+        offloaded = plan.offload != "none"
         return StageMemory(
             stage=stage,
-            host=host + activations * (1 - resident),
+            parameters=found.parameters,
+            gradients=found.gradients,
+            optimizer=0.0 if offloaded else found.optimizer,
+            activations=activations * resident + found.embedding + found.head,
+            logits=found.logits,
+            buffers=found.buffers,
+            runtime=RUNTIME_BYTES,
+            host=(found.optimizer if offloaded else 0.0) + activations * (1 - resident),
             in_flight=found.held,
-            **dict(zip(DEVICE_MEMORY, device, strict=True)),
         )
 
-    def total(self, stage: int, recompute: str, offload: str) -> float:
+    def total(self, found: FixedMemory, recompute: str, offload: str) -> float:
         """``StageMemory.total`` of a stage of the plan with ``recompute`` and ``offload`` in place of its own."""
-        return sum(self._device_bytes(self.fixed(stage), recompute, offload))
+        activations, resident = self._activations(found, recompute, offload)
+        states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
+        activations = activations * resident + found.embedding + found.head
+        return states + activations + found.logits + found.buffers + RUNTIME_BYTES
 
     def fixed(self, stage: int) -> FixedMemory:
         """What a stage holds whatever is recomputed or offloaded."""
@@ -110,23 +118,11 @@ class PlanMemory:
             else:
                 logits = 4.0 * tokens * model.vocab / plan.tp
                 buffers = width * tokens * model.vocab / plan.tp
-        states = _states(plan, *_stage_parameters(model, self._layout, plan.tp, plan.ep, stage))
+        sharding = plan.tp, plan.ep, group_size(plan, "dp"), plan.zero
+        states = _states(model, self._layout, stage, sharding, state_bytes(plan))
         found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
         self._fixed[stage] = found
         return found
-
-    def _device_bytes(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, ...]:
-        """The parts of ``StageMemory.total``, in the order of ``DEVICE_MEMORY``."""
-        activations, resident = self._activations(found, recompute, offload)
-        return (
-            found.parameters,
-            found.gradients,
-            found.optimizer if offload == "none" else 0.0,
-            activations * resident + found.embedding + found.head,
-            found.logits,
-            found.buffers,
-            RUNTIME_BYTES,
-        )
 
     def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
         """Bytes that the layers keep, and the share of them that stays on the device."""
@@ -143,9 +139,9 @@ class PlanMemory:
 
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
-        varied = unchecked(self.plan, recompute=recompute)
-        sparse = layer_activations(self.model, varied, True) if self.model.experts else 0.0
-        self._layers[recompute] = layer_activations(self.model, varied, False), sparse
+        plan = self.plan
+        shard = plan.tp if plan.sequence_parallel else 1
+        self._layers[recompute] = _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
         return self._layers[recompute]
 
 
@@ -179,12 +175,15 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
     return width, gradient, 8 if plan.dtype == "fp32" else 12
 
 
-def _states(plan: Plan, dense: float, expert: float) -> tuple[float, float, float]:
+@lru_cache(maxsize=65536)
+def _states(
+    model: Model, layout: Layout, stage: int, sharding: tuple[int, int, int, int], widths: tuple[int, int, int]
+) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer, wherever the optimizer is."""
-    width, gradient, optimizer = state_bytes(plan)
-    whole, ranks = dense + expert, group_size(plan, "dp")
-    sharded = dense / ranks + expert / (ranks // plan.ep)
-    zero = plan.zero
+    tp, ep, ranks, zero = sharding
+    dense, expert = _stage_parameters(model, layout, tp, ep, stage)
+    whole, sharded = dense + expert, dense / ranks + expert / (ranks // ep)
+    width, gradient, optimizer = widths
     return (
         width * (sharded if zero >= 3 else whole),
         gradient * (sharded if zero >= 2 else whole),
@@ -216,7 +215,6 @@ def _buffers(model: Model, plan: Plan, tokens: float) -> float:
     return total
 
 
-@lru_cache(maxsize=65536)
 def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> float:
     h, unsharded, sharded = model.hidden, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
@@ -245,12 +243,19 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     return unsharded / shard + sharded / tp
 
 
+@lru_cache(maxsize=65536)
+def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
+    if recompute == "full":
+        kept = (4 if dtype == "fp32" else 2) * model.hidden / shard
+        return kept, kept
+    dense = _layer_bytes(model, False, tp, shard, flash, recompute, dtype)
+    return dense, _layer_bytes(model, True, tp, shard, flash, recompute, dtype) if model.experts else 0.0
+
+
 def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
     """Bytes that one layer keeps for the backward pass, for each token of one micro-batch on one GPU."""
     shard = plan.tp if plan.sequence_parallel else 1
-    if plan.recompute == "full":
-        return _width(plan) * model.hidden / shard
-    return _layer_bytes(model, sparse, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)
+    return _both_layers(model, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)[sparse]
 
 
 def deepest_stages(plan: Plan) -> tuple[int, ...]:

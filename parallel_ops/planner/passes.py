@@ -67,6 +67,7 @@ def chunk_costs(
     return compute, waits
 
 
+@lru_cache(maxsize=65536)
 def layer_costs(
     model: Model, cluster: Cluster, gpu: GPU, constants: Efficiency, work: Work, sparse: bool, paired: bool = False
 ) -> tuple[Passes, Passes]:

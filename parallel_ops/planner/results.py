@@ -1,6 +1,7 @@
 """What the planner answers: memory of each stage, traffic of each group, the estimate of a plan, a search."""
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
@@ -37,7 +38,8 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, name) for name in DEVICE_MEMORY)
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.logits + self.buffers + self.runtime
 
     @property
     def states(self) -> float:
@@ -129,8 +131,7 @@ class Estimate:
         return tokens / self.tokens_per_second / 86400
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rejection:
+class Rejection(NamedTuple):
     """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80``. ``kind`` groups equal reasons."""
 
     plan: Plan

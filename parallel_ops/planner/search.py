@@ -9,8 +9,10 @@
 Recomputation and offload only ever cost time, so a plan that fits without them is not tried with them.
 """
 
+import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from parallel_ops.planner._check import check_counts
@@ -87,10 +89,11 @@ def search(
     cluster.gpu.peak(options.base.dtype)  # raises where the GPU has no such products, since no plan would run
     constants = constants or efficiency(cluster.gpu.generation)
     rejected: list[Rejection] = []
-    timed = [
-        (step_seconds(model, cluster, plan, constants), plan)
-        for plan in _feasible(model, cluster, given.batch, options, rejected)
-    ]
+    with _collector_paused():
+        timed = [
+            (step_seconds(model, cluster, plan, constants), plan)
+            for plan in _feasible(model, cluster, given.batch, options, rejected)
+        ]
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     plans = [estimate(model, cluster, plan, constants=constants) for plan, _ in ranking[: given.keep]]
@@ -117,6 +120,19 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Opt
             return gpus
         gpus *= 2
     return 0
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection: a search keeps nearly all of its many objects, and looking through them again and again
+    would be a quarter of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -235,5 +251,5 @@ def _first_that_fits(
             found = memory.problem(recompute, offload)
         if found is None:
             return variant
-        rejected.append(Rejection(plan=variant, kind=found[0], reason=found[1]))
+        rejected.append(Rejection(variant, *found))
     return None

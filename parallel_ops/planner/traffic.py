@@ -183,8 +183,7 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
         split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
         sent = size / plan.tp if split else size
         link_seconds = collectives.send_receive(sent, link)
-        messages = 2 * plan.micro_batches * plan.virtual_stages
-        transfers.append(repeat(_transfer("pp", "send-receive", "direct", link, plan.pp, sent, link_seconds), messages))
+        transfers.append(_messages(link, plan.pp, 2 * plan.micro_batches * plan.virtual_stages, sent, link_seconds))
         if split and not plan.sequence_parallel:
             inside = usable(group_link(cluster, plan, "tp"), efficiency)
             blocking = collectives.ring_all_gather(plan.tp, size, inside)
@@ -196,6 +195,11 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
     transfers += reduced
     transfers += _host(model, plan, stage, gradient, width)
     return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+
+
+@lru_cache(maxsize=65536)
+def _messages(link: Link, stages: int, count: int, sent: float, seconds: float) -> Transfer:
+    return repeat(_transfer("pp", "send-receive", "direct", link, stages, sent, seconds), count)
 
 
 @lru_cache(maxsize=65536)

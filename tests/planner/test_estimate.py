@@ -137,7 +137,7 @@ def test_what_cannot_run_says_why(model, cluster, plan, message):
     ("rule", "plan", "reason"),
     [
         ("pipeline_across_nodes", Plan(dp=1, tp=4, pp=16, global_batch=64), "PP 16 crosses nodes while TP 4 leaves"),
-        ("model_parallel_just_fits", Plan(dp=1, tp=8, pp=8, sequence_parallel=True, global_batch=64), "PP 4 with twice"),
+        ("model_parallel_just_fits", Plan(dp=1, tp=8, pp=8, sequence_parallel=True, global_batch=64), "PP 4 with"),
         ("enough_micro_batches", Plan(dp=1, tp=8, pp=8, global_batch=16), "16 micro-batches for PP 8"),
         (
             "micro_batch_of_least_time",
