@@ -91,12 +91,18 @@ def text(simulation: Simulation, width: int) -> Text:
             _append_cell(out, bar, last - max(first, column))
             column = last
         out.append("·" * (columns - column) + "\n", Style(dim=True))
+    shades = legend(simulation)
     out.append(" " * margin)
-    for kind, pale in legend(simulation):
-        out.append(kind.lower() if pale else kind, _style(kind, pale))
-        out.append(f" {NAMES[kind]}{', odd chunks' if pale else ''}   ")
+    for kind in dict.fromkeys(kind for kind, _ in shades):
+        out.append(kind, _style(kind, False))
+        out.append(f" {NAMES[kind]}   ")
     out.append("·", Style(dim=True))
     out.append(" idle")
+    if any(pale for _, pale in shades):
+        out.append("\n" + " " * margin)
+        for kind in (kind for kind, pale in shades if pale):
+            out.append(kind.lower(), _style(kind, True))
+        out.append(" the same of every other chunk of a rank")
     return out
 
 

@@ -96,7 +96,7 @@ def _figures(best: Estimate) -> str:
         (f"{best.mfu:.1%}", "model FLOP/s utilisation"),
         (f"{best.tflops_per_gpu:,.0f}", "TFLOP/s per GPU"),
         (f"{peak.total / GIB:.1f} GiB", f"memory of stage {peak.stage}, the most"),
-        (f"{best.bubble_fraction:.1%}", "pipeline bubble"),
+        (f"{best.bubble_fraction:.1%}", "bubble of the slowest stage"),
     ]
     if best.cost:
         shown.append((f"{best.cost:,.2f}", "cost of a step"))
@@ -117,7 +117,7 @@ def _memory(best: Estimate) -> str:
         stage, gpu = group.memory, group.gpu
         segments = [(MEMORY_COLORS[name], name, getattr(stage, name) / scale) for name in DEVICE_MEMORY]
         over = ' class="over"' if stage.total > gpu.memory else ""
-        amount = f"{stage.total / GIB:.1f} of {gpu.memory / GIB:.0f} GiB"
+        amount = f"{stage.total / GIB:.1f} of {gpu.memory / GIB:.1f} GiB"
         rows.append(f"<span>stage {group.label}</span>{_bar(segments)}<span{over}>{amount}</span>")
     return (
         "<h2>Memory of each pipeline stage</h2>"
@@ -145,7 +145,8 @@ def _plans(estimates: Sequence[Estimate]) -> str:
                 escape("; ".join(reason for _, reason in estimate.broken_rules)),
             )
         )
-    legend = _legend((color, name) for name, color in STEP_COLORS.items())
+    names = {"exposed": "exposed communication"}
+    legend = _legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
     return f"<h2>Plans compared</h2>{legend}{_table(columns, rows)}"
 
 

@@ -71,7 +71,7 @@ def test_it_says_what_the_estimates_say(document):
     for shown in (
         f"{best.step:.3g} s",
         f"{best.mfu:.1%}",
-        f"{best.peak_memory.total / 2**30:.1f} of 80 GiB",
+        f"{best.peak_memory.total / 2**30:.1f} of 79.6 GiB",
         "not measurements",
         "stage 0 needs 1,000.0 GiB",
         plan.describe(),

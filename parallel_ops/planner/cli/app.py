@@ -90,12 +90,14 @@ def plan_command(
         _print_json({**found, "sensitivity": tables.sensitivity(result)})
         return
     console = _console()
-    console.print(f"{shape.name} on {machine.name}, {best.plan.global_batch:,} x {shape.sequence:,} tokens a step")
-    for part in (tables.plans(shown), tables.rejections(result)):
-        console.print()
-        console.print(part)
+    console.print(tables.heading(best), highlight=False)
+    console.print()
+    console.print(tables.plans(shown))
+    console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
+    console.print()
+    console.print(tables.rejections(result))
     if lines := tables.sensitivity(result):
-        console.print("\n[italic]Sensitivity[/italic]")
+        console.print("\n[italic]How much hangs on the assumed efficiencies[/italic]")
         console.print("\n".join(lines), highlight=False)
 
 
@@ -118,7 +120,7 @@ def estimate_command(
         _print_json({**tables.estimate_data(found), "fits": problem is None})
         sys.exit(0 if problem is None else NO)
     console = _console()
-    console.print(f"{found.model.name} on {found.cluster.name}\n")
+    console.print(f"{tables.heading(found)}\n", highlight=False)
     for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
         console.print(part)
         console.print()

@@ -15,6 +15,18 @@ from parallel_ops.planner.schedule import Simulation
 from parallel_ops.planner.stage_groups import stage_groups
 from parallel_ops.planner.validation import Report
 
+# What Plan.describe leaves out or shortens.
+NOTATION = (
+    "dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallelism, 1 where not named; zero: ZeRO stage; "
+    "sp: sequence parallelism; b2 x 64: 64 micro-batches of 2 sequences; in italics: rules of thumb that a plan breaks."
+)
+
+
+def heading(estimate: Estimate) -> str:
+    """What is trained on what, in one line."""
+    batch = f"{estimate.plan.global_batch:,} x {estimate.model.sequence:,} tokens a step"
+    return f"{estimate.model.name} on {estimate.cluster.name}, {batch}"
+
 
 def _table(title: str = "") -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
@@ -64,7 +76,7 @@ def sensitivity(result: SearchResult) -> list[str]:
     """What the choice hangs on, one sentence each."""
     lines = []
     for entry in result.sensitivity:
-        line = f"{entry.constant} from -20 % to +20 %: {abs(entry.seconds):.1%} of the step"
+        line = f"{entry.constant}: {abs(entry.seconds):.1%} of the step time between -20 % and +20 %"
         for change, plan in (("-20 %", entry.low), ("+20 %", entry.high)):
             if entry.changes and plan != result.best.plan:
                 line += f"; at {change} the best plan is {plan.describe()}"
@@ -85,7 +97,7 @@ def summary(estimate: Estimate) -> Table:
     out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}")
     out.add_row("TFLOP/s per GPU", f"{estimate.tflops_per_gpu:,.1f}")
     out.add_row("model, hardware FLOP/s utilisation", f"{estimate.mfu:.1%}, {estimate.hfu:.1%}")
-    out.add_row("pipeline bubble", f"{estimate.bubble_fraction:.1%}")
+    out.add_row("bubble, of the time of the pipeline", f"{estimate.bubble_fraction:.1%}")
     if estimate.cost:
         out.add_row("cost of a step", f"{estimate.cost:,.2f}")
     if estimate.energy:
@@ -100,7 +112,7 @@ def memory(estimate: Estimate) -> Table:
     for name in ("stage", *DEVICE_MEMORY, "total", "of"):
         out.add_column(short.get(name, name), justify="right", no_wrap=True)
     for group in stage_groups(estimate):
-        parts = [f"{getattr(group.memory, name) / GIB:.2f}" for name in (*DEVICE_MEMORY, "total")]
+        parts = [f"{getattr(group.memory, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
         out.add_row(group.label, *parts, f"{group.gpu.memory / GIB:.1f}")
     return out
 
