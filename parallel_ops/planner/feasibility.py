@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.memory import FixedMemory, PlanMemory, deepest_stages
+from parallel_ops.planner.memory import PlanMemory, deepest_stages
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
@@ -42,25 +42,26 @@ class MemoryCheck:
     def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
         self._memory = PlanMemory(model, plan)
         gpus = cluster.stage_gpus(plan.pp)
-        self._stages: list[tuple[int, FixedMemory, float]] = []
-        self._deepest: list[tuple[int, FixedMemory, float]] = []
+        self._stages: list[tuple[int, float]] = []
+        self._deepest: list[tuple[int, float]] = []
         held: dict[object, list[float]] = {}
         for stage in deepest_stages(plan):
-            found, available = self._memory.fixed(stage), gpus[stage].memory
-            others = held.setdefault((found.dense, found.sparse, found.parameters, found.head, available), [])
+            available = gpus[stage].memory
+            kind, in_flight = self._memory.kind(stage)
+            others = held.setdefault((kind, available), [])
             # What holds no more micro-batches than an earlier stage that is alike needs no more either. Offload makes
             # the two as good as equal, where rounding decides which comes out larger.
-            if found.held not in others:
-                self._stages.append((stage, found, available))
-            if not others or found.held > max(others):
-                self._deepest.append((stage, found, available))
-            others.append(found.held)
+            if in_flight not in others:
+                self._stages.append((stage, available))
+            if not others or in_flight > max(others):
+                self._deepest.append((stage, available))
+            others.append(in_flight)
 
     def problem(self, recompute: str, offload: str) -> tuple[str, str] | None:
         """Of the plan with ``recompute`` and ``offload`` in place of its own."""
         stages = self._stages if offload == "optimizer+activations" else self._deepest
         total = self._memory.total
-        return _excess([(total(found, recompute, offload), available, stage) for stage, found, available in stages])
+        return _excess([(total(stage, recompute, offload), available, stage) for stage, available in stages])
 
 
 def _excess(stages: Sequence[tuple[float, float, int]]) -> tuple[str, str] | None:

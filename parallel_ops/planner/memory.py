@@ -72,7 +72,7 @@ class PlanMemory:
         self.model, self.plan = model, plan
         self._tokens = model.sequence * plan.micro_batch / plan.cp
         self._layout = layout_of(plan)
-        self._counts = layer_counts(model, self._layout)
+        self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
         self._buffers = _buffers(model, plan, self._tokens)
         self._fixed: dict[int, FixedMemory] = {}
         self._layers: dict[str, tuple[float, float]] = {}
@@ -95,8 +95,13 @@ class PlanMemory:
             in_flight=found.held,
         )
 
-    def total(self, found: FixedMemory, recompute: str, offload: str) -> float:
+    def kind(self, stage: int) -> tuple[tuple[tuple[int, int], bool, bool], float]:
+        """What a stage holds, and of how many micro-batches: where both are the same, so is the memory."""
+        return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
+
+    def total(self, stage: int, recompute: str, offload: str) -> float:
         """``StageMemory.total`` of a stage of the plan with ``recompute`` and ``offload`` in place of its own."""
+        found = self._fixed.get(stage) or self.fixed(stage)
         activations, resident = self._activations(found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
         activations = activations * resident + found.embedding + found.head
@@ -111,7 +116,7 @@ class PlanMemory:
         embedding = head = logits = buffers = 0.0
         if stage == 0 and model.dropout:
             embedding = held * tokens * model.hidden / plan.tp
-        if stage == head_rank(self._layout):
+        if stage == self._head:
             head = 2 * width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
             if plan.fused_loss:
                 logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp

@@ -46,6 +46,7 @@ def rank_passes(
     return RankPasses(tuple(passes), slowest, totals[slowest], sum(totals) / layout.pp)
 
 
+@lru_cache(maxsize=65536)
 def chunk_costs(
     model: Model,
     cluster: Cluster,

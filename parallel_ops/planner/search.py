@@ -19,7 +19,7 @@ from parallel_ops.planner._check import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.efficiency import Efficiency, efficiency
 from parallel_ops.planner.estimate import estimate
-from parallel_ops.planner.feasibility import MemoryCheck, problem
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, problem
 from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import balanced_chunks, group_size
@@ -243,9 +243,10 @@ def _first_that_fits(
     memory = None
     for offload, recompute in itertools.product(options.offload, options.recompute):
         variant = unchecked(plan, offload=offload, recompute=recompute)
-        if recompute not in problems:
-            problems[recompute] = problem(model, cluster, variant)
-        found = problems[recompute]
+        kind = recompute if plan.schedule in SPLIT_BACKWARD else ""  # all that a problem depends on here
+        if kind not in problems:
+            problems[kind] = problem(model, cluster, variant)
+        found = problems[kind]
         if found is None:
             memory = memory or MemoryCheck(model, cluster, plan)
             found = memory.problem(recompute, offload)
