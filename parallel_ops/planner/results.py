@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import Plan, unchecked
 
 GIB = 2**30
 
@@ -132,11 +132,21 @@ class Estimate:
 
 
 class Rejection(NamedTuple):
-    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80``. ``kind`` groups equal reasons."""
+    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80``. ``kind`` groups equal reasons.
 
-    plan: Plan
+    A search rejects hundreds of thousands of plans, most of which nobody looks at: ``plan`` is made when it is asked
+    for, of a plan that many share and of the recomputation and offload that this one had.
+    """
+
+    base: Plan
     kind: str
     reason: str
+    recompute: str
+    offload: str
+
+    @property
+    def plan(self) -> Plan:
+        return unchecked(self.base, recompute=self.recompute, offload=self.offload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,7 @@ def _feasible(
             sharded = unchecked(placed, zero=zero)
             found = _states_problem(model, cluster, sharded, options)
             if found:
-                rejected.append(Rejection(plan=sharded, kind=found[0], reason=found[1]))
+                rejected.append(_rejection(sharded, found))
                 continue
             for plan in _variants(model, cluster, sharded, batch, options):
                 fitting = _first_that_fits(model, cluster, plan, options, rejected)
@@ -174,13 +174,13 @@ def _placements(
         if batch % dp:
             plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, global_batch=dp)
             reason = f"DP {dp} does not divide the batch of {batch}"
-            rejected.append(Rejection(plan=plan, kind="batch does not divide", reason=reason))
+            rejected.append(_rejection(plan, ("batch does not divide", reason)))
             continue
         for ep in _expert_sizes(model, dp * cp):
             plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, global_batch=batch)
             found = problem(model, cluster, plan)
             if found:
-                rejected.append(Rejection(plan=plan, kind=found[0], reason=found[1]))
+                rejected.append(_rejection(plan, found))
             else:
                 yield plan
 
@@ -242,15 +242,18 @@ def _first_that_fits(
     problems: dict[str, tuple[str, str] | None] = {}
     memory = None
     for offload, recompute in itertools.product(options.offload, options.recompute):
-        variant = unchecked(plan, offload=offload, recompute=recompute)
         kind = recompute if plan.schedule in SPLIT_BACKWARD else ""  # all that a problem depends on here
         if kind not in problems:
-            problems[kind] = problem(model, cluster, variant)
+            problems[kind] = problem(model, cluster, unchecked(plan, recompute=recompute))
         found = problems[kind]
         if found is None:
             memory = memory or MemoryCheck(model, cluster, plan)
             found = memory.problem(recompute, offload)
         if found is None:
-            return variant
-        rejected.append(Rejection(variant, *found))
+            return unchecked(plan, offload=offload, recompute=recompute)
+        rejected.append(Rejection(plan, *found, recompute, offload))
     return None
+
+
+def _rejection(plan: Plan, found: tuple[str, str]) -> Rejection:
+    return Rejection(plan, *found, plan.recompute, plan.offload)

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, SearchResult
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedule import Simulation
 from parallel_ops.planner.stage_groups import stage_groups
 from parallel_ops.planner.validation import Report
@@ -68,8 +68,13 @@ def rejections(result: SearchResult) -> Table:
 
 def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
     """Kind of reason, number of plans, and an example."""
-    examples = {r.kind: f"{r.plan.describe()}: {r.reason}" for r in reversed(result.rejected)}
-    return [(kind, count, examples[kind]) for kind, count in result.reasons().items()]
+    examples: dict[str, Rejection] = {}
+    for rejection in result.rejected:
+        examples.setdefault(rejection.kind, rejection)
+    return [
+        (kind, count, f"{examples[kind].plan.describe()}: {examples[kind].reason}")
+        for kind, count in result.reasons().items()
+    ]
 
 
 def sensitivity(result: SearchResult) -> list[str]:
