@@ -80,7 +80,7 @@ class Chunks:
         if self.dhidden is not None:
             self.dhidden[i * self.rows : (i + 1) * self.rows] = self._sum_over_ranks(dz @ self.weight, group)
         if self.dweight is not None:
-            add_product(self.dweight, dz, h)
+            add_product(self.dweight, dz, h, rounded=True)  # once a chunk; the chunks are summed in fp32
         if self.dbias is not None:
             self.dbias += dz.sum(0, dtype=self.dbias.dtype)
 
