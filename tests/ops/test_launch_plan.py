@@ -87,9 +87,6 @@ def test_what_makes_a_plan(found, name):
     assert found[name]["passed"] is True, found[name]
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 def on_a_side_stream(call):
     with torch.cuda.stream(torch.cuda.Stream()):
         result = call()
@@ -111,7 +108,8 @@ def in_a_new_thread(call):
         return pool.submit(call).result()
 
 
-@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("way", [on_a_side_stream, in_a_graph, in_a_new_thread])
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
 def test_replayed_on_a_gpu(monkeypatch, way, device):
