@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,5 +93,7 @@ def fake() -> Iterator[Fake]:
     yield fake
     # A communicator that an exception's traceback holds writes to the log when it goes: now, not in a later test.
     fake.reset()
-    if fake.alive():
+    end = time.monotonic() + 1
+    while fake.alive() and time.monotonic() < end:  # a watch thread may hold it for a moment, too
         gc.collect()
+        time.sleep(0.001)
