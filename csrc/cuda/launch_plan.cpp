@@ -1,9 +1,7 @@
 #include "launch_plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -202,26 +200,22 @@ void PlanTable::call(StableIValue* stack, uint64_t num_outputs) {
   thread_local Call call;
   if (!Device::get().usable()) return call_python(stack);
   call.read(kinds_, stack);
-  bool seen = false;
-  const Entry entry = find(call.key, seen);
-  if (!entry.taken_down) return seen ? record(stack, call.key) : call_python(stack);
-  // Without a plan, or where memory is short, Python makes the call; its error then has the right type.
-  if (entry.plan == nullptr || !replay(*entry.plan, call, stack, num_outputs)) call_python(stack);
+  const std::optional<Found> plan = find(call.key);
+  if (!plan) return seen_before(call.key) ? record(stack, call.key) : call_python(stack);
+  // Where the call cannot be replayed, or memory is short, Python makes it; its error then has the right type.
+  if (*plan == nullptr || !replay(**plan, call, stack, num_outputs)) call_python(stack);
 }
 
-PlanTable::Entry PlanTable::find(const Words& key, bool& seen) {
-  {
-    std::shared_lock lock(mutex_);
-    const auto found = plans_.find(key);
-    if (found != plans_.end()) return found->second;
-    seen = seen_.count(key) > 0;
-  }
-  if (!seen) {
-    std::unique_lock lock(mutex_);
-    if (seen_.size() >= kMaxPlans) seen_.clear();
-    seen_.insert(key);
-  }
-  return {};
+std::optional<PlanTable::Found> PlanTable::find(const Words& key) {
+  std::shared_lock lock(mutex_);
+  const auto found = plans_.find(key);
+  return found == plans_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool PlanTable::seen_before(const Words& key) {
+  std::unique_lock lock(mutex_);
+  if (seen_.size() >= kMaxPlans) seen_.clear();
+  return !seen_.insert(key).second;
 }
 
 bool PlanTable::replay(const Plan& plan, Call& call, StableIValue* stack, uint64_t num_outputs) const {
@@ -244,7 +238,7 @@ void PlanTable::record(StableIValue* stack, const Words& key) {
   call_python(stack, &recording);
   std::unique_lock lock(mutex_);
   if (plans_.size() >= kMaxPlans) plans_.clear();
-  plans_[kept] = {true, recording.plan};
+  plans_[kept] = recording.plan;
   seen_.erase(kept);
 }
 

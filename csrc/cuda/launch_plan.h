@@ -4,12 +4,13 @@
 // more than most unfused PyTorch ops. What it did for a call depends only on the shapes, strides, dtypes, device and
 // 16-byte alignment of the tensors and on the other arguments. That is the key; the plan behind it says which tensors
 // to allocate, which of them to return, and what to launch with which arguments, where only pointers differ from call
-// to call. A call with a new key runs in Python once, and Python hands the plan over
-// (parallel_ops/ops/_launch_plan.py).
+// to call. A call with a new key runs in Python twice; the second time Python hands the plan
+// over (parallel_ops/ops/_launch_plan.py).
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -65,19 +66,17 @@ class PlanTable {
   struct Hash {
     size_t operator()(const Words& key) const;
   };
-  struct Entry {
-    bool taken_down = false;
-    std::shared_ptr<const Plan> plan;  // empty: this call cannot be replayed
-  };
+  using Found = std::shared_ptr<const Plan>;  // empty: this call cannot be replayed
 
-  Entry find(const Words& key, bool& seen);
+  std::optional<Found> find(const Words& key);
+  bool seen_before(const Words& key);
   void record(StableIValue* stack, const Words& key);
   void call_python(StableIValue* stack, Recording* recording = nullptr) const;
   bool replay(const Plan& plan, Call& call, StableIValue* stack, uint64_t num_outputs) const;
 
   const char *op_, *python_op_, *kinds_;
   std::shared_mutex mutex_;
-  std::unordered_map<Words, Entry, Hash> plans_;
+  std::unordered_map<Words, Found, Hash> plans_;
   std::unordered_set<Words, Hash> seen_;
 };
 

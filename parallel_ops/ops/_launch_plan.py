@@ -1,9 +1,9 @@
 """Plans of what a call launches on a CUDA device, taken down in Python and replayed by C++ (csrc/cuda/launch_plan.cpp).
 
-The first call of its kind runs here, under a mode that sees every torch op: whatever only allocates or makes views can
-be replayed; a call that copies, fills or computes with other ops (an input that no view makes contiguous, say) cannot,
-and always runs in Python. What a kernel is given is found again by address: it lies in an argument of the op or in a
-tensor that was allocated during the call.
+The first two calls of a kind run here, the second under a mode that sees every torch op: whatever only allocates or
+makes views can be replayed; a call that copies, fills or computes with other ops (an input that no view makes
+contiguous, say) cannot, and always runs in Python. What a kernel is given is found again by its address, that of an
+argument of the op or of a tensor that was allocated during the call.
 """
 
 import functools
