@@ -152,3 +152,4 @@ def _exchange(op: str, group: ProcessGroup, message: Tensor) -> Tensor:
     with naming_peers(op, group):
         all_gather_single(received.view(-1), message, group=group)
         return received.cpu()
+announcing = announcing_failure  # SHIM

@@ -1,10 +1,12 @@
 """Names that torch changed between 2.11 and 2.15, and the few that it keeps to itself. Nothing else knows versions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group  # type: ignore[attr-defined]
 
 # 2.13 renamed the two and warns at every call of the old names.
@@ -20,3 +22,29 @@ def resolve_group(name: Any) -> ProcessGroup:
 def group_store(group: ProcessGroup) -> dist.Store:  # type: ignore[name-defined]
     """The key-value store through which the ranks of a group met."""
     return _get_process_group_store(group)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose dimensions are those of ``meshes``, which are parts of one root."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def dtensor_of(local: Tensor, spec: Any) -> Tensor:
+    """``local`` as the part of a DTensor whose mesh, placements, shape and strides are those of ``spec``.
+
+    ``DTensor.from_local`` finds them out anew, at several times the cost.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
+
+
+def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a tensor starts in the whole, and its shape."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)

@@ -1,155 +1,169 @@
-"""How the ranks of a job are laid out over the kinds of parallelism.
+"""How the ranks of a job are laid out over the kinds of parallelism: names for parts of one root ``DeviceMesh``.
 
-    rank = ((i_dp * pp + i_pp) * cp + i_cp) * tp + i_tp
+    rank = (((i_pp * dp_replicate + i_dp_replicate) * dp_shard + i_dp_shard) * cp + i_cp) * tp + i_tp
 
-Tensor parallelism is innermost: it talks most, so its ranks are neighbours, on one node's NVLink. Data parallelism is
-outermost: it talks least and can wait. Expert parallelism has no ranks of its own; it folds into data parallelism. The
-``dp`` replicas are taken ``ep`` at a time: the ranks of such a block hold different experts and each other's tokens go
-between them, and the ``dp / ep`` ranks that hold the same experts form ``expert_dp``.
+Tensor parallelism is innermost: it talks most, so its ranks are neighbours, on one node's NVLink. Pipeline stages are
+outermost: they talk least. Replicas of the sharded model come before the shards, so that the all-gathers of a sharded
+data-parallel step stay closer together than the all-reduce between replicas. Expert parallelism has no ranks of its
+own: it is another view of the ranks that share a pipeline stage and a replica, with ``efsdp * ep`` in the place of
+``dp_shard * cp * tp``.
+
+All meshes come from one root, which is what lets FSDP2 shard a parameter that is a DTensor on ``tp`` already.
 """
 
 import math
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel_ops.comm._compat import concatenate_meshes
 from parallel_ops.comm._group import group_device
 
 # From the outermost to the innermost.
-_DIMENSIONS = ("dp", "pp", "cp", "tp")
-_NAMES = (*_DIMENSIONS, "ep", "expert_dp", "dp_cp")
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Several dimensions as one.
+_FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
+_EXPERTS = ("efsdp", "ep")
+_NAMES = (*_DIMENSIONS, *_FLATTENED, *_EXPERTS)
 
 
 class ParallelMesh:
-    """The process groups of a job that trains with several kinds of parallelism at once.
+    """The meshes of a job that trains with several kinds of parallelism at once.
 
     Args:
         pp: pipeline stages.
-        dp: data-parallel replicas.
+        dp_replicate: replicas of the model, whose gradients are all-reduced.
+        dp_shard: ranks over which FSDP shards a replica.
         cp: ranks that share a sequence (context parallelism).
         tp: ranks that share each weight (tensor parallelism).
-        ep: ranks that share the experts of a layer; must divide ``dp``, into which it folds.
+        ep: ranks that share the experts of a layer; must divide ``dp_shard * cp * tp``, into which it folds.
         device_type: ``"cuda"`` or ``"cpu"``; by default what the default process group's backend sends from.
 
-    ``pp * dp * cp * tp`` must be the size of the default process group. Without one (``init_process_group`` not
-    called) all sizes must be 1. Every rank must construct the mesh, with the same sizes: new groups are formed.
+    The product of the first five must be the size of the default process group. Without one (``init_process_group``
+    not called) all sizes must be 1. Every rank must construct the mesh, with the same sizes: new groups are formed.
 
-    Groups are asked for by name:
+    ``mesh[name]`` is a one-dimensional ``DeviceMesh``, ``mesh[name, name]`` one of several dimensions, such as
+    ``mesh["dp_replicate", "fsdp"]`` for hybrid sharding; ``None`` where it would have one rank. The names:
 
-    ============= ==========================================================================
-    ``tp``        one weight, one sequence
-    ``cp``        one sequence
-    ``pp``        one model replica, stage by stage
-    ``dp``        the same weights, different data
-    ``dp_cp``     the same weights, different tokens: gradients are reduced over it
-    ``ep``        the experts of one layer; part of ``dp``
-    ``expert_dp`` the same experts, different data; the rest of ``dp``
-    ============= ==========================================================================
+    ================ ==========================================================================
+    ``tp``           one weight, one sequence
+    ``cp``           one sequence
+    ``dp_shard``     shards of one replica's parameters
+    ``dp_replicate`` replicas
+    ``pp``           one replica, stage by stage
+    ``dp``           ``dp_replicate x dp_shard``: the same weights, different data
+    ``fsdp``         ``dp_shard x cp``: what ``fully_shard`` shards over
+    ``loss``         ``dp_replicate x dp_shard x cp``: the same weights, different tokens, so the loss is its mean
+    ``ep``           the experts of one layer, a view over ``dp_shard x cp x tp``
+    ``efsdp``        the same experts, different tokens: the rest of that view
+    ================ ==========================================================================
 
     Raises:
         TypeError: a size that is not an int. ValueError: a size below 1, sizes that do not multiply to the world size,
-        or an ``ep`` that does not divide ``dp``.
+        or an ``ep`` that does not divide ``dp_shard * cp * tp``.
     """
 
     def __init__(
-        self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, *, device_type: str | None = None
+        self,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        *,
+        device_type: str | None = None,
     ) -> None:
-        sizes = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+        sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         for name, size in {**sizes, "ep": ep}.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"ParallelMesh: {name} must be an int, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"ParallelMesh: {name} must be at least 1, got {size}")
+        product, experts = math.prod(sizes.values()), dp_shard * cp * tp
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if math.prod(sizes.values()) != world:
+        if product != world:
             raise ValueError(
-                f"ParallelMesh: pp={pp} * dp={dp} * cp={cp} * tp={tp} is {math.prod(sizes.values())}, but "
+                "ParallelMesh: " + " * ".join(f"{n}={s}" for n, s in sizes.items()) + f" is {product}, but "
                 + (
                     f"the default process group has {world} ranks"
                     if dist.is_initialized()
                     else "there is no default process group; call torch.distributed.init_process_group first"
                 )
+            )  # fmt: skip
+        if experts % ep:
+            raise ValueError(
+                f"ParallelMesh: ep={ep} must divide dp_shard * cp * tp = {experts}, into which expert parallelism folds"
             )
-        if dp % ep:
-            raise ValueError(f"ParallelMesh: ep={ep} must divide dp={dp}, since expert parallelism folds into it")
         if device_type not in (None, "cpu", "cuda"):
             raise ValueError(f"ParallelMesh: device_type must be 'cpu' or 'cuda', got {device_type!r}")
-        self._sizes = {**sizes, "ep": ep, "expert_dp": dp // ep, "dp_cp": dp * cp}
-        self._ranks = torch.arange(world).view(*sizes.values())
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._mesh: DeviceMesh | None = None
-        self._groups: dict[str, ProcessGroup | None] = dict.fromkeys(_NAMES)
+        self._sizes = {**sizes, **{n: math.prod(sizes[p] for p in parts) for n, parts in _FLATTENED.items()}}
+        self._sizes |= {"efsdp": experts // ep, "ep": ep}
+        self._root: DeviceMesh | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
         if dist.is_initialized():
-            self._form_groups(device_type or group_device(_world()).type)
+            world_group = dist.group.WORLD
+            assert world_group is not None
+            self._form(device_type or group_device(world_group).type)
 
-    def _form_groups(self, device_type: str) -> None:
-        self._mesh = DeviceMesh(device_type, self._ranks, mesh_dim_names=_DIMENSIONS)
-        for name in _DIMENSIONS:
-            if self._sizes[name] > 1:
-                self._groups[name] = self._mesh.get_group(name)
-        for name, (part, whole) in {
-            "ep": ("expert_dp", "dp"),
-            "expert_dp": ("ep", "dp"),
-            "dp_cp": ("cp", "dp"),
-        }.items():
-            if self._sizes[name] == 1:
-                continue
-            if self._sizes[part] == 1:
-                self._groups[name] = self._groups[whole]
-            elif name == "dp_cp" and self._sizes["dp"] == 1:
-                self._groups[name] = self._groups["cp"]
-            else:
-                self._groups[name] = dist.new_subgroups_by_enumeration(self._blocks(name).tolist())[0]
-
-    def _blocks(self, name: str) -> torch.Tensor:
-        """The ranks of every group of this name, a group a row."""
-        if name in ("ep", "expert_dp"):
-            folded = self._ranks.view(self._sizes["expert_dp"], self._sizes["ep"], -1)
-            return folded.movedim(1 if name == "ep" else 0, -1).reshape(-1, self._sizes[name])
-        if name == "dp_cp":
-            return self._ranks.permute(1, 3, 0, 2).reshape(-1, self._sizes[name])
-        return self._ranks.movedim(_DIMENSIONS.index(name), -1).reshape(-1, self._sizes[name])
+    def _form(self, device_type: str) -> None:
+        sizes = tuple(self._sizes[name] for name in _DIMENSIONS)
+        self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMENSIONS)
+        self._meshes = {name: self._root[name] for name in _DIMENSIONS}
+        self._meshes |= {name: self._root[parts]._flatten(name) for name, parts in _FLATTENED.items()}
+        experts = self._root["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+        view = experts._unflatten(0, tuple(self._sizes[name] for name in _EXPERTS), _EXPERTS)
+        self._meshes |= {name: view[name] for name in _EXPERTS}
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ``DeviceMesh`` with dimensions ``("dp", "pp", "cp", "tp")``, for DTensor, FSDP2 and checkpoints.
+    def root(self) -> DeviceMesh:
+        """The mesh of all ranks, with dimensions ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``.
 
         Raises RuntimeError without a default process group.
         """
-        if self._mesh is None:
+        if self._root is None:
             raise RuntimeError("ParallelMesh: a DeviceMesh needs torch.distributed.init_process_group")
-        return self._mesh
+        return self._root
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh | None:
+        """The mesh of this name, or of these names from the outermost in; ``None`` where it has one rank.
+
+        Raises:
+            ValueError: an unknown name, or names that share ranks or are out of order.
+        """
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if all(self.size(name) == 1 for name in wanted):
+            return None
+        if len(wanted) == 1:
+            return self._meshes[wanted[0]]
+        covered = [part for name in wanted for part in _FLATTENED.get(name, (name,))]
+        if any(part not in _DIMENSIONS for part in covered) or covered != sorted(set(covered), key=_DIMENSIONS.index):
+            raise ValueError(
+                f"ParallelMesh: {', '.join(wanted)} cannot be dimensions of one mesh; name parts of "
+                f"{', '.join(_DIMENSIONS)}, each once and in this order"
+            )
+        return concatenate_meshes([self._meshes[name] for name in wanted])
 
     def group(self, name: str) -> ProcessGroup | None:
-        """The group that this rank is in, or ``None`` if it is alone, which is how every op is told the same."""
-        return self._groups[_known(name)]
+        """The process group that this rank is in; ``None`` if it is alone, which is how every op is told the same."""
+        mesh = self[name]
+        return None if mesh is None else mesh.get_group()
 
     def size(self, name: str) -> int:
-        """How many ranks the group has."""
-        return self._sizes[_known(name)]
-
-    def ranks(self, name: str) -> list[int]:
-        """The global ranks of this rank's group, in group order."""
-        blocks: list[list[int]] = self._blocks(_known(name)).tolist()
-        return next(block for block in blocks if self._rank in block)
+        """How many ranks there are along a dimension."""
+        if name not in _NAMES:
+            raise ValueError(f"ParallelMesh: there is no dimension {name!r}; the dimensions are {', '.join(_NAMES)}")
+        return self._sizes[name]
 
     def rank(self, name: str) -> int:
-        """Where this rank stands in the group, from 0."""
-        return self.ranks(name).index(self._rank)
+        """Where this rank stands along a dimension, from 0."""
+        mesh = self[name]
+        return 0 if mesh is None else mesh.get_local_rank()
 
     def __repr__(self) -> str:
-        return "ParallelMesh(" + ", ".join(f"{n}={self._sizes[n]}" for n in ("pp", "dp", "cp", "tp", "ep")) + ")"
-
-
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def _known(name: str) -> str:
-    if name not in _NAMES:
-        raise ValueError(f"ParallelMesh: there is no group {name!r}; the groups are {', '.join(_NAMES)}")
-    return name
+        return "ParallelMesh(" + ", ".join(f"{n}={self._sizes[n]}" for n in (*_DIMENSIONS, "ep")) + ")"

@@ -1,45 +1,53 @@
-"""Self-attention with its heads split over a group.
+"""Self-attention with its heads split over a mesh.
 
-    q, k, v = rows of W_qkv x + b_qkv               rotated by their positions, if these are rotary
-    y       = W_o concat over heads of softmax(q k^T / sqrt(d)) v + b_o
+    q, k, v = W_q x + b_q, W_k x + b_k, W_v x + b_v      one gather for the three
+    q, k    normed by head, if asked; rotated by their positions, if these are rotary
+    y       = W_o core(q, k, v) + b_o
 
-Grouped queries (Ainslie et al., arXiv:2305.13245): g = heads / kv_heads queries share a key and a value, which are not
-repeated in memory. The rows of W_qkv come as in Megatron-LM, key by key: g queries, the key, the value, d rows each. So
-any number of ranks that divides ``kv_heads`` splits W_qkv into contiguous blocks of rows.
+The core is a callable (``attention_cores``). Where there are fewer key and value heads than ranks, their weights are
+whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
 """
 
-import math
+import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers._checks import before, check_input, first_collective, last_collective
-from parallel_ops.layers._sharding import Init, check_divides
-from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
-from parallel_ops.ops import rotary_embedding, scaled_causal_softmax, scaled_masked_softmax
+from parallel_ops.comm._group import group_rank
+from parallel_ops.layers._checks import announced, check_input
+from parallel_ops.layers._parameters import Init, ShardedModule, divided, local_parts
+from parallel_ops.layers.attention_cores import AttentionCore, sdpa
+from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
+from parallel_ops.layers.norm import Norm
+from parallel_ops.ops import rms_norm, rotary_embedding
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 
 Angles = tuple[Tensor, Tensor]
 
 
-class ParallelSelfAttention(nn.Module):
-    """Multi-head self-attention, causal unless told otherwise, scores in full.
+class ParallelSelfAttention(ShardedModule):
+    """Multi-head self-attention, causal unless told otherwise.
 
     Args:
         hidden: width of input and output.
-        heads: query heads; ``hidden / heads`` is the size of a head.
-        kv_heads: key and value heads; divides ``heads``, and divides evenly by the group's size. ``None`` for
-            ``heads``.
+        heads: query heads; a multiple of the mesh's size.
+        mesh: the ranks that share the heads; ``None`` for one.
+        kv_heads: key and value heads; divides ``heads``, and is a multiple or a divisor of the mesh's size. ``None``
+            for ``heads``.
+        head_dim: size of a head; ``None`` for ``hidden / heads``.
+        qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
         causal: no token sees a later one.
         window: how many tokens a token sees at most, itself included; causal only.
-        group: the ranks that share the heads; ``None`` for one.
-        sequence_parallel, overlap, bias: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
-        init_method, output_init_method: fill the whole weights of ``qkv`` and ``out`` in place.
+        core: what mixes the values; ``None`` for ``sdpa``. See ``attention_cores``.
+        attention_dropout: probability, on the core's probabilities.
+        bias: of all four linears; qkv_bias: of the first three, where it differs.
+        sequence_parallel, overlap: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        init_method, output_init_method: of ``q``, ``k`` and ``v``, and of ``out``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the group.
+        TypeError, ValueError: sizes that do not fit each other or the mesh.
     """
 
     def __init__(
@@ -47,11 +55,17 @@ class ParallelSelfAttention(nn.Module):
         hidden: int,
         heads: int,
         *,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh | None,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-5,
         causal: bool = True,
         window: int | None = None,
+        core: AttentionCore | None = None,
+        attention_dropout: float = 0.0,
         bias: bool = True,
+        qkv_bias: bool | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
         init_method: Init | None = None,
@@ -59,78 +73,101 @@ class ParallelSelfAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        shared, kv_heads = ("heads", heads) if kv_heads is None else ("kv_heads", kv_heads)
-        if heads < 1 or hidden % heads:
-            raise ValueError(f"ParallelSelfAttention: hidden ({hidden}) must be a multiple of heads ({heads})")
+        super().__init__(mesh)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if head_dim is None and (heads < 1 or hidden % heads):
+            raise ValueError(
+                f"ParallelSelfAttention: hidden ({hidden}) must be a multiple of heads ({heads}), or give head_dim"
+            )
+        self.head_dim = hidden // heads if head_dim is None else head_dim
+        if self.head_dim < 1:
+            raise ValueError(f"ParallelSelfAttention: head_dim must be positive, got {head_dim}")
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"ParallelSelfAttention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
-        if window is not None and not causal:
-            raise ValueError("ParallelSelfAttention: window needs causal=True")
-        self.kv_heads = check_divides("ParallelSelfAttention", shared, kv_heads, group)  # of this rank
-        self.queries, self.head_size = heads // kv_heads, hidden // heads
-        self.causal, self.window = causal, window
+        if window is not None and (not causal or window < 1):
+            raise ValueError(f"ParallelSelfAttention: window must be positive and needs causal=True, got {window}")
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(
+                f"ParallelSelfAttention: attention_dropout must be from 0 to below 1, got {attention_dropout}"
+            )
+        self.heads = divided("ParallelSelfAttention", "heads", heads, self.ranks)  # of this rank
+        self.kv_heads, rows = self._key_heads(kv_heads)
+        self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
+        self.core: AttentionCore = sdpa if core is None else core
         common = LinearOptions(
-            group=group, bias=bias, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
+            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        width = (heads + 2 * kv_heads) * self.head_size
-        self.qkv = ColumnParallelLinear(hidden, width, init_method=init_method, **common)
-        self.out = RowParallelLinear(hidden, hidden, init_method=output_init_method, **common)
+        qkv_bias = bias if qkv_bias is None else qkv_bias
+        d = self.head_dim
+        self.q = ColumnParallelLinear(hidden, heads * d, bias=qkv_bias, init_method=init_method, **common)
+        self.k, self.v = (
+            ColumnParallelLinear(hidden, kv_heads * d, bias=qkv_bias, rows=rows, init_method=init_method, **common)
+            for _ in range(2)
+        )
+        norm = {"mesh": self.mesh, "device": device, "dtype": dtype}
+        self.q_norm, self.k_norm = (Norm(d, "rms_norm", norm_eps, **norm) if qk_norm else None for _ in range(2))
+        self.out = RowParallelLinear(heads * d, hidden, bias=bias, init_method=output_init_method, **common)
 
+    def _key_heads(self, kv_heads: int) -> tuple[int, slice | None]:
+        """How many key heads this rank has, and where they are in weights that are whole on every rank."""
+        if kv_heads % self.ranks == 0:
+            return kv_heads // self.ranks, None
+        if self.ranks % kv_heads:
+            raise ValueError(
+                "ParallelSelfAttention: kv_heads must be a multiple or a divisor of the size of the mesh, got "
+                f"{kv_heads} for {self.ranks} ranks"
+            )
+        first = group_rank(self.group) * kv_heads // self.ranks * self.head_dim
+        return 1, slice(first, first + self.head_dim)
+
+    @announced
     def forward(
         self,
         x: Tensor,
         angles: Angles | None = None,
         mask: Tensor | None = None,
         *,
-        add_bias: bool = True,
+        positions: Tensor | None = None,
+        residual: Tensor | None = None,
+        dropout: float = 0.0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """``[s, b, hidden]`` to the same shape.
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden]``.
-            angles: cosines and sines of all positions, ``[s, R / 2]`` each, for rotary positions.
-            mask: as of ``scaled_masked_softmax``, broadcastable to ``[b, kv_heads / P, g, s, s]``; not if causal.
-            add_bias, sizes: as of ``RowParallelLinear.forward``.
+            angles: cosines and sines, ``[positions, R / 2]`` each, for rotary positions.
+            mask: for a core that takes one, such as ``unfused``.
+            positions: rows of ``angles`` of all tokens, ``[s]`` or ``[s, b]``; by default 0 to ``s - 1``.
+            residual, dropout, sizes: as of ``RowParallelLinear.forward``.
 
         Raises:
-            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask for causal
-            attention, angles or a mask that do not fit: on every rank.
+            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask that the core
+            does not take, angles, positions or a mask that do not fit.
 
-        Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles and mask replicated (a
-        mask that differs by heads: this rank's).
+        Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
+        replicated (a mask that differs by heads: this rank's).
         """
-        with before(first_collective(self.qkv.sequence_parallel), self.qkv.group, x):
-            check_input("ParallelSelfAttention", x, self.qkv.weight, "[s, b, {}]")
-            if mask is not None and self.causal:
-                raise ValueError("ParallelSelfAttention: mask must be None for causal attention; set causal=False")
-        qkv = self.qkv(x, sizes=sizes)
-        with before(last_collective(self.out.sequence_parallel), self.out.group, x):
-            context = self._attend(qkv, angles, mask)
-        out: Tensor = self.out(context, add_bias=add_bias, sizes=sizes)
+        check_input("ParallelSelfAttention", x, self.q.weight, "[s, b, {}]")
+        if mask is not None and "mask" not in inspect.signature(self.core).parameters:
+            raise TypeError(
+                "ParallelSelfAttention: mask must be None for this core, which does not take one; give the layer "
+                "core=parallel_ops.layers.attention_cores.unfused and causal=False"
+            )
+        (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
+        q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            # A rank norms its own heads.
+            q_weight, k_weight = local_parts(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
+            assert q_weight is not None and k_weight is not None
+            q, k = rms_norm(q, q_weight, self.q_norm.eps), rms_norm(k, k_weight, self.k_norm.eps)
+        if angles is not None:
+            q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
+        given = {} if mask is None else {"mask": mask}
+        dropout_p = self.attention_dropout if self.training else 0.0
+        y = self.core(q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given)
+        out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, sizes=sizes)
         return out
 
-    def _attend(self, qkv: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
-        """``[s, b, this rank's q, k and v]`` to ``[s, b, this rank's heads * d]``."""
-        s, b, _ = qkv.shape
-        kv, g, d = self.kv_heads, self.queries, self.head_size
-        # Views: [s, b, kv, g, d], and [s, b, kv, d] twice.
-        q, k, v = qkv.view(s, b, kv, g + 2, d).split([g, 1, 1], dim=3)
-        q, k, v = q.reshape(s, b, kv * g, d), k.squeeze(3), v.squeeze(3)
-        if angles is not None:
-            q, k = rotary_embedding(q, *angles), rotary_embedding(k, *angles)
-        # The queries of a key one after another: one product for each key, [b kv, g s, d] x [b kv, d, s].
-        q = q.reshape(s, b, kv, g, d).permute(1, 2, 3, 0, 4).reshape(b * kv, g * s, d)
-        k, v = (t.reshape(s, b * kv, d).transpose(0, 1) for t in (k, v))
-        scores = torch.bmm(q, k.transpose(1, 2)).view(b, kv, g, s, s)
-        scale = 1 / math.sqrt(d)
-        if self.causal:
-            weights = scaled_causal_softmax(scores, scale, window=self.window)
-        else:
-            weights = scaled_masked_softmax(scores, mask, scale)
-        context = torch.bmm(weights.view(b * kv, g * s, s).to(v.dtype), v)
-        return context.view(b, kv, g, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, kv * g * d)
-
     def extra_repr(self) -> str:
-        return f"heads={self.kv_heads * self.queries}, kv_heads={self.kv_heads} (of this rank), causal={self.causal}"
+        return f"heads={self.heads}, kv_heads={self.kv_heads} (of this rank), head_dim={self.head_dim}"

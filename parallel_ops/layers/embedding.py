@@ -1,4 +1,4 @@
-"""A token embedding whose vocabulary is split over a group.
+"""A token embedding whose vocabulary is split over a mesh.
 
     x = sum over r of  E_r[token - start_r]  where rank r owns the token, 0 elsewhere
 
@@ -10,29 +10,29 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.comm._group import group_rank, group_size
-from parallel_ops.layers._checks import before
-from parallel_ops.layers._sharding import Init, ShardedModule, Sharding
+from parallel_ops.comm._group import group_rank
+from parallel_ops.layers._checks import announced
+from parallel_ops.layers._parameters import Init, ShardedModule, draw, empty_parameter, local_parts
 from parallel_ops.ops._check import check_same_device
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """``nn.Embedding`` with its rows split over a group.
+    """``nn.Embedding`` with its rows split over a mesh.
 
     Args:
-        num_embeddings: size of the vocabulary, at least the group's size. Any: the parts are those of ``torch.chunk``.
+        num_embeddings: size of the vocabulary. Any of which each rank has a part, as ``torch.chunk`` cuts them.
         embedding_dim: width.
-        group: the ranks that share the table; ``None`` for one.
-        sequence_parallel: the result is sharded by tokens over the group.
-        init_method: fills the whole table in place; by default as ``nn.Embedding`` does.
+        mesh: the ranks that share the table; ``None`` for one.
+        sequence_parallel: the result is sharded by tokens over the mesh.
+        init_method: fills tiles of the table in place, each element independently; by default as ``nn.Embedding`` does.
 
     Attributes:
-        weight: ``[V_r, embedding_dim]``, this rank's rows: also what ``vocab_parallel_linear_cross_entropy`` takes as
-            the weight of a tied output layer.
-        start, stop: of which rows they are. sizes: the rows of every rank.
+        weight: ``[num_embeddings, embedding_dim]``, a DTensor S(0).
+        start, stop: which rows are this rank's. sizes: the rows of every rank.
 
     Raises:
         ValueError: a vocabulary of which some rank would have no part.
@@ -45,32 +45,41 @@ class VocabParallelEmbedding(ShardedModule):
         num_embeddings: int,
         embedding_dim: int,
         *,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh | None,
         sequence_parallel: bool = False,
         init_method: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(mesh)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel, self.init_method = sequence_parallel, init_method
-        sharding = Sharding((num_embeddings, embedding_dim), 0)
-        size = group_size(group)
-        if sharding.span(size - 1, size)[0] >= num_embeddings:
+        self.sequence_parallel, self.init_method = sequence_parallel and self.ranks > 1, init_method
+        part = -(-num_embeddings // self.ranks)
+        if (self.ranks - 1) * part >= num_embeddings:
             raise ValueError(
-                f"VocabParallelEmbedding: num_embeddings ({num_embeddings}) leaves some of the {size} ranks without a "
-                "row; pad the vocabulary"
+                f"VocabParallelEmbedding: num_embeddings ({num_embeddings}) leaves some of the {self.ranks} ranks "
+                "without a row; pad the vocabulary"
             )
-        spans = [sharding.span(rank, size) for rank in range(size)]
-        self.sizes = [stop - start for start, stop in spans]
-        self.start, self.stop = spans[group_rank(group)]
-        self.add_part("weight", sharding, (self.stop - self.start, embedding_dim), device, dtype)
+        self.sizes = [min(part, num_embeddings - rank * part) for rank in range(self.ranks)]
+        self.start = group_rank(self.group) * part
+        self.stop = self.start + self.sizes[group_rank(self.group)]
+        self.weight = empty_parameter((num_embeddings, embedding_dim), Shard(0), self.mesh, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table as ``nn.Embedding`` does."""
-        self.draw("weight", self.init_method or nn.init.normal_)
+        """Draws the table: by default as ``nn.Embedding``, one table at any mesh."""
+        draw(self.weight, self.init_method or nn.init.normal_)
 
+    def local_weight(self) -> Tensor:
+        """This rank's rows, ``[V_r, embedding_dim]``, for ``vocab_parallel_linear_cross_entropy`` of an output layer.
+
+        Its gradient becomes that of ``weight``.
+        """
+        (weight,) = local_parts(self, self.weight)
+        assert weight is not None
+        return weight
+
+    @announced
     def forward(self, tokens: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ...]`` token ids to ``[s, ..., embedding_dim]``.
 
@@ -79,15 +88,11 @@ class VocabParallelEmbedding(ShardedModule):
             sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
 
         Raises:
-            TypeError: tokens that are not integers. IndexError: tokens outside the vocabulary (CPU). Ranks whose
-            tokens are right raise ValueError where another's are wrong.
+            TypeError: tokens that are not integers. IndexError: tokens outside the vocabulary (CPU).
 
         Sharding: tokens replicated; the result replicated, or S(0) with ``sequence_parallel``.
         """
-        with before("reduce_scatter" if self.sequence_parallel else "reduce_from_group", self.group, tokens):
-            rows = self._look_up(tokens)
-        if group_size(self.group) == 1:
-            return rows
+        rows = self._look_up(tokens)
         if self.sequence_parallel:
             return reduce_scatter(rows, self.group, sizes=sizes)
         return reduce_from_group(rows, self.group)
@@ -99,14 +104,14 @@ class VocabParallelEmbedding(ShardedModule):
             raise TypeError(f"VocabParallelEmbedding: tokens must be an int64 or int32 tensor, got {got}")
         check_same_device("VocabParallelEmbedding", "tokens", tokens, "the weight", self.weight)
         local, mine = tokens, None
-        if group_size(self.group) > 1:
+        if self.ranks > 1:
             local = tokens - self.start
             mine = (local >= 0) & (local < self.stop - self.start)
             # A token that no rank owns must not pass as a row of zeros.
             outside = (tokens < 0) | (tokens >= self.num_embeddings)
             local = torch.where(mine, local, torch.where(outside, self.stop - self.start, 0))
         try:
-            rows = F.embedding(local, self.weight)
+            rows = F.embedding(local, self.local_weight())
         except IndexError:
             low, high = (int(t) for t in tokens.aminmax())
             raise IndexError(
@@ -117,6 +122,6 @@ class VocabParallelEmbedding(ShardedModule):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.num_embeddings}, {self.embedding_dim}, rank={group_rank(self.group)} of {group_size(self.group)}, "
+            f"{self.num_embeddings}, {self.embedding_dim}, rank={group_rank(self.group)} of {self.ranks}, "
             f"sequence_parallel={self.sequence_parallel}"
         )

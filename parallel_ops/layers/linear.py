@@ -8,27 +8,39 @@ rank, or, with ``sequence_parallel``, sharded by tokens: the gather and the redu
 product, which hides them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypedDict
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel_ops.comm import copy_to_group, reduce_from_group
-from parallel_ops.comm._group import group_rank, group_size
-from parallel_ops.layers._checks import before, check_input, first_collective, last_collective
-from parallel_ops.layers._sharding import Init, ShardedModule, Sharding, bias_init, check_divides, linear_init
+from parallel_ops.comm._arguments import check_sizes
+from parallel_ops.comm._group import group_rank
+from parallel_ops.layers._checks import announced, check_input
+from parallel_ops.layers._parameters import (
+    Init,
+    ShardedModule,
+    divided,
+    draw,
+    empty_parameter,
+    local_parts,
+    uniform,
+)
+from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, linear_reduce_scatter
 from parallel_ops.tensor_parallel._overlap_plan import Overlap, encode
+from parallel_ops.tensor_parallel.weight_gradients import GradientOf
 
 
 class LinearOptions(TypedDict):
     """The arguments that all linears of a block have in common."""
 
-    group: ProcessGroup | None
-    bias: bool
+    mesh: DeviceMesh | None
     sequence_parallel: bool
     overlap: Overlap
     device: torch.device | str | None
@@ -39,8 +51,9 @@ class _Linear(ShardedModule):
     """What both have.
 
     Attributes:
-        main_grad: an fp32 tensor of the weight's shape to add its gradients to, instead of ``weight.grad``.
-        deferred: a queue that computes the weight's gradients later, as a pipeline schedule wants it.
+        main_grad: an fp32 tensor of the shape of this rank's part of the weight, to which its gradients are added
+            instead of to ``weight.grad``; for weights that neither FSDP nor DDP reduces.
+        deferred: a queue that computes the weight's gradients later, as a pipeline schedule wants it; likewise.
     """
 
     weight: nn.Parameter
@@ -50,57 +63,132 @@ class _Linear(ShardedModule):
         self,
         in_features: int,
         out_features: int,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
-        overlap: Overlap,
+        placements: tuple[Placement, Placement],
+        bias: bool,
         init_method: Init | None,
+        options: LinearOptions,
     ) -> None:
-        super().__init__(group)
-        encode(type(self).__name__, overlap)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_parallel, self.overlap, self.init_method = sequence_parallel, overlap, init_method
-        self.main_grad: Tensor | None = None
-        self.deferred: DeferredWeightGradients | None = None
+        super().__init__(options["mesh"])
+        encode(type(self).__name__, options["overlap"])
+        self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
+        self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
+        self.overlap = options["overlap"]
+        where = {"mesh": self.mesh, "device": options["device"], "dtype": options["dtype"]}
+        self.weight = empty_parameter((out_features, in_features), placements[0], **where)
+        self.bias = empty_parameter((out_features,), placements[1], **where) if bias else None
+        self._main_grad: Tensor | None = None
+        self._deferred: DeferredWeightGradients | None = None
+        self.reset_parameters()
 
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product on this rank alone."""
-        if self.main_grad is None and self.deferred is None:
-            return F.linear(x, self.weight, bias)
-        return all_gather_linear(x, self.weight, bias, group=None, main_grad=self.main_grad, deferred=self.deferred)
+    def reset_parameters(self) -> None:
+        """Draws weight, then bias: as ``nn.Linear`` by default, one model at any mesh (see ``_parameters.draw``)."""
+        draw(self.weight, self.init_method or uniform(self.in_features))
+        if self.bias is not None:
+            draw(self.bias, uniform(self.in_features))
 
-    def _overlapped(
-        self, op: Callable[..., Tensor], x: Tensor, bias: Tensor | None, sizes: Sequence[int] | None
-    ) -> Tensor:
-        """The product and its communication in one op."""
-        handles = {"main_grad": self.main_grad, "deferred": self.deferred}
-        return op(x, self.weight, bias, group=self.group, overlap=self.overlap, sizes=sizes, **handles)
+    @property
+    def main_grad(self) -> Tensor | None:
+        return self._main_grad
+
+    @main_grad.setter
+    def main_grad(self, value: Tensor | None) -> None:
+        self._main_grad, self._of = value, weakref.ref(self.weight)
+
+    @property
+    def deferred(self) -> DeferredWeightGradients | None:
+        return self._deferred
+
+    @deferred.setter
+    def deferred(self, value: DeferredWeightGradients | None) -> None:
+        self._deferred, self._of = value, weakref.ref(self.weight)
+
+    def weight_gradient(self) -> Any:
+        """Where the gradient of the weight goes, if not to autograd: the ``main_grad`` of the op's call.
+
+        Raises:
+            ValueError: FSDP has put another parameter in the place of the one whose gradient was to go elsewhere.
+        """
+        if self._main_grad is None and self._deferred is None:
+            return None
+        if self._of() is not self.weight:
+            raise ValueError(
+                f"{type(self).__name__}: main_grad and deferred hide the weight's gradient from whoever reduces it, "
+                "and fully_shard or replicate has taken the weight over; leave them out (FSDP2 accumulates in the "
+                "reduce_dtype of its MixedPrecisionPolicy)"
+            )
+        return GradientOf(self.weight) if self._main_grad is None else self._main_grad
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank={group_rank(self.group)} of {group_size(self.group)}, sequence_parallel={self.sequence_parallel}"
+            f"rank={group_rank(self.group)} of {self.ranks}, sequence_parallel={self.sequence_parallel}"
         )
 
 
-class ColumnParallelLinear(_Linear):
-    """``nn.Linear`` with its output features split over a group.
+def column_linears(
+    x: Tensor, linears: Sequence["ColumnParallelLinear"], *, add_bias: bool = True, sizes: Sequence[int] | None = None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The outputs of several column-parallel linears of one input, which is gathered once; and their biases.
 
     Args:
-        in_features, out_features: of the whole layer; ``out_features / parts`` divides evenly by the group's size.
-        group: the ranks that share the weight; ``None`` for one.
+        linears: of one mesh and with the same options.
+        add_bias: ``False`` leaves the biases, which are returned, to what comes next.
+    """
+    first = linears[0]
+    check_input(type(first).__name__, x, first.weight)
+    owners = [linear for linear in linears for _ in range(2)]
+    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+    # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
+    handed = local_parts(first, *parameters, partial=[linear.rows is not None for linear in owners])
+    used = [t if t is None or linear.rows is None else t[linear.rows] for t, linear in zip(handed, owners, strict=True)]
+    weights, biases = used[::2], used[1::2]
+    added = biases if add_bias else [None] * len(linears)
+    targets = [linear.weight_gradient() for linear in linears]
+    if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
+        raise ValueError(
+            "ColumnParallelLinear: main_grad and deferred cannot be used for a weight that is whole on every rank, "
+            "since its gradients are summed over the ranks; leave them out there"
+        )
+    special = any(target is not None for target in targets)
+    if not first.sequence_parallel:
+        x = copy_to_group(x, first.group)
+        if not special:
+            return [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], biases
+    if all(b is None for b in added):
+        given = None
+    else:
+        given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
+    outputs = all_gather_linear(
+        x,
+        weights,
+        given,
+        group=first.group if first.sequence_parallel else None,
+        overlap=first.overlap,
+        sizes=sizes if first.sequence_parallel else None,
+        main_grad=targets if special else None,
+        deferred=first.deferred,
+    )
+    return list(outputs), biases
+
+
+class ColumnParallelLinear(_Linear):
+    """``nn.Linear`` with its output features split over a mesh.
+
+    Args:
+        in_features, out_features: of the whole layer; ``out_features`` divides evenly by the mesh's size.
+        mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one.
-        sequence_parallel: the input is sharded by tokens over the group; see ``all_gather_linear`` for ``overlap``.
-        parts: blocks of output features that are split each by itself, such as 2 for the halves of a gated MLP, so
-            that a rank has the same features of all blocks.
-        init_method: fills the whole weight ``[out_features, in_features]`` in place; by default as ``nn.Linear`` does.
+        sequence_parallel: the input is sharded by tokens over the mesh; see ``all_gather_linear`` for ``overlap``.
+        rows: the weight is whole on every rank, which uses these of its rows (output features); gradients are summed.
+        init_method: fills tiles of the weight in place, each element independently; by default as ``nn.Linear`` does.
 
     Attributes:
-        weight: ``[out_features / P, in_features]``. bias: ``[out_features / P]`` or ``None``.
+        weight: ``[out_features, in_features]``, a DTensor S(0). bias: ``[out_features]``, S(0), or ``None``.
 
     Raises:
-        ValueError: sizes that do not fit the group, an unknown ``overlap``.
+        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
 
-    From one seed, ``torch.manual_seed`` on every rank, any group size draws the same whole layer as ``nn.Linear``.
+    From one seed, ``torch.manual_seed`` on every rank, any mesh has the same whole layer.
     """
 
     def __init__(
@@ -108,41 +196,30 @@ class ColumnParallelLinear(_Linear):
         in_features: int,
         out_features: int,
         *,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh | None,
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        parts: int = 1,
+        rows: slice | None = None,
         init_method: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group, sequence_parallel, overlap, init_method)
-        if parts < 1 or out_features % parts:
-            raise ValueError(f"ColumnParallelLinear: parts ({parts}) must divide out_features ({out_features})")
-        local = parts * check_divides("ColumnParallelLinear", "out_features / parts", out_features // parts, group)
-        self.parts = parts
-        rows = (out_features,) if parts == 1 else (parts, out_features // parts)
-        dim = len(rows) - 1
-        self.add_part("weight", Sharding((*rows, in_features), dim), (local, in_features), device, dtype)
-        if bias:
-            self.add_part("bias", Sharding(rows, dim), (local,), device, dtype)
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+        options = LinearOptions(
+            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
+        )
+        placement = Shard(0) if rows is None else Replicate()
+        super().__init__(in_features, out_features, (placement, placement), bias, init_method, options)
+        self.rows = rows
+        if rows is None:
+            divided("ColumnParallelLinear", "out_features", out_features, self.ranks)
 
-    def reset_parameters(self) -> None:
-        """Draws weight, then bias, as ``nn.Linear`` does."""
-        self.draw("weight", self.init_method or linear_init, (self.out_features, self.in_features))
-        if "bias" in self.shardings:
-            self.draw("bias", bias_init(self.in_features), (self.out_features,))
-
-    def forward(self, x: Tensor, *, add_bias: bool = True, sizes: Sequence[int] | None = None) -> Tensor:
+    @announced
+    def forward(self, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ..., in_features]`` to ``[s, ..., out_features / P]``.
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, ..., in_features]``.
-            add_bias: ``False`` leaves the bias to what comes next, which may fuse it.
             sizes: ``s_r`` of every rank, where they differ.
 
         Raises:
@@ -150,33 +227,26 @@ class ColumnParallelLinear(_Linear):
 
         Sharding: x replicated, or S(0) with ``sequence_parallel``; the result S(-1).
         """
-        bias = self.bias if add_bias else None
-        if self.sequence_parallel:
-            with before(first_collective(True), self.group, x):
-                check_input("ColumnParallelLinear", x, self.weight)
-            return self._overlapped(all_gather_linear, x, bias, sizes)
-        check_input("ColumnParallelLinear", x, self.weight)
-        return self._multiply(copy_to_group(x, self.group), bias)
+        return column_linears(x, [self], sizes=sizes)[0][0]
 
 
 class RowParallelLinear(_Linear):
-    """``nn.Linear`` with its input features split over a group.
+    """``nn.Linear`` with its input features split over a mesh.
 
     Args:
-        in_features, out_features: of the whole layer; ``in_features`` divides evenly by the group's size.
-        group: the ranks that share the weight; ``None`` for one.
+        in_features, out_features: of the whole layer; ``in_features`` divides evenly by the mesh's size.
+        mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one. It is whole on every rank and added once.
-        sequence_parallel: the output is sharded by tokens over the group; see ``linear_reduce_scatter`` for
-            ``overlap``.
-        init_method: fills the whole weight ``[out_features, in_features]`` in place; by default as ``nn.Linear`` does.
+        sequence_parallel: the output is sharded by tokens over the mesh; see ``linear_reduce_scatter`` for ``overlap``.
+        init_method: fills tiles of the weight in place, each element independently; by default as ``nn.Linear`` does.
 
     Attributes:
-        weight: ``[out_features, in_features / P]``. bias: ``[out_features]`` or ``None``.
+        weight: ``[out_features, in_features]``, a DTensor S(1). bias: ``[out_features]``, replicated, or ``None``.
 
     Raises:
-        ValueError: sizes that do not fit the group, an unknown ``overlap``.
+        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
 
-    From one seed, ``torch.manual_seed`` on every rank, any group size draws the same whole layer as ``nn.Linear``.
+    From one seed, ``torch.manual_seed`` on every rank, any mesh has the same whole layer.
     """
 
     def __init__(
@@ -184,7 +254,7 @@ class RowParallelLinear(_Linear):
         in_features: int,
         out_features: int,
         *,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh | None,
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
@@ -192,39 +262,57 @@ class RowParallelLinear(_Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, group, sequence_parallel, overlap, init_method)
-        local = check_divides("RowParallelLinear", "in_features", in_features, group)
-        self.add_part("weight", Sharding((out_features, in_features), 1), (out_features, local), device, dtype)
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
+        options = LinearOptions(
+            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
+        )
+        super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
+        divided("RowParallelLinear", "in_features", in_features, self.ranks)
 
-    def reset_parameters(self) -> None:
-        """Draws weight, then bias, as ``nn.Linear`` does."""
-        self.draw("weight", self.init_method or linear_init)
-        if self.bias is not None:
-            with torch.no_grad():
-                bias_init(self.in_features)(self.bias)
-
-    def forward(self, x: Tensor, *, add_bias: bool = True, sizes: Sequence[int] | None = None) -> Tensor:
+    @announced
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        dropout: float = 0.0,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
         """``[s, ..., in_features / P]`` to ``[s, ..., out_features]``.
 
         Args:
             x: all rows of this rank's features.
-            add_bias: ``False`` leaves the bias to what comes next. With ``sequence_parallel`` its gradient there is
-                that of this rank's rows alone: give it ``copy_to_group(layer.bias, group)``.
+            residual: of the result's shape: the result is ``dropout(linear(x)) + residual``, in one pass.
+            dropout: probability, with ``residual``. It draws by global element index: ranks whose default generators
+                are in the same state drop what a single process would.
             sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
 
         Raises:
             TypeError, ValueError: x of another shape, dtype or device than the weight needs.
 
-        Sharding: x S(-1); the result replicated, or S(0) with ``sequence_parallel``.
+        Sharding: x S(-1); the result (and residual) replicated, or S(0) with ``sequence_parallel``.
         """
-        bias = self.bias if add_bias else None
-        with before(last_collective(self.sequence_parallel), self.group, x):
-            check_input("RowParallelLinear", x, self.weight)
+        check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
+        weight, bias = local_parts(self, self.weight, self.bias)
+        assert weight is not None
+        target = self.weight_gradient()
+        offset = 0
         if self.sequence_parallel:
-            return self._overlapped(linear_reduce_scatter, x, bias, sizes)
-        if group_size(self.group) == 1:
-            return self._multiply(x, bias)
-        y = reduce_from_group(self._multiply(x, None), self.group)
+            y = linear_reduce_scatter(
+                x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
+                main_grad=target, deferred=self.deferred,
+            )  # fmt: skip
+            bias = None
+            if residual is not None and dropout > 0.0 and self.training:
+                rows = check_sizes("RowParallelLinear", "sizes", sizes, self.group, 0, whole=x)
+                offset = sum(rows[: group_rank(self.group)]) * y.shape[1:].numel()
+        else:
+            alone = None if self.ranks > 1 or residual is not None else bias
+            if target is None:
+                y = F.linear(x, weight, alone)
+            else:
+                y = all_gather_linear(x, weight, alone, group=None, main_grad=target, deferred=self.deferred)
+            bias = None if alone is not None else bias
+            y = reduce_from_group(y, self.group)
+        if residual is not None:
+            return bias_dropout_add(y, bias, residual, dropout, training=self.training, index_offset=offset)
         return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower, as that of nn.Linear

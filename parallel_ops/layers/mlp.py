@@ -1,37 +1,37 @@
-"""The feed-forward block of a transformer, its hidden features split over a group.
+"""The feed-forward block of a transformer, its hidden features split over a mesh.
 
-y = W_2 act(W_1 x + b_1) + b_2          act: GeLU, or SwiGLU over the two halves of W_1 x + b_1
+y = W_down gelu(W_up x + b_up) + b_down
+y = W_down (silu(W_gate x + b_gate) * (W_up x + b_up)) + b_down             SwiGLU, Shazeer, arXiv:2002.05202
 """
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers._checks import before, check_input, first_collective
-from parallel_ops.layers._sharding import Init
-from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear
-from parallel_ops.ops import bias_gelu, bias_swiglu
+from parallel_ops.layers._checks import announced, check_input
+from parallel_ops.layers._parameters import Init, ShardedModule
+from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
+from parallel_ops.ops import bias_gelu, silu_mul
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
 
-_ACTIVATIONS = {"gelu": bias_gelu, "swiglu": bias_swiglu}
+ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 
 
-class ParallelMLP(nn.Module):
-    """Two linears around a fused bias and activation.
+class ParallelMLP(ShardedModule):
+    """Two or three linears around a fused activation.
 
     Args:
         hidden: width of input and output.
-        ffn_hidden: width after the activation; divides evenly by the group's size. ``None`` for ``4 * hidden``.
-        activation: ``"gelu"`` (tanh approximation) or ``"swiglu"`` (the first linear is twice as wide, gate
-            half first).
-        group: the ranks that share the weights; ``None`` for one.
+        ffn_hidden: width after the activation; divides evenly by the mesh's size. ``None`` for ``4 * hidden``.
+        mesh: the ranks that share the weights; ``None`` for one.
+        activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         sequence_parallel, overlap, bias: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
-        init_method, output_init_method: fill the whole weights of ``up`` and ``out`` in place.
+        init_method, output_init_method: of ``up`` and ``gate``, and of ``down``.
 
     Raises:
-        ValueError: an unknown activation, sizes that do not fit the group.
+        TypeError, ValueError: an unknown activation, sizes that do not fit the mesh.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ParallelMLP(nn.Module):
         hidden: int,
         ffn_hidden: int | None = None,
         *,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh | None,
         activation: str = "gelu",
         bias: bool = True,
         sequence_parallel: bool = False,
@@ -49,29 +49,42 @@ class ParallelMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"ParallelMLP: activation must be 'gelu' or 'swiglu', got {activation!r}")
-        width, parts = 4 * hidden if ffn_hidden is None else ffn_hidden, 2 if activation == "swiglu" else 1
-        self.activation = activation
+        super().__init__(mesh)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"ParallelMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.activation, width = activation, 4 * hidden if ffn_hidden is None else ffn_hidden
         common = LinearOptions(
-            group=group, bias=bias, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
+            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        self.up = ColumnParallelLinear(hidden, parts * width, parts=parts, init_method=init_method, **common)
-        self.out = RowParallelLinear(width, hidden, init_method=output_init_method, **common)
+        gated = activation == "swiglu"
+        self.gate = ColumnParallelLinear(hidden, width, bias=bias, init_method=init_method, **common) if gated else None
+        self.up = ColumnParallelLinear(hidden, width, bias=bias, init_method=init_method, **common)
+        self.down = RowParallelLinear(width, hidden, bias=bias, init_method=output_init_method, **common)
 
-    def forward(self, x: Tensor, *, add_bias: bool = True, sizes: Sequence[int] | None = None) -> Tensor:
+    @announced
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        dropout: float = 0.0,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
         """``[s, ..., hidden]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
 
         Raises:
-            TypeError, ValueError: x of another shape, dtype or device than the weights need: on every rank.
+            TypeError, ValueError: x of another shape, dtype or device than the weights need.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
         """
-        with before(first_collective(self.up.sequence_parallel), self.up.group, x):
-            check_input("ParallelMLP", x, self.up.weight)
-        y = _ACTIVATIONS[self.activation](self.up(x, add_bias=False, sizes=sizes), self.up.bias)
-        out: Tensor = self.out(y, add_bias=add_bias, sizes=sizes)
+        check_input("ParallelMLP", x, self.up.weight)
+        if self.gate is not None:
+            (gate, up), _ = column_linears(x, [self.gate, self.up], sizes=sizes)
+            y = silu_mul(gate, up)
+        else:
+            (up,), (bias,) = column_linears(x, [self.up], add_bias=False, sizes=sizes)
+            y = bias_gelu(up, bias, approximate="none" if self.activation == "gelu_exact" else "tanh")
+        out: Tensor = self.down(y, residual=residual, dropout=dropout, sizes=sizes)
         return out
 
     def extra_repr(self) -> str:

@@ -30,3 +30,8 @@ __all__ = [
     "scaled_masked_softmax",
     "scaled_masked_softmax_reference",
 ]
+
+
+def silu_mul(gate, up):  # SHIM
+    import torch.nn.functional as F
+    return F.silu(gate) * up

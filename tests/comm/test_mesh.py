@@ -1,4 +1,6 @@
-"""ParallelMesh: the layout of ranks, the groups, and what it refuses."""
+"""ParallelMesh: the layout of ranks, the meshes by name, and what it refuses."""
+
+import itertools
 
 import pytest
 
@@ -6,43 +8,58 @@ from parallel_ops import ParallelMesh
 from support import mesh
 from support.distributed import Raised, ranks
 
+PARTS = {
+    **{name: (name,) for name in mesh.DIMENSIONS},
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
 
-@pytest.mark.parametrize("sizes", mesh.layouts(4), ids=str)
-def test_groups_follow_the_layout(sizes):
-    tp, cp, pp, dp, ep = (sizes[n] for n in ("tp", "cp", "pp", "dp", "ep"))
-    strides = {"tp": 1, "cp": tp, "pp": tp * cp, "dp": tp * cp * pp}
-    for rank, groups in enumerate(ranks(4).run(mesh.described, sizes)):
-        at = {name: rank // strides[name] % sizes[name] for name in strides}
-        for name, stride in strides.items():
-            expected = [rank + (i - at[name]) * stride for i in range(sizes[name])]
-            assert groups[name][:3] == (sizes[name], at[name], expected)
-        first = rank - at["dp"] * strides["dp"]
-        replicas = [first + i * strides["dp"] for i in range(dp)]
-        block = at["dp"] // ep
-        assert groups["ep"][2] == replicas[block * ep : (block + 1) * ep]
-        assert groups["expert_dp"][2] == replicas[at["dp"] % ep :: ep]
-        assert groups["dp_cp"][2] == [
-            r + i * strides["cp"] for r in (x - at["cp"] * strides["cp"] for x in replicas) for i in range(cp)
-        ]
-        for size, own, members, group in (groups[name] for name in mesh.NAMES):
-            assert len(members) == size and members[own] == rank
-            assert group == (None if size == 1 else members)
-        assert groups["device_mesh"] == (("dp", "pp", "cp", "tp"), (dp, pp, cp, tp))
+
+def line(rank: int, sizes: dict[str, int], parts: tuple[str, ...]) -> list[int]:
+    """The ranks that differ from ``rank`` in these dimensions alone, the innermost dimension fastest."""
+    strides, stride = {}, 1
+    for name in reversed(mesh.DIMENSIONS):
+        strides[name], stride = stride, stride * sizes[name]
+    base = rank - sum(rank // strides[p] % sizes[p] * strides[p] for p in parts)
+    steps = itertools.product(*([i * strides[p] for i in range(sizes[p])] for p in parts))
+    return [base + sum(step) for step in steps]
+
+
+def test_meshes_follow_the_layout():
+    layouts = mesh.layouts(4)
+    for rank, results in enumerate(ranks(4).run(mesh.described, layouts)):
+        for sizes, result in zip(layouts, results, strict=True):
+            expected = {name: line(rank, sizes, parts) for name, parts in PARTS.items()}
+            folded = line(rank, sizes, ("dp_shard", "cp", "tp"))
+            at, ep = folded.index(rank), sizes["ep"]
+            expected["ep"] = folded[at // ep * ep : at // ep * ep + ep]
+            expected["efsdp"] = folded[at % ep :: ep]
+            for name, members in expected.items():
+                whole = None if len(members) == 1 else members
+                assert result[name] == (len(members), members.index(rank), whole, whole), (sizes, name)
+            shape = tuple(sizes[name] for name in mesh.DIMENSIONS)
+            assert result["root"] == (mesh.DIMENSIONS, shape)
+            if sizes["dp_replicate"] * len(expected["fsdp"]) == 1:
+                assert result["hybrid"] is None
+            else:
+                rows = [line(r, sizes, PARTS["fsdp"]) for r in line(rank, sizes, ("dp_replicate",))]
+                assert sorted(map(sorted, result["hybrid"])) == sorted(map(sorted, rows))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 3}, "pp=1 * dp=1 * cp=1 * tp=3 is 3, but the default process group has 2 ranks"),
+        ({"tp": 3}, "pp=1 * dp_replicate=1 * dp_shard=1 * cp=1 * tp=3 is 3, but the default process group has 2 ranks"),
         ({}, "is 1, but the default process group has 2 ranks"),
-        ({"dp": 2, "ep": 4}, "ep=4 must divide dp=2"),
+        ({"dp_shard": 2, "ep": 4}, "ep=4 must divide dp_shard * cp * tp = 2"),
         ({"tp": 0}, "tp must be at least 1, got 0"),
         ({"tp": 2.0}, "tp must be an int, got float"),
         ({"tp": 2, "device_type": "tpu"}, "device_type must be 'cpu' or 'cuda', got 'tpu'"),
     ],
 )
 def test_sizes_that_do_not_fit(sizes, message):
-    for outcome in ranks(2).outcomes(mesh.described, sizes):
+    for outcome in ranks(2).outcomes(mesh.described, [sizes]):
         assert isinstance(outcome, Raised)
         assert outcome.type in ("ValueError", "TypeError")
         assert message in outcome.message
@@ -50,12 +67,12 @@ def test_sizes_that_do_not_fit(sizes, message):
 
 def test_one_rank_without_a_process_group():
     alone = ParallelMesh()
-    assert alone.group("tp") is None
-    assert (alone.size("dp_cp"), alone.rank("ep"), alone.ranks("pp")) == (1, 0, [0])
-    assert repr(alone) == "ParallelMesh(pp=1, dp=1, cp=1, tp=1, ep=1)"
+    assert alone["tp"] is None and alone.group("tp") is None and alone["dp_replicate", "fsdp"] is None
+    assert (alone.size("loss"), alone.rank("ep")) == (1, 0)
+    assert repr(alone) == "ParallelMesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)"
     with pytest.raises(RuntimeError, match="init_process_group"):
-        _ = alone.device_mesh
-    with pytest.raises(ValueError, match="no group 'sp'; the groups are dp, pp, cp, tp, ep, expert_dp, dp_cp"):
+        _ = alone.root
+    with pytest.raises(ValueError, match="no dimension 'sp'; the dimensions are pp, dp_replicate, dp_shard, cp, tp"):
         alone.group("sp")
     with pytest.raises(ValueError, match="tp=2 is 2, but there is no default process group"):
         ParallelMesh(tp=2)

@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
+from parallel_ops.layers import attention_cores
 from support import layer_modes
 from support import layers as on_rank
 from support.distributed import Raised, ranks
@@ -23,7 +25,9 @@ def compare(got, want, eps):
         assert on_rank.close(got[1], want[1], eps), "gradient of the input"
     assert got[2].keys() == want[2].keys()
     for name, grad in want[2].items():
-        assert on_rank.close(got[2][name], grad, eps), f"gradient of {name}"
+        # A bias of all keys changes no softmax: its gradient is rounding.
+        scale = want[2][name.replace("k.bias", "q.bias")].abs().max()
+        assert (got[2][name] - grad).abs().max() <= eps * scale, f"gradient of {name}"
 
 
 @groups
@@ -33,7 +37,7 @@ def test_output_and_gradients_are_those_of_one_process(size, kind, sequence_para
     for s, options in ((8, {}), (7, {"overlap": 2})):
         want = on_rank.step(0, kind, s, False, torch.float64)
         run = ranks(size).run(on_rank.step_with, kind, s, sequence_parallel, torch.float64, options)
-        compare(on_rank.gathered(run, kind, s, sequence_parallel), want, 1e-13)
+        compare(on_rank.gathered(run, kind, sequence_parallel), want, 1e-13)
 
 
 @pytest.mark.parametrize("kind", ["llama", "layer", "embedding", "column", "row"])
@@ -41,7 +45,7 @@ def test_ranks_without_a_token_take_part(kind):
     want = on_rank.step(0, kind, 2, False, torch.float64)
     for options in ({}, {"overlap": 2}):
         run = ranks(4).run(on_rank.step_with, kind, 2, True, torch.float64, options)
-        compare(on_rank.gathered(run, kind, 2, True), want, 1e-13)
+        compare(on_rank.gathered(run, kind, True), want, 1e-13)
 
 
 @groups
@@ -52,7 +56,7 @@ def test_dropout_is_that_of_one_process(size, sequence_parallel):
     kept = on_rank.step(0, "layer", 7, False, torch.float64)
     assert not on_rank.close(want[0], kept[0], 1e-2)
     run = ranks(size).run(on_rank.step_with, "layer", 7, sequence_parallel, torch.float64, options)
-    compare(on_rank.gathered(run, "layer", 7, sequence_parallel), want, 1e-13)
+    compare(on_rank.gathered(run, "layer", sequence_parallel), want, 1e-13)
 
 
 @kinds
@@ -64,67 +68,29 @@ def test_one_seed_gives_one_model(kind):
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_weights_are_drawn_as_torch_draws_them():
+def test_weights_have_the_spread_that_torch_gives_them():
+    torch.manual_seed(2)
     for ours, theirs in (
-        (lambda: layers.ColumnParallelLinear(6, 8, group=None), lambda: nn.Linear(6, 8)),
-        (lambda: layers.RowParallelLinear(6, 8, group=None), lambda: nn.Linear(6, 8)),
-        (lambda: layers.VocabParallelEmbedding(7, 5, group=None), lambda: nn.Embedding(7, 5)),
+        (layers.ColumnParallelLinear(300, 200, mesh=None), nn.Linear(300, 200)),
+        (layers.RowParallelLinear(300, 200, mesh=None), nn.Linear(300, 200)),
+        (layers.VocabParallelEmbedding(200, 300, mesh=None), nn.Embedding(200, 300)),
     ):
-        states = []
-        for build in (ours, theirs):
-            torch.manual_seed(2)
-            states.append(build().state_dict())
-        assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
-    drawn = layers.ParallelMLP(4, 6, group=None, activation="swiglu", init_method=lambda w: w.fill_(w.shape[0]))
-    assert (drawn.up.weight == 12).all()
+        for name, value in theirs.state_dict().items():
+            drawn = ours.state_dict()[name]
+            assert drawn.shape == value.shape
+            torch.testing.assert_close(drawn.std(), value.std(), rtol=0.1, atol=0)
+            assert drawn.unique().numel() > 0.9 * drawn.numel()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["embedding", "grouped", "llama", "layer"])
-def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_four(kind, tmp_path):
-    saved, other = ranks(2).run(on_rank.save, kind, str(tmp_path))
-    assert all(torch.equal(saved[name], other[name]) for name in saved)
-    loaded = [on_rank.load(0, kind, str(tmp_path)), *ranks(4).run(on_rank.load, kind, str(tmp_path))]
-    for state in loaded:
-        assert state.keys() == saved.keys()
-        assert all(torch.equal(state[name], saved[name]) for name in saved)
+def test_no_tensor_of_a_whole_weight_is_made():
+    """Peak of what is drawn on one of four ranks: its part and a tile."""
+    for part, peak in ranks(4).run(on_rank.drawing_peak):
+        assert peak <= part + 2 * 64 * 1024 * 4
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_one_process_loads_on_two_ranks(tmp_path):
-    saved = on_rank.save_one("swiglu", str(tmp_path))
-    for state in ranks(2).run(on_rank.load, "swiglu", str(tmp_path)):
-        assert all(torch.equal(state[name], saved[name]) for name in saved)
-
-
-@pytest.mark.parametrize("kind", ["llama", "embedding"])
-def test_whole_tensors_load_into_parts(kind):
-    whole = on_rank.weights(0, kind)
-    flat = {k: v.flatten(0, 1) if v.dim() == 3 else v for k, v in whole.items()}  # as nn.Linear has the halves
-    for source in (whole, flat):
-        for state in ranks(4).run(on_rank.load_whole, kind, source):
-            assert all(torch.equal(state[name], whole[name]) for name in whole)
-
-
-def test_a_state_dict_of_another_shape_is_named():
-    module = layers.ColumnParallelLinear(4, 6, group=None)
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        module.load_state_dict({"weight": torch.zeros(5, 4), "bias": torch.zeros(6)})
-
-
-@groups
-def test_clipping_by_the_norm_of_the_whole_model(size):
-    module = on_rank.build("llama")
-    x, grad = on_rank.inputs("llama", 8, torch.float32)
-    module(x, on_rank.angles(8, "llama")).backward(grad)
-    want = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-    grads = {name: p.grad for name, p in module.named_parameters()}
-    parts = []
-    for norm, part in ranks(size).run(on_rank.clipped, "llama", 0.5):
-        torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
-        parts.append((torch.zeros(1), None, part))
-    got = on_rank.gathered(parts, "llama", 8, False)[2]
-    torch.testing.assert_close(got, grads, rtol=1e-4, atol=1e-6)
+def test_a_model_made_on_the_meta_device_is_the_same():
+    for made, meta in ranks(2).run(on_rank.from_meta):
+        assert all(torch.equal(meta[name], value) for name, value in made.items())
 
 
 @pytest.mark.parametrize("kind", ["layer", "llama"])
@@ -140,7 +106,7 @@ def test_weight_gradients_go_where_the_layer_is_told(sequence_parallel):
     for main, defer in ((True, False), (False, True), (True, True)):
         outcomes = ranks(2).run(on_rank.with_handles, sequence_parallel, main, defer)
         for (grads, pending), (want, _) in zip(outcomes, plain, strict=True):
-            assert pending == (4 if defer else 0)
+            assert pending == (4 if defer else 0)  # q, k, v; out; gate, up; down
             torch.testing.assert_close(grads, want, rtol=1e-6, atol=1e-6)
 
 
@@ -181,16 +147,59 @@ def test_an_embedding_compiles_to_one_graph():
 
 def test_attention_without_causality_sees_the_mask():
     torch.manual_seed(0)
-    attention = layers.ParallelSelfAttention(8, 2, group=None, causal=False).double()
-    causal = layers.ParallelSelfAttention(8, 2, group=None).double()
+    masked = {"causal": False, "core": attention_cores.unfused}
+    attention = layers.ParallelSelfAttention(8, 2, mesh=None, **masked).double()
+    causal = layers.ParallelSelfAttention(8, 2, mesh=None).double()
     causal.load_state_dict(attention.state_dict())
     x = torch.randn(5, 3, 8, dtype=torch.float64)
     future = torch.ones(5, 5, dtype=torch.bool).triu(1)
     torch.testing.assert_close(attention(x, mask=future), causal(x))
     assert not torch.allclose(attention(x), causal(x))
-    narrow = layers.ParallelSelfAttention(8, 2, group=None, window=2).double()
+    narrow = layers.ParallelSelfAttention(8, 2, mesh=None, window=2).double()
     narrow.load_state_dict(attention.state_dict())
     torch.testing.assert_close(attention(x, mask=future | torch.ones(5, 5, dtype=torch.bool).tril(-2)), narrow(x))
+    with pytest.raises(TypeError, match="mask must be None for this core"):
+        causal(x, mask=future)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_cores_agree_and_never_make_all_scores(window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(700, 2, heads, 8, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    )
+    results = []
+    for core in (attention_cores.sdpa, attention_cores.unfused):
+        y = core(q, k, v, window=window)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+    torch.testing.assert_close(*results)
+    with LargestOutput() as largest, torch.no_grad():
+        attention_cores.sdpa(q, k, v, window=window)
+    assert largest.elements < 700 * 700
+    with pytest.raises(ValueError, match="window needs causal"):
+        attention_cores.sdpa(q, k, v, window=2, causal=False)
+
+
+class LargestOutput(TorchDispatchMode):
+    """The most elements of a tensor that an op returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+def test_explicit_positions_turn_queries_and_keys():
+    attention = on_rank.build("grouped")
+    x, _ = on_rank.inputs("grouped", 6, torch.float32)
+    cos, sin = on_rank.angles(9, "grouped")
+    positions = torch.tensor([4, 0, 8, 2, 2, 1])
+    expected = attention(x, (cos[positions], sin[positions]))
+    torch.testing.assert_close(attention(x, (cos, sin), positions=positions), expected)
 
 
 def test_layers_can_be_copied_and_moved():
@@ -204,18 +213,22 @@ def test_layers_can_be_copied_and_moved():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: layers.ColumnParallelLinear(4, 6, group=None, parts=4), r"parts \(4\) must divide out_features \(6\)"),
-        (lambda: layers.ColumnParallelLinear(4, 6, group=None, overlap="never"), "overlap must be"),
-        (lambda: layers.RowParallelLinear(0, 6, group=None), "in_features must be positive, got 0"),
-        (lambda: layers.ParallelMLP(4, group=None, activation="relu"), "activation must be 'gelu' or 'swiglu'"),
-        (lambda: layers.ParallelSelfAttention(10, 4, group=None), r"hidden \(10\) must be a multiple of heads"),
-        (lambda: layers.ParallelSelfAttention(8, 4, kv_heads=3, group=None), r"heads \(4\) must be a multiple of kv"),
-        (lambda: layers.ParallelSelfAttention(8, 4, causal=False, window=2, group=None), "window needs causal"),
-        (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, group=None), "dropout must be from 0 to 1"),
-        (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", group=None), "kind must be 'layer_norm' or"),
-        (lambda: layers.clip_grad_norm(nn.Linear(2, 2), 0.0, None), "max_norm must be positive"),
+        (lambda: layers.ColumnParallelLinear(4, 6, mesh=None, overlap="never"), "overlap must be"),
+        (lambda: layers.RowParallelLinear(0, 6, mesh=None), "in_features must be positive, got 0"),
         (
-            lambda: layers.ParallelSelfAttention(8, 2, group=None)(torch.zeros(3, 8)),
+            lambda: layers.ParallelMLP(4, mesh=None, activation="relu"),
+            "must be one of gelu, gelu_exact, swiglu",
+        ),
+        (lambda: layers.ParallelSelfAttention(10, 4, mesh=None), r"hidden \(10\) must be a multiple of heads"),
+        (lambda: layers.ParallelSelfAttention(8, 4, kv_heads=3, mesh=None), r"heads \(4\) must be a multiple of kv"),
+        (
+            lambda: layers.ParallelSelfAttention(8, 4, causal=False, window=2, mesh=None),
+            "must be positive and needs causal",
+        ),
+        (lambda: layers.ParallelTransformerLayer(8, 2, dropout=1.5, mesh=None), "dropout must be from 0 to 1"),
+        (lambda: layers.ParallelTransformerLayer(8, 2, norm="batch", mesh=None), "kind must be 'layer_norm' or"),
+        (
+            lambda: layers.ParallelSelfAttention(8, 2, mesh=None)(torch.zeros(3, 8)),
             r"x must be \[s, b, 8\], got \[3, 8\]",
         ),
     ],
@@ -228,19 +241,21 @@ def test_bad_arguments_are_named(build, message):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("column", "out_features / parts must be a multiple of the size of the group, got 6 for 4 ranks"),
-        ("row", "got 6 for 4 ranks; groups that fit have 1, 2, 3, 6 ranks"),
-        ("attention", "kv_heads must be a multiple of the size of the group, got 2 for 4 ranks"),
+        ("column", "out_features must be a multiple of the size of the mesh, got 6 for 4 ranks"),
+        ("row", "got 6 for 4 ranks; meshes that fit have 1, 2, 3, 6 ranks"),
+        ("kv_heads", "kv_heads must be a multiple or a divisor of the size of the mesh, got 3 for 4 ranks"),
         (
             "heads",
-            ": heads must be a multiple of the size of the group, got 6 for 4 ranks; groups that fit have 1, 2, 3",
+            ": heads must be a multiple of the size of the mesh, got 6 for 4 ranks; meshes that fit",
         ),
+        ("mesh", "mesh must have one dimension, the tensor-parallel one, got 5"),
+        ("group", "mesh must be None or a torch DeviceMesh of one dimension"),
         ("embedding", "num_embeddings (5) leaves some of the 4 ranks without a row; pad the vocabulary"),
     ],
 )
-def test_a_group_that_does_not_fit_is_named(kind, message):
+def test_a_mesh_that_does_not_fit_is_named(kind, message):
     for outcome in ranks(4).outcomes(on_rank.too_many_ranks, kind):
-        assert isinstance(outcome, Raised) and outcome.type == "ValueError"
+        assert isinstance(outcome, Raised) and outcome.type == ("TypeError" if kind == "group" else "ValueError")
         assert message in outcome.message
 
 
@@ -252,22 +267,6 @@ def test_tokens_outside_the_vocabulary_raise_on_every_rank():
         on_rank.build("embedding")(torch.zeros(2, 2))
 
 
-def test_a_weight_of_another_layout_is_refused():
-    """A transposed weight has as many elements."""
-    layer = layers.ColumnParallelLinear(4, 8, group=None)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        layer.load_state_dict({"weight": torch.randn(4, 8), "bias": torch.randn(8)})
-    for outcome in ranks(2).outcomes(on_rank.loads_transposed):
-        assert isinstance(outcome, Raised) and "size mismatch" in outcome.message
-
-
 def test_a_row_of_nan_stays_with_its_token():
     for result, expected in ranks(2).run(on_rank.embeds_nan):
         assert torch.equal(result.isnan(), expected)
-
-
-def test_clipping_nothing_is_fine():
-    layer = layers.ColumnParallelLinear(4, 8, group=None)
-    assert layers.clip_grad_norm(layer, 1.0, None).item() == 0.0
-    layer.half().weight.grad = torch.full((8, 4), 3e4, dtype=torch.float16)
-    assert layers.clip_grad_norm(layer, 1e9, None).item() == pytest.approx(3e4 * 32**0.5, rel=1e-3)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support.layers import FEATURES_IN, angles, build, inputs
+from support.layers import FEATURES_IN, angles, build, inputs, local, set_handles, whole
 
 
 def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> list[list[Tensor]]:
@@ -22,7 +22,7 @@ def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> lis
         x = x.clone().requires_grad_()
         y = run(x)
         y.backward(grad)
-        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+        results.append([y.detach(), x.grad, *(whole(p.grad) for p in module.parameters())])
     return results
 
 
@@ -31,9 +31,7 @@ def checkpointed(rank: int, kind: str, sequence_parallel: bool, main: bool, defe
     results = []
     for again in (False, True):
         module, queue = build(kind, sequence_parallel=sequence_parallel, dropout=0.3), DeferredWeightGradients()
-        for linear in (m for m in module.modules() if hasattr(m, "main_grad")):
-            linear.main_grad = torch.zeros_like(linear.weight) if main else None
-            linear.deferred = queue if defer else None
+        set_handles(module, queue if defer else None, main)
         x, grad = inputs(kind, 8, torch.float32)
         if sequence_parallel:
             x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
@@ -44,7 +42,9 @@ def checkpointed(rank: int, kind: str, sequence_parallel: bool, main: bool, defe
         y.backward(grad)
         queue.compute()
         mains = [m.main_grad for m in module.modules() if getattr(m, "main_grad", None) is not None]
-        results.append([y.detach(), x.grad, *mains, *(p.grad for p in module.parameters() if p.grad is not None)])
+        results.append(
+            [y.detach(), x.grad, *mains, *(local(p.grad) for p in module.parameters() if p.grad is not None)]
+        )
     return results
 
 
@@ -72,7 +72,7 @@ def frozen_norms(rank: int) -> tuple[dict[str, Tensor | None], dict[str, Tensor 
         module.attention.requires_grad_(not freeze)
         x, grad = (t.chunk(dist.get_world_size())[rank] for t in inputs("layer", 8, torch.float32))
         module(x).backward(grad)
-        results.append({name: p.grad for name, p in module.named_parameters()})
+        results.append({n: None if p.grad is None else local(p.grad) for n, p in module.named_parameters()})
     return results[0], results[1]
 
 

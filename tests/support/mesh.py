@@ -8,28 +8,34 @@ import torch.distributed as dist
 
 from parallel_ops import ParallelMesh
 
-NAMES = ("tp", "cp", "pp", "dp", "ep", "expert_dp", "dp_cp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+NAMES = (*DIMENSIONS, "dp", "fsdp", "loss", "ep", "efsdp")
 
 
 def layouts(world: int) -> list[dict[str, int]]:
     """Every mesh of this many ranks."""
     factors = [n for n in range(1, world + 1) if world % n == 0]
     return [
-        {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
-        for pp, dp, cp, tp in itertools.product(factors, repeat=4)
-        if math.prod((pp, dp, cp, tp)) == world
+        {**dict(zip(DIMENSIONS, sizes, strict=True)), "ep": ep}
+        for sizes in itertools.product(factors, repeat=5)
+        if math.prod(sizes) == world
         for ep in factors
-        if dp % ep == 0
+        if math.prod(sizes[2:]) % ep == 0
     ]
 
 
-def described(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
-    """name -> (size, rank, ranks by the mesh, ranks of the process group or None), and the DeviceMesh's dimensions."""
-    mesh = ParallelMesh(**sizes)
-    result: dict[str, Any] = {}
-    for name in NAMES:
-        group = mesh.group(name)
-        members = None if group is None else dist.get_process_group_ranks(group)
-        result[name] = (mesh.size(name), mesh.rank(name), mesh.ranks(name), members)
-    result["device_mesh"] = (mesh.device_mesh.mesh_dim_names, tuple(mesh.device_mesh.shape))
-    return result
+def described(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """For each layout name -> (size, rank, ranks of the mesh or None, ranks of the group or None), and the root's."""
+    results = []
+    for sizes in layouts:
+        mesh = ParallelMesh(**sizes)
+        result: dict[str, Any] = {}
+        for name in NAMES:
+            part, group = mesh[name], mesh.group(name)
+            members = None if group is None else dist.get_process_group_ranks(group)
+            result[name] = (mesh.size(name), mesh.rank(name), None if part is None else part.mesh.tolist(), members)
+        hybrid = mesh["dp_replicate", "fsdp"]
+        result["hybrid"] = None if hybrid is None else hybrid.mesh.tolist()
+        result["root"] = (mesh.root.mesh_dim_names, tuple(mesh.root.shape))
+        results.append(result)
+    return results
