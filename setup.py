@@ -127,6 +127,7 @@ setup(
         "parallel_ops.comm",
         "parallel_ops.layers",
         "parallel_ops.models",
+        "parallel_ops.models.huggingface",
         "parallel_ops.ops",
         "parallel_ops.planner",
         "parallel_ops.planner.cli",

@@ -1,7 +1,6 @@
-"""Reference models: small, whole, and written around the package's ops."""
+"""One transformer, which says GPT-2, Llama, Qwen and Mistral by its configuration, on any number of ranks."""
 
-from parallel_ops.models.gpt import GPT, GPTConfig
-from parallel_ops.models.ops import FUSED, PLAIN, Ops
-from parallel_ops.models.parallel_gpt import ParallelGPT
+from parallel_ops.models.config import Llama3Scaling, TransformerConfig
+from parallel_ops.models.transformer import Transformer
 
-__all__ = ["FUSED", "GPT", "PLAIN", "GPTConfig", "Ops", "ParallelGPT"]
+__all__ = ["Llama3Scaling", "Transformer", "TransformerConfig"]

@@ -1,0 +1,104 @@
+"""What a config.json says, as a ``TransformerConfig``, and the reverse.
+
+A key is read, or has one value that we can do, or cannot change the logits: any other is an error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.huggingface.families import FAMILIES, Family, Options, listed
+
+_REQUIRED = object()
+
+# What does not change the logits: how the model is run, saved or generated from, and what other heads need.
+# fmt: off
+_NEUTRAL = {
+    "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label", "keys_to_ignore_at_inference",
+    "label2id", "max_length", "model_type", "n_ctx", "num_labels", "output_past", "pad_token_id", "prefix",
+    "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict", "sep_token_id", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+}
+# fmt: on
+_ABOUT_THE_FILES = {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"}
+
+
+def family_of(options: Mapping[str, Any]) -> Family:
+    """ValueError: not a family that we have."""
+    name = str(options.get("model_type"))
+    if name not in FAMILIES:
+        raise ValueError(f"has model_type {name!r}; we have {listed(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def config_of(options: Mapping[str, Any]) -> TransformerConfig:
+    """What a config.json says.
+
+    Raises:
+        ValueError: an unknown family, a key that is missing, or an option that we do not have.
+    """
+    family, rest = family_of(options), dict(options)
+    for key in family.names.values():
+        if rest.setdefault(key, family.left_out.get(key, _REQUIRED)) is _REQUIRED:
+            raise ValueError(f"lacks {key}")
+    for key, value in family.fixed.items():
+        if (got := rest.pop(key, value)) != value:
+            raise ValueError(f"has {key} {got!r}; we have {value!r}")
+    try:
+        said = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
+        config = TransformerConfig(**family.always, **said)
+    except TypeError as error:
+        raise ValueError(f"has a value of a wrong type: {error}") from error
+    unknown = {key for key, value in rest.items() if key not in _NEUTRAL and value is not None and value is not False}
+    if unknown:
+        raise ValueError(f"has {listed(unknown)}, which we do not have; take out what does not change the logits")
+    return config
+
+
+def options_of(config: TransformerConfig, kept: Mapping[str, Any]) -> Options:
+    """A config.json that says the same, all but dropout, which not every family has.
+
+    Args:
+        kept: the one that the model was loaded from, or nothing. Its family is tried first; what does not change the
+            logits, such as the ids of special tokens, stays.
+
+    Raises:
+        ValueError: no family can say it.
+    """
+    want, reasons = _resolved(config), []
+    for name in sorted(FAMILIES, key=lambda name: name != kept.get("model_type")):
+        family = FAMILIES[name]
+        options = {"model_type": name, "architectures": [family.architecture], **family.fixed, **family.write(config)}
+        options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
+        try:
+            differing = differences(config_of(options), config)
+        except ValueError as error:
+            differing = [str(error)]
+        if not differing:
+            return {key: kept[key] for key in kept if key in _NEUTRAL - _ABOUT_THE_FILES} | options
+        reasons.append(f"{name}: {', '.join(differing)}")
+    raise ValueError(f"no Hugging Face family has this configuration ({'; '.join(reasons)})")
+
+
+def differences(first: TransformerConfig, second: TransformerConfig) -> list[str]:
+    """The fields in which two models differ, in whatever spelling, but for dropout on the residual stream."""
+    a, b = _resolved(first), _resolved(second)
+    return [field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)]
+
+
+def _resolved(config: TransformerConfig) -> TransformerConfig:
+    """The same model in one spelling, without dropout on the residual stream."""
+    windows = config.windows
+    return replace(
+        config,
+        kv_heads=config.key_heads,
+        head_dim=config.head_size,
+        ffn_hidden=config.ffn_width,
+        qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        window=windows[0] if len(set(windows)) == 1 else windows,
+        rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,
+        dropout=0.0,
+    )

@@ -1,0 +1,304 @@
+"""Hugging Face's names for what a ``Transformer`` has, in config.json and in the files: a table for each family."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallel_ops.models.config import Llama3Scaling, TransformerConfig
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a parameter lies in the files.
+
+    Attributes:
+        name: of the tensor, with {} for the number of the layer.
+        transposed: it is stored ``[in, out]``.
+        part, parts: it is this one of so many equal blocks of rows.
+    """
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model of transformers.
+
+    Attributes:
+        names: the key of config.json for each of our fields.
+        left_out: what a key means that config.json does not have; other keys it must have.
+        fixed: keys of which we can do one value, which is also what their absence means.
+        always: our fields that config.json does not say.
+        read, write: the rest: takes keys out of config.json and returns our fields, and the reverse.
+        tensors: our parameters; those that a configuration does not have are not in the files.
+        prefix: of names, which files of the model without its head do not have.
+        constants: names, without the prefix, of tensors that can be computed, which old files have.
+    """
+
+    architecture: str
+    names: Mapping[str, str]
+    left_out: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    always: Mapping[str, Any]
+    read: Callable[[Options], Options]
+    write: Callable[[TransformerConfig], Options]
+    tensors: Mapping[str, Stored]
+    prefix: str
+    constants: str
+
+    def stored(self, parameter: str) -> Stored:
+        """Where a parameter of ours lies. KeyError: the family has no such parameter."""
+        number = re.match(r"layers\.(\d+)\.", parameter)
+        if number is None:
+            return self.tensors[parameter]
+        found = self.tensors["layers.{}." + parameter[number.end() :]]
+        return replace(found, name=found.name.format(number[1]))
+
+
+def listed(names: Iterable[object]) -> str:
+    return ", ".join(sorted(map(str, names)))
+
+
+def _read_rotary(options: Options) -> Options:
+    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` beside ``rope_scaling`` (4)."""
+    given = [options.pop(key, None) for key in ("rope_parameters", "rope_scaling")]
+    if all(given):
+        raise ValueError("has both rope_parameters and rope_scaling")
+    rope = dict(given[0] or given[1] or {})
+    base = options.pop("rope_theta", 10_000.0)
+    fraction = options.pop("partial_rotary_factor", 1.0)
+    kind = rope.pop("type", "default")
+    kind, base = rope.pop("rope_type", kind), rope.pop("rope_theta", base)
+    if rope.pop("partial_rotary_factor", fraction) != 1.0:
+        raise ValueError("has a partial_rotary_factor, which we do not have")
+    scaling = None
+    if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
+        try:
+            scaling = Llama3Scaling(**{ours: rope.pop(theirs) for ours, theirs in _LLAMA3.items()})
+        except KeyError as missing:
+            raise ValueError(f"lacks {missing.args[0]} in its rope_scaling") from None
+    elif kind != "default":
+        raise ValueError(f"has rope_type {kind!r}; we have 'default' and 'llama3'")
+    if rope:
+        raise ValueError(f"has {listed(rope)} in its rope_scaling, which we do not have")
+    return {"rotary_base": base, "rotary_scaling": scaling}
+
+
+def _write_rotary(config: TransformerConfig) -> Options:
+    scaling = config.rotary_scaling
+    if scaling is not None:
+        scaled = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
+    return {"rope_theta": config.rotary_base, "rope_scaling": None if scaling is None else scaled}
+
+
+_LLAMA3 = {
+    "factor": "factor",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+
+
+def _read_mistral(options: Options) -> Options:
+    return _read_rotary(options) | {"window": options.pop("sliding_window", 4096)}
+
+
+def _write_mistral(config: TransformerConfig) -> Options:
+    return _write_rotary(config) | {"sliding_window": config.windows[0]}
+
+
+def _read_qwen(options: Options) -> Options:
+    layers, window = options["num_hidden_layers"], options.pop("sliding_window", 4096)
+    if not options.pop("use_sliding_window", False):
+        window = None
+    first = options.pop("max_window_layers", 28)
+    kinds = options.pop("layer_types", None)
+    if kinds is None:
+        kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
+        raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
+    return _read_rotary(options) | {"window": tuple(window if kind == _KINDS[True] else None for kind in kinds)}
+
+
+def _write_qwen(config: TransformerConfig) -> Options:
+    sliding = [window is not None for window in config.windows]
+    return _write_rotary(config) | {
+        "use_sliding_window": any(sliding),
+        "sliding_window": next((window for window in config.windows if window is not None), None),
+        "max_window_layers": sliding.index(True) if any(sliding) else config.layers,
+        "layer_types": [_KINDS[slides] for slides in sliding],
+    }
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _read_gpt2(options: Options) -> Options:
+    name = options.pop("activation_function", "gelu_new")
+    if name not in _GELUS:
+        raise ValueError(f"has activation_function {name!r}; we have {listed(_GELUS)}")
+    dropout, of_embeddings = options.pop("resid_pdrop", 0.1), options.pop("embd_pdrop", 0.1)
+    if dropout != of_embeddings:
+        raise ValueError(f"has embd_pdrop {of_embeddings} and resid_pdrop {dropout}; we have one for both")
+    return {"activation": _GELUS[name], "dropout": dropout}
+
+
+def _write_gpt2(config: TransformerConfig) -> Options:
+    name = next((theirs for theirs, ours in _GELUS.items() if ours == config.activation), "gelu_new")
+    return {"activation_function": name, "resid_pdrop": config.dropout, "embd_pdrop": config.dropout}
+
+
+_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+
+_LLAMA_NAMES = {
+    "vocab_size": "vocab_size",
+    "seq_length": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "tied_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_LLAMA_LEFT_OUT = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+_LLAMA_ALWAYS = {
+    "activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False, "qkv_bias": False,
+}  # fmt: skip
+_LLAMA_LAYER = {
+    "norm_attention": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "norm_mlp": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_LLAMA_TENSORS = {
+    "tokens.weight": Stored("model.embed_tokens.weight"),
+    "norm.weight": Stored("model.norm.weight"),
+    "head.weight": Stored("lm_head.weight"),
+    **{
+        f"layers.{{}}.{ours}.{kind}": Stored(f"model.layers.{{}}.{theirs}.{kind}")
+        for ours, theirs in _LLAMA_LAYER.items()
+        for kind in ("weight", "bias")
+    },
+}
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    names=_LLAMA_NAMES,
+    left_out=_LLAMA_LEFT_OUT,
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    always=_LLAMA_ALWAYS,
+    read=_read_rotary,
+    write=_write_rotary,
+    tensors=_LLAMA_TENSORS,
+    prefix="model.",
+    constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
+
+_GPT2_LAYER = {
+    "norm_attention": ("ln_1", False),
+    "attention.out": ("attn.c_proj", True),
+    "norm_mlp": ("ln_2", False),
+    "mlp.up": ("mlp.c_fc", True),
+    "mlp.down": ("mlp.c_proj", True),
+}
+_GPT2_TENSORS = {
+    "tokens.weight": Stored("transformer.wte.weight"),
+    "positions.weight": Stored("transformer.wpe.weight"),
+    "norm.weight": Stored("transformer.ln_f.weight"),
+    "norm.bias": Stored("transformer.ln_f.bias"),
+    "head.weight": Stored("lm_head.weight"),
+    **{
+        f"layers.{{}}.{ours}.{kind}": Stored(f"transformer.h.{{}}.{theirs}.{kind}", transposed and kind == "weight")
+        for ours, (theirs, transposed) in _GPT2_LAYER.items()
+        for kind in ("weight", "bias")
+    },
+    **{
+        f"layers.{{}}.attention.{ours}.{kind}": Stored(f"transformer.h.{{}}.attn.c_attn.{kind}", kind == "weight", i, 3)
+        for i, ours in enumerate("qkv")
+        for kind in ("weight", "bias")
+    },
+}
+
+# Of several that can say a configuration the first one is written.
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        names={
+            "vocab_size": "vocab_size",
+            "seq_length": "n_positions",
+            "layers": "n_layer",
+            "hidden": "n_embd",
+            "heads": "n_head",
+            "ffn_hidden": "n_inner",
+            "norm_eps": "layer_norm_epsilon",
+            "attention_dropout": "attn_pdrop",
+            "tied_embeddings": "tie_word_embeddings",
+            "init_std": "initializer_range",
+        },
+        left_out={
+            "n_inner": None,
+            "layer_norm_epsilon": 1e-5,
+            "attn_pdrop": 0.1,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.02,
+        },
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        always={},  # what TransformerConfig is by default
+        read=_read_gpt2,
+        write=_write_gpt2,
+        tensors=_GPT2_TENSORS,
+        prefix="transformer.",
+        constants=r"h\.\d+\.attn\.(masked_)?bias",
+    ),
+    "llama": _LLAMA,
+    "mistral": replace(
+        _LLAMA,
+        architecture="MistralForCausalLM",
+        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 8},
+        fixed={"hidden_act": "silu"},
+        read=_read_mistral,
+        write=_write_mistral,
+    ),
+    "qwen2": replace(
+        _LLAMA,
+        architecture="Qwen2ForCausalLM",
+        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 32},
+        fixed={"hidden_act": "silu"},
+        always=_LLAMA_ALWAYS | {"qkv_bias": True},
+        read=_read_qwen,
+        write=_write_qwen,
+    ),
+    "qwen3": replace(
+        _LLAMA,
+        architecture="Qwen3ForCausalLM",
+        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 32, "head_dim": 128},
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        always=_LLAMA_ALWAYS | {"qk_norm": True},
+        read=_read_qwen,
+        write=_write_qwen,
+    ),
+}

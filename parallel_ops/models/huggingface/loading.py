@@ -1,0 +1,204 @@
+"""Hugging Face folders, ``config.json`` and safetensors, read by ranks that each hold a part of a model.
+
+Every rank opens all files, checks all names and shapes against the whole model, and only then copies the slices that it
+holds: no rank reads what it does not keep, and a folder that does not fit changes nothing.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from parallel_ops.models.config import TransformerConfig, plain_name
+from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
+from parallel_ops.models.huggingface.families import Family, Stored
+
+if TYPE_CHECKING:
+    from parallel_ops.models.huggingface import PretrainedModel
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_FLOATING = ("F64", "F32", "F16", "BF16")
+# In what a model may differ from the config.json of its weights: none of it says what the weights are.
+_OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
+Held = tuple[slice, ...]
+
+
+def safetensors() -> ModuleType:
+    """ImportError that says what to install."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("Hugging Face folders need safetensors: pip install 'parallel_ops[huggingface]'") from None
+    return safetensors
+
+
+def read_config(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
+    """What ``config.json`` says, and itself.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: an unknown family, or an option that we do not have.
+    """
+    options = _read_json(folder / CONFIG)
+    try:
+        return config_of(options), options
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} {error}") from error
+
+
+def load(model: "PretrainedModel", folder: Path, *, strict: bool) -> None:
+    """See ``Transformer.load_pretrained``."""
+    config, options = read_config(folder)
+    config = replace(config, **{name: getattr(model.config, name) for name in _OF_TRAINING})
+    differing = differences(config, model.config)
+    if strict and differing:
+        raise ValueError(f"{folder / CONFIG} differs from the model's configuration in {', '.join(differing)}")
+    with contextlib.ExitStack() as stack:
+        files = _Files(folder, family_of(options), stack)
+        files.check(whole_shapes(model))
+        parameters = parameters_of(model)
+        held = {name: _held(name, t) for name, t in parameters.items()}
+        if model.config.tied_embeddings and "tokens.weight" in parameters:
+            files.check_spare_head(parameters["tokens.weight"], held["tokens.weight"])
+        with torch.no_grad():
+            for name, t in parameters.items():
+                local = t.to_local() if isinstance(t, DTensor) else t
+                if local.numel():
+                    local.copy_(files.read(name, t.shape, held[name]))
+    model.loaded_options = options
+
+
+def parameters_of(model: "PretrainedModel") -> dict[str, Tensor]:
+    """By their own names, sharing memory with the model; under FSDP2 the sharded ones, wherever the model is in a step.
+
+    Raises:
+        ValueError: parameters that have no memory.
+    """
+    parameters = {plain_name(name): t for name, t in model.state_dict().items()}
+    if any(t.device.type == "meta" for t in parameters.values()):
+        raise ValueError("Transformer: the parameters are on the meta device; call to_empty first")
+    return parameters
+
+
+def whole_shapes(model: "PretrainedModel") -> dict[str, tuple[int, ...]]:
+    """Of all parameters of the configuration, also where the model is a stage or a part of it."""
+    from parallel_ops.models.transformer import Transformer
+
+    return {name: tuple(t.shape) for name, t in Transformer(model.config, device="meta").state_dict().items()}
+
+
+def some(names: Iterable[str]) -> str:
+    """A few of them, and how many more there are."""
+    first, *rest = sorted(names)
+    more = f" and {len(rest) - 2} more" if len(rest) > 2 else ""
+    return ", ".join([first, *rest[:2]]) + more
+
+
+class _Files:
+    """The tensors of a folder, opened and not read.
+
+    Raises:
+        FileNotFoundError, ValueError: files that are not there, not whole, or not as their index says.
+    """
+
+    def __init__(self, folder: Path, family: Family, stack: contextlib.ExitStack) -> None:
+        self._folder, self._family = folder, family
+        self._tensors: dict[str, Any] = {}  # safetensors' slices
+        index = None if (folder / SINGLE).exists() else _read_index(folder)
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
+            try:
+                opened = stack.enter_context(safetensors().safe_open(folder / file, framework="pt"))
+            except safetensors().SafetensorError as error:
+                raise ValueError(f"{folder / file} is not a whole safetensors file: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                if index is not None and index.get(name) != file:
+                    raise ValueError(f"{folder / file} has {name}, which {INDEX} does not place there")
+                self._tensors[name] = opened.get_slice(name)
+        if index is not None and (absent := index.keys() - self._tensors.keys()):
+            raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
+        self._bare = not any(name.startswith(family.prefix) for name in self._tensors)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError: the tensors are not those of a model whose parameters have these shapes."""
+        wanted: dict[str, list[int]] = {}
+        for parameter, (rows, *columns) in shapes.items():
+            stored = self._stored(parameter)
+            shape = [rows * stored.parts, *columns]
+            wanted[stored.name] = shape[::-1] if stored.transposed else shape
+        if absent := wanted.keys() - self._tensors.keys():
+            raise ValueError(f"{self._folder} lacks {some(absent)}")
+        for name in self._tensors.keys() - wanted.keys():
+            if name == self._stored("head.weight").name:  # of tied embeddings
+                wanted[name] = wanted[self._stored("tokens.weight").name]
+            elif not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
+                raise ValueError(f"{self._folder} has {name}, which the model does not have")
+        for name, shape in wanted.items():
+            got, dtype = self._tensors[name].get_shape(), self._tensors[name].get_dtype()
+            if got != shape:
+                raise ValueError(f"{self._folder}: {name} must be {shape}, got {got}")
+            if dtype not in _FLOATING:
+                raise ValueError(f"{self._folder}: {name} must be one of {', '.join(_FLOATING)}, got {dtype}")
+
+    def check_spare_head(self, tokens: Tensor, held: Held) -> None:
+        """ValueError: there is an output layer beside embeddings that are said to be tied, and it is not the same."""
+        head = self._tensors.get(self._stored("head.weight").name)
+        if head is not None and not torch.equal(head[held], self.read("tokens.weight", tokens.shape, held)):
+            raise ValueError(f"{self._folder} has an output layer that differs from the embedding it should be tied to")
+
+    def read(self, parameter: str, shape: torch.Size, held: Held) -> Tensor:
+        """What this rank holds of a parameter of this whole shape."""
+        stored = self._stored(parameter)
+        first = stored.part * shape[0]
+        rows = slice(first + held[0].start, first + held[0].stop)
+        if stored.transposed:
+            return self._tensors[stored.name][(*held[1:], rows)].t()
+        return self._tensors[stored.name][(rows, *held[1:])]
+
+    def _stored(self, parameter: str) -> Stored:
+        stored = self._family.stored(parameter)
+        return replace(stored, name=stored.name.removeprefix(self._family.prefix)) if self._bare else stored
+
+
+def _held(name: str, t: Tensor) -> Held:
+    """Which part of a parameter this rank holds."""
+    if not isinstance(t, DTensor):
+        return tuple(slice(0, length) for length in t.shape)
+    sizes, starts = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    if tuple(sizes) != tuple(t.to_local().shape):
+        raise RuntimeError(f"{name}: cannot tell which part of {list(t.shape)} a rank holds with {t.placements}")
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    if not (folder / INDEX).exists():
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    files = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    for file in files.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a file beside it")
+        if not (folder / file).exists():
+            raise FileNotFoundError(f"{folder} lacks {file}, which {INDEX} lists")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object, got {type(value).__name__}")
+    return value

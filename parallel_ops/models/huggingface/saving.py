@@ -1,0 +1,146 @@
+"""Hugging Face folders, ``config.json`` and safetensors, written by ranks that each hold a part of a model.
+
+Tensors are gathered one at a time. Global rank 0 keeps one file's worth of them in its memory, writes into a folder
+beside the place, and renames it when all of it is there. What goes wrong while it writes is told to the other ranks at
+the end, since they gather with it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.models.huggingface.config_json import family_of, options_of
+from parallel_ops.models.huggingface.families import Stored
+from parallel_ops.models.huggingface.loading import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    parameters_of,
+    safetensors,
+    some,
+    whole_shapes,
+)
+
+if TYPE_CHECKING:
+    from parallel_ops.models.huggingface import PretrainedModel
+
+
+def save(model: "PretrainedModel", folder: Path, *, dtype: torch.dtype | None, file_bytes: int) -> None:
+    """See ``Transformer.save_pretrained``."""
+    parameters = parameters_of(model)
+    if absent := whole_shapes(model).keys() - parameters.keys():
+        raise ValueError(f"save_pretrained: the whole model is needed, and {some(absent)} is not on this rank")
+    options = options_of(model.config, model.loaded_options)
+    options["torch_dtype"] = str(dtype or parameters["norm.weight"].dtype).removeprefix("torch.")
+    mesh, rank = _mesh_of(parameters.values()), dist.get_rank() if dist.is_initialized() else 0
+    if rank != 0 and (mesh is None or 0 not in mesh.mesh):
+        return  # of another replica
+    family = family_of(options)
+    tensors: dict[str, list[tuple[Stored, Tensor]]] = {}  # by name in the files, the blocks of each in their order
+    for name, t in parameters.items():
+        stored = family.stored(name)
+        tensors.setdefault(stored.name, []).append((stored, t))
+    for blocks in tensors.values():
+        blocks.sort(key=lambda block: block[0].part)
+    sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for _, t in blocks) for name, blocks in tensors.items()}
+    files = _split(sizes, file_bytes)
+    writer = _Writer(folder) if rank == 0 else None
+    _tell(mesh, writer)
+    for file, names in files.items():
+        whole = {name: _gather(tensors[name], dtype, keep=rank == 0) for name in names}
+        if writer is not None:
+            writer.do(writer.write_tensors, file, whole)
+    if writer is not None:
+        writer.do(writer.finish, options, files, sum(sizes.values()))
+    _tell(mesh, writer)
+
+
+class _Writer:
+    """A folder that is being written by one rank; after the first error it writes no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.part = folder, folder.with_name(f".{folder.name}.part")
+        self.error: Exception | None = None
+        self.do(self._start)
+
+    def do(self, step: Callable[..., None], *args: Any) -> None:
+        if self.error is not None:
+            return
+        try:
+            step(*args)
+        except Exception as error:
+            self.error = error
+            shutil.rmtree(self.part, ignore_errors=True)
+
+    def _start(self) -> None:
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise FileExistsError(f"{self.folder} exists and is not an empty folder")
+        shutil.rmtree(self.part, ignore_errors=True)  # of a process that was killed
+        self.part.mkdir(parents=True)
+
+    def write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
+        safetensors().torch.save_file(tensors, self.part / file, metadata={"format": "pt"})
+
+    def finish(self, options: Mapping[str, Any], files: Mapping[str, list[str]], total: int) -> None:
+        if len(files) > 1:
+            places = {name: file for file, names in files.items() for name in names}
+            self._write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        self._write_json(CONFIG, options)
+        os.replace(self.part, self.folder)
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        (self.part / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _gather(blocks: list[tuple[Stored, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
+    """A whole tensor as the files have it, in host memory; empty where it is not kept."""
+    whole = []
+    for _, t in blocks:
+        full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+        whole.append(full.to("cpu", dtype) if keep else full.new_empty(0))
+    joined = whole[0] if len(whole) == 1 else torch.cat(whole)
+    return (joined.t() if blocks[0][0].transposed else joined).contiguous()
+
+
+def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """The tensors of each file, in order, none larger than ``file_bytes`` but for a single tensor that is."""
+    files: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files, 1)}
+
+
+def _mesh_of(parameters: Any) -> DeviceMesh | None:
+    """The ranks that share the model."""
+    meshes = {t.device_mesh for t in parameters if isinstance(t, DTensor)}
+    if len(meshes) > 1:
+        raise ValueError(f"save_pretrained: parameters must be on one mesh, got {', '.join(map(str, meshes))}")
+    return next(iter(meshes), None)
+
+
+def _tell(mesh: DeviceMesh | None, writer: _Writer | None) -> None:
+    """RuntimeError on every rank of the mesh where global rank 0 has failed."""
+    error = None if writer is None else writer.error
+    box = [None if error is None else f"{type(error).__name__}: {error}"]
+    if mesh is not None:
+        (place,) = (mesh.mesh == 0).nonzero().tolist()
+        for dim, source in enumerate(place):
+            dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=source)
+    if box[0] is not None:
+        raise RuntimeError(f"save_pretrained: {box[0]}") from error

@@ -1,0 +1,227 @@
+"""A causal transformer over a group of tensor-parallel ranks, or on one.
+
+    x      = E[token] (+ P[position], learned)              [s, b, h], or this rank's [s / P, b, h]
+    x      = layer(x)                                       for each layer, see ``ParallelTransformerLayer``
+    logits = W norm(x)                                      W = E when the embeddings are tied
+    loss   = mean cross entropy of the logits               in one op with W: no rank has whole logits
+
+Parameters are DTensors on the tensor-parallel mesh. Vocabulary, heads and hidden features of the MLP are split; with
+``sequence_parallel`` the residual stream is split by tokens too. Sources: Shoeybi et al., arXiv:1909.08053 (the split);
+Radford et al. 2019 (the initialisation); Su et al., arXiv:2104.09864 (rotary positions); Grattafiori et al.,
+arXiv:2407.21783 (their scaling).
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel_ops.comm import copy_to_group, gather_from_group
+from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
+from parallel_ops.models.config import TransformerConfig, plain_name
+from parallel_ops.models.huggingface import PretrainedModel
+from parallel_ops.ops import bias_dropout_add
+from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
+from parallel_ops.tensor_parallel._overlap_plan import Overlap
+
+
+class Transformer(PretrainedModel):
+    """A causal language model.
+
+    Args:
+        config: its shape.
+        mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
+        sequence_parallel: the residual stream is split by tokens, so ``s`` must divide evenly by the ranks.
+        overlap: see ``all_gather_linear``.
+        device, dtype: of the parameters. On the meta device nothing is drawn: call ``to_empty``, then
+            ``reset_parameters`` or ``load_pretrained``.
+
+    Attributes:
+        tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): what a
+            pipeline stage does not have it may set to ``None``, or delete from ``layers``. A stage without ``tokens``
+            takes the residual stream for tokens, one without ``norm`` returns it.
+
+    The same ``torch.manual_seed`` draws the same model on any mesh. Gradients of all parameters are complete after
+    ``backward``. Under ``fully_shard`` give it each of ``layers`` and then the whole: ``head`` is used with the loss.
+
+    Raises:
+        ValueError: sizes that do not fit the mesh.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        overlap: Overlap = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.overlap = overlap
+        self.group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
+        self.sequence_parallel = sequence_parallel and self.group is not None
+        # Parameters that a checkpoint fills are not drawn first, and those that are drawn are drawn once.
+        place: dict[str, Any] = {"mesh": mesh, "device": "meta", "dtype": dtype}
+        place["sequence_parallel"] = self.sequence_parallel
+
+        def table(rows: int) -> VocabParallelEmbedding:
+            return VocabParallelEmbedding(rows, config.hidden, init_method=_normal(config.init_std), **place)
+
+        self.tokens: VocabParallelEmbedding | None = table(config.vocab_size)
+        # Split like the vocabulary, so that its gradients come complete, over any split of the tokens.
+        self.positions = table(config.seq_length) if config.positions == "learned" else None
+        self.layers = nn.ModuleDict(
+            {
+                str(number): ParallelTransformerLayer(
+                    config.hidden,
+                    config.heads,
+                    kv_heads=config.kv_heads,
+                    head_dim=config.head_dim,
+                    ffn_hidden=config.ffn_width,
+                    activation=config.activation,
+                    norm=config.norm,
+                    norm_eps=config.norm_eps,
+                    qk_norm=config.qk_norm,
+                    dropout=config.dropout,
+                    attention_dropout=config.attention_dropout,
+                    bias=config.bias,
+                    qkv_bias=config.qkv_bias,
+                    window=window,
+                    overlap=overlap,
+                    init_method=_normal(config.init_std),
+                    # Narrower, so that the residual sum keeps its scale.
+                    output_init_method=_normal(config.init_std / math.sqrt(2 * config.layers)),
+                    **place,
+                )
+                for number, window in enumerate(config.windows)
+            }
+        )
+        self.norm: Norm | None = Norm(config.hidden, config.norm, config.norm_eps, **place)
+        self.head = None if config.tied_embeddings else table(config.vocab_size)
+        target = torch.device(torch.get_default_device() if device is None else device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights, zero biases, norms of one; what each draws depends on its name and the default seed alone."""
+        base = int(torch.randint(2**62, ()))
+        state = torch.get_rng_state()
+        for name, module in self.named_modules():
+            if not module._parameters:
+                continue
+            key = hashlib.blake2b(f"{base} {plain_name(name)}".encode(), digest_size=7).digest()
+            torch.default_generator.manual_seed(int.from_bytes(key, "little"))
+            module.reset_parameters()
+            if module._parameters.get("bias") is not None:
+                nn.init.zeros_(module._parameters["bias"])
+        torch.set_rng_state(state)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, positions: Tensor | None = None) -> Tensor:
+        """Logits, or the mean loss where targets are given.
+
+        Args:
+            tokens: ``[s, b]`` int64, ``1 <= s <= seq_length``.
+            targets: ``[s, b]`` int64, the token that follows each; -100 for none.
+            positions: int64 ``[s]`` or ``[s, b]``, below ``seq_length``; ``None`` for 0 to s - 1. Attention is causal
+                in the order of the tokens, whatever their positions.
+
+        Returns:
+            Logits ``[s, b, vocab_size]``, or the mean cross entropy in nats, a float32 scalar (float64 for a float64
+            model).
+
+        Raises:
+            ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not to be split evenly by
+            ``sequence_parallel``; targets or positions of another shape.
+
+        Sharding: tokens, targets, positions and the result replicated.
+        """
+        self._check(tokens, targets, positions)
+        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions)
+        angles = None
+        if self.config.positions == "rotary":
+            s = x.shape[0] * (self.group.size() if self.group is not None and self.sequence_parallel else 1)
+            angles = rotary_angles(self.config, s if positions is None else self.config.seq_length, x.device)
+        for layer in self.layers.values():
+            x = layer(x, angles, positions=positions)
+        if self.norm is None:
+            return x
+        x = self.norm(x)
+        head = self.tokens if self.head is None else self.head
+        if head is None:
+            raise ValueError("Transformer: the stage with the norm needs a head, or the tokens that it is tied to")
+        if targets is None:
+            return self._logits(x, head)
+        return vocab_parallel_linear_cross_entropy(
+            x, head.local_weight(), targets, group=self.group, sequence_parallel=self.sequence_parallel
+        )
+
+    def _check(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> None:
+        if self.tokens is not None:
+            longest, size = self.config.seq_length, 1 if self.group is None else self.group.size()
+            if tokens.dim() != 2 or not 1 <= tokens.shape[0] <= longest:
+                raise ValueError(
+                    f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {list(tokens.shape)}"
+                )
+            if self.sequence_parallel and tokens.shape[0] % size:
+                raise ValueError(
+                    f"Transformer: tokens must have a length that the {size} ranks can split evenly, "
+                    f"got {tokens.shape[0]}"
+                )
+            if targets is not None and targets.shape != tokens.shape:
+                raise ValueError(
+                    f"Transformer: targets must have shape {list(tokens.shape)}, got {list(targets.shape)}"
+                )
+            if positions is not None and positions.shape not in (tokens.shape, tokens.shape[:1]):
+                raise ValueError(
+                    f"Transformer: positions must have shape {list(tokens.shape[:1])} or {list(tokens.shape)}, "
+                    f"got {list(positions.shape)}"
+                )
+
+    def _embed(self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Tokens and learned positions, with dropout: whole, or this rank's rows."""
+        x: Tensor = table(tokens)
+        if self.positions is not None:
+            rows = torch.arange(tokens.shape[0], device=tokens.device) if positions is None else positions
+            x = x + self.positions(rows.view(tokens.shape[0], -1))
+        if self.config.dropout:
+            # By global index, so that any number of ranks drops the same elements.
+            start = self.group.rank() * x.numel() if self.group is not None and self.sequence_parallel else 0
+            nothing = x.new_zeros(()).expand(x.shape)
+            x = bias_dropout_add(x, None, nothing, self.config.dropout, training=self.training, index_offset=start)
+        return x
+
+    def _logits(self, x: Tensor, head: VocabParallelEmbedding) -> Tensor:
+        weight = head.local_weight()
+        if self.sequence_parallel:
+            # A measured choice needs weights of one shape on all ranks.
+            uneven = self.overlap == "auto" and len(set(head.sizes)) > 1
+            logits = all_gather_linear(x, weight, group=self.group, overlap="bulk" if uneven else self.overlap)
+        else:
+            logits = F.linear(copy_to_group(x, self.group), weight)
+        return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)
+
+
+def rotary_angles(config: TransformerConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 to ``length - 1``, ``[length, head size / 2]`` each, fp32."""
+    size, scaling = config.head_size, config.rotary_scaling
+    frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    if scaling is not None:
+        turns = scaling.original_length * frequencies / (2 * math.pi)
+        share = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, share.clamp(0, 1))
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _normal(std: float) -> Callable[[Tensor], Tensor]:
+    return functools.partial(nn.init.normal_, std=std)
