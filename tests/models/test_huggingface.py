@@ -1,0 +1,343 @@
+"""Hugging Face folders: what transformers writes we compute alike on any mesh, and it opens what we write.
+
+The models are tiny ones of transformers, made on the spot, with weights so large that every part shows in the logits.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.huggingface import loading
+from support import transformer as on_rank
+from support.distributed import Raised, ranks
+
+LENGTH, VOCAB = 20, 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+GPT2_SIZES = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+MODELS = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES),
+    "gpt2-untied": lambda: transformers.GPT2Config(
+        **GPT2_SIZES, tie_word_embeddings=False, n_inner=40, activation_function="gelu"
+    ),
+    "llama2": lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3), head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "mistral-whole": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, **WINDOWS, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(VOCAB, (LENGTH, 2), generator=torch.Generator().manual_seed(1))
+
+
+def make(name):
+    """A model of transformers, with biases and norms that show."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    with torch.no_grad():
+        for parameter_name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.normal_(0.0 if parameter_name.endswith("bias") else 1.0, 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of every model; those with an odd number of letters in several files."""
+    root = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        make(name).save_pretrained(root / name, max_shard_size="20KB" if len(name) % 2 else "5GB")
+    assert (root / "qwen2" / loading.INDEX).exists() and (root / "gpt2" / loading.SINGLE).exists()
+    return root
+
+
+def logits_of(model, tokens):
+    """Of a model of transformers, ``[s, b, V]``."""
+    with torch.no_grad():
+        return model(tokens.t()).logits.transpose(0, 1)
+
+
+def opened(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def tensors_of(folder):
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def same_tensors(a, b):
+    a, b = tensors_of(a), tensors_of(b)
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers_on_any_mesh(name, folders, tokens, tmp_path):
+    """Two key heads: with four ranks they are shared. The vocabulary of 61 does not split evenly."""
+    model = opened(folders / name)
+    want = logits_of(model, tokens)
+    assert want.std() > 0.5
+    for size in (1, 2, 4):
+        arguments = (on_rank.loaded, str(folders / name), tokens, str(tmp_path / f"{size}"))
+        results = ranks(size).run(*arguments) if size > 1 else [on_rank.loaded(0, *arguments[1:])]
+        for got in results:
+            for logits in got["logits"]:
+                torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+            # Tied embeddings have nothing else to compare with; every other number is read once, by its holder.
+            assert got["read"] == got["held"]
+        assert same_tensors(tmp_path / f"{size}", folders / name)
+    again = opened(tmp_path / "1")
+    assert type(again) is type(model)
+    torch.testing.assert_close(logits_of(again, tokens), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3"])
+def test_gradients_are_those_of_transformers(name, folders, tokens, tmp_path):
+    """Of the loss after the next token, under Hugging Face's names: our gradients are saved as weights are."""
+    model = opened(folders / name)
+    targets = tokens.roll(-1, 0)
+    logits = model(tokens.t()).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.t().flatten())
+    loss.backward()
+    for got in ranks(4).run(on_rank.loaded_gradients, str(folders / name), tokens, targets, str(tmp_path / "g")):
+        torch.testing.assert_close(got, loss.detach(), rtol=1e-5, atol=0)
+    grads = tensors_of(tmp_path / "g")
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(grads.pop(key), p.grad, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+    assert not grads
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_fully_sharded_ranks_read_and_write_the_same_files(name, folders, tmp_path):
+    copied = tmp_path / "m"
+    copied.mkdir()
+    for file in (folders / name).iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    want = on_rank.state(Transformer.from_pretrained(copied))
+    for got in ranks(4).run(on_rank.sharded_step, name, str(copied)):
+        assert math.isfinite(got["loss"])
+        assert all(torch.equal(weight, want[key]) for key, weight in got["weights"].items())
+    assert (copied / "again" / loading.INDEX).exists()
+    assert same_tensors(copied, copied / "again")
+
+
+def test_a_configuration_of_ones_own_becomes_the_family_that_has_it(tmp_path):
+    shape = {"vocab_size": 61, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1}
+    llama = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
+    cases = {
+        "gpt2": {},
+        "llama": llama,
+        "mistral": llama | {"window": 3},
+        "qwen2": llama | {"qkv_bias": True, "window": (None, 3)},
+        "qwen3": llama | {"qk_norm": True, "kv_heads": 2},
+    }
+    for name, options in cases.items():
+        model = Transformer(TransformerConfig(**shape, **options))
+        model.save_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == name
+        assert opened(tmp_path / name).dtype is torch.bfloat16
+        again = Transformer.from_pretrained(tmp_path / name, config=model.config)
+        for key, weight in model.state_dict().items():
+            assert torch.equal(weight.bfloat16().float(), again.state_dict()[key]), key
+    odd = Transformer(TransformerConfig(**shape, qk_norm=True))
+    with pytest.raises(ValueError, match=r"no Hugging Face family has this configuration \(gpt2: qk_norm; llama: act"):
+        odd.save_pretrained(tmp_path / "odd")
+    part = Transformer(TransformerConfig(**shape))
+    del part.layers["0"]
+    with pytest.raises(ValueError, match=r"the whole model is needed, and layers\.0\.attention\.k\.bias"):
+        part.save_pretrained(tmp_path / "part")
+
+
+def test_what_does_not_change_the_logits_stays_in_config_json(folders, tmp_path):
+    copy = change_config(folders / "llama3", tmp_path / "a", bos_token_id=7, eos_token_id=[8, 9], torch_dtype="float16")
+    Transformer.from_pretrained(copy).save_pretrained(tmp_path / "b")
+    saved = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert (saved["bos_token_id"], saved["eos_token_id"], saved["torch_dtype"]) == (7, [8, 9], "float32")
+
+
+def test_old_spellings_are_read(folders, tokens, tmp_path):
+    """rope_theta and rope_scaling as transformers 4 wrote them, masks and inverse frequencies that old files hold.
+
+    GPT-2 without the prefix, as it was first published, and with an output layer that equals the embeddings.
+    """
+    want = logits_of(opened(folders / "llama3"), tokens)
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    old = change_config(
+        folders / "llama3", tmp_path / "llama", rope_parameters=None, rope_theta=10_000.0, rope_scaling=scaling
+    )
+    change_tensors(old, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
+    torch.testing.assert_close(Transformer.from_pretrained(old).eval()(tokens), want, rtol=1e-5, atol=1e-5)
+
+    want = logits_of(opened(folders / "gpt2"), tokens)
+    bare = {name.removeprefix("transformer."): t for name, t in tensors_of(folders / "gpt2").items()}
+    old = change_config(folders / "gpt2", tmp_path / "gpt2")
+    save_file(
+        bare | {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": bare["wte.weight"].clone()},
+        old / loading.SINGLE,
+    )
+    torch.testing.assert_close(Transformer.from_pretrained(old).eval()(tokens), want, rtol=1e-5, atol=1e-5)
+
+
+def change_config(source, target, **changes):
+    """A copy of a folder, in one file, with other options; ``...`` takes one out."""
+    options = json.loads((source / "config.json").read_text()) | changes
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({k: v for k, v in options.items() if v is not ...}))
+    save_file(tensors_of(source), target / loading.SINGLE)
+    return target
+
+
+def change_tensors(folder, changes):
+    """Other tensors in its one file; ``None`` takes one out."""
+    tensors = {name: t for name, t in (tensors_of(folder) | changes).items() if t is not None}
+    save_file(tensors, folder / loading.SINGLE)
+    return folder
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BAD_OPTIONS = {
+    "has model_type 'opt'; we have gpt2, llama, mistral, qwen2, qwen3": {"model_type": "opt"},
+    "has model_type 'None'": {"model_type": ...},
+    "lacks hidden_size": {"hidden_size": ...},
+    "has hidden_act 'relu'; we have 'silu'": {"hidden_act": "relu"},
+    "has attention_bias True; we have False": {"attention_bias": True},
+    "has rope_type 'yarn'; we have 'default' and 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    "lacks low_freq_factor in its rope_scaling": {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
+    "has mscale in its rope_scaling, which we do not have": {"rope_parameters": {"rope_type": "default", "mscale": 1}},
+    "has both rope_parameters and rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "has a partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "has logit_softcap, quantization_config, which we do not have": {
+        "quantization_config": {"bits": 4},
+        "logit_softcap": 30.0,
+    },
+    "has a value of a wrong type": {"rms_norm_eps": "small"},
+    "heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
+    "differs from the model's configuration in window": {"model_type": "mistral", "sliding_window": 3},
+    "differs from the model's configuration in rotary_base": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+}
+BAD_TENSORS = {
+    f"lacks {Q}": {Q: None},
+    "has model.layers.1.extra.weight, which the model does not have": {"model.layers.1.extra.weight": torch.zeros(2)},
+    "has model.layers.2.input_layernorm.weight": {"model.layers.2.input_layernorm.weight": torch.zeros(32)},
+    rf"{Q} must be [48, 32], got [32, 48]": {Q: torch.zeros(32, 48)},
+    f"{Q} must be one of F64, F32, F16, BF16, got I8": {Q: torch.zeros(48, 32, dtype=torch.int8)},
+}
+
+
+def test_folders_that_do_not_fit_are_refused_by_name_and_change_nothing(folders, tmp_path):
+    """On every rank."""
+    good, bad = folders / "llama3", {}
+    for number, (message, options) in enumerate(BAD_OPTIONS.items()):
+        bad[message] = change_config(good, tmp_path / f"options{number}", **options)
+    for number, (message, tensors) in enumerate(BAD_TENSORS.items()):
+        bad[message] = change_tensors(change_config(good, tmp_path / f"tensors{number}"), tensors)
+    bad |= broken_files(good, tmp_path)
+    for results in ranks(2).run(on_rank.refused, list(map(str, bad.values())), str(good)):
+        for (kind, message, unchanged), want in zip(results, bad, strict=True):
+            assert kind in ("ValueError", "FileNotFoundError"), want
+            assert want in message
+            assert unchanged, want
+
+
+def broken_files(good, tmp_path):
+    """Files that are not what their names or their index say."""
+    cut, text, array, empty, no_config = (
+        change_config(good, tmp_path / n) for n in ("cut", "text", "array", "empty", "no_config")
+    )
+    (cut / loading.SINGLE).write_bytes((good_bytes := (cut / loading.SINGLE).read_bytes())[: len(good_bytes) // 2])
+    (text / "config.json").write_text("{")
+    (array / "config.json").write_text("[]")
+    (empty / loading.SINGLE).unlink()
+    (no_config / "config.json").unlink()
+    tensors = tensors_of(good)
+    index = dict.fromkeys(tensors, "a.safetensors")
+    broken = {
+        "cut/model.safetensors is not a whole safetensors file": cut,
+        "text/config.json is not JSON": text,
+        "config.json must hold an object, got list": array,
+        "empty has neither model.safetensors nor model.safetensors.index.json": empty,
+        "no_config has no config.json": no_config,
+    }
+    for name, message, weight_map, written in (
+        ("unlisted", f"has {Q}, which model.safetensors.index.json does not place", index.keys() - {Q}, tensors),
+        ("absent", f"lacks {Q}, which model.safetensors.index.json lists", index, tensors.keys() - {Q}),
+        ("outside", "names '../a.safetensors', which is not a file beside it", {Q: "../a.safetensors"}, tensors),
+        ("no_file", "lacks b.safetensors, which model.safetensors.index.json lists", {Q: "b.safetensors"}, tensors),
+        ("no_map", "has no weight_map", {}, tensors),
+    ):
+        folder = broken[message] = change_config(good, tmp_path / name)
+        (folder / loading.SINGLE).unlink()
+        save_file({key: tensors[key] for key in written}, folder / "a.safetensors")
+        places = weight_map if isinstance(weight_map, dict) else dict.fromkeys(weight_map, "a.safetensors")
+        (folder / loading.INDEX).write_text(json.dumps({"weight_map": places}))
+    return broken
+
+
+def test_other_families_name_their_options(folders, tmp_path):
+    cases = [
+        ("gpt2", {"activation_function": "relu"}, "has activation_function 'relu'; we have gelu, gelu_new"),
+        ("gpt2", {"embd_pdrop": 0.2}, "has embd_pdrop 0.2 and resid_pdrop 0.1; we have one for both"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx True; we have False"),
+        ("qwen3", {"attention_bias": True}, "has attention_bias True; we have False"),
+        ("qwen2", {"layer_types": ["full_attention"]}, r"has layer_types \['full_attention'\] for 2 layers"),
+        ("qwen2", {"use_sliding_window": False}, "for 2 layers and a sliding window of None"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "has layer_types, which we do not have"),
+    ]
+    for number, (name, changes, message) in enumerate(cases):
+        with pytest.raises(ValueError, match=message):
+            Transformer.from_pretrained(change_config(folders / name, tmp_path / str(number), **changes))
+    untied = change_tensors(change_config(folders / "qwen3", tmp_path / "u"), {"lm_head.weight": torch.ones(VOCAB, 32)})
+    with pytest.raises(ValueError, match="an output layer that differs from the embedding it should be tied to"):
+        Transformer.from_pretrained(untied)
+
+
+def test_a_place_that_is_taken_is_refused_on_every_rank(folders, tmp_path):
+    place = tmp_path / "taken"
+    place.mkdir()
+    (place / "mine").write_text("keep")
+    for outcome in ranks(2).outcomes(on_rank.saved_over, str(folders / "gpt2"), str(place)):
+        assert isinstance(outcome, Raised) and outcome.type == "RuntimeError"
+        assert "exists and is not an empty folder" in outcome.message
+    assert [file.name for file in place.iterdir()] == ["mine"] and not list(Path(tmp_path).glob(".*"))
+
+
+def test_memory_is_needed_before_loading(folders):
+    model = Transformer(loading.read_config(folders / "gpt2")[0], device="meta")
+    with pytest.raises(ValueError, match="the parameters are on the meta device; call to_empty first"):
+        model.load_pretrained(folders / "gpt2")

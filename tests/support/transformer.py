@@ -1,0 +1,175 @@
+"""What each rank does in the tests of the transformer."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig
+from parallel_ops.models.huggingface import loading
+
+GPT2 = TransformerConfig(vocab_size=61, seq_length=24, layers=2, hidden=48, heads=4, ffn_hidden=80, init_std=0.3)
+LLAMA = dataclasses.replace(
+    GPT2,
+    kv_heads=2,
+    head_dim=16,
+    activation="swiglu",
+    norm="rms_norm",
+    bias=False,
+    positions="rotary",
+    rotary_scaling=Llama3Scaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_length=12),
+    tied_embeddings=False,
+)
+CONFIGS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen3": dataclasses.replace(LLAMA, qk_norm=True, rotary_scaling=None, window=(None, 5), qkv_bias=True),
+    "dropout": dataclasses.replace(GPT2, dropout=0.3),
+}
+
+
+def mesh() -> DeviceMesh | None:
+    """All ranks as tensor-parallel ones; ``None`` where there is no process group."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)) if dist.is_initialized() else None
+
+
+def sample(length: int = 24, batch: int = 3, vocab: int = 61) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(vocab, (2, length, batch), generator=generator).unbind()
+
+
+def whole(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+
+
+def state(model: Transformer) -> dict[str, Tensor]:
+    return {name: whole(t) for name, t in model.state_dict().items()}
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def step(rank: int, name: str, sequence_parallel: bool) -> dict[str, Any]:
+    """Loss, logits, whole weights and gradients in fp64 of the model that seed 0 draws."""
+    torch.manual_seed(0)
+    model = Transformer(CONFIGS[name], mesh=mesh(), sequence_parallel=sequence_parallel, dtype=torch.float64)
+    drawn = state(model)
+    tokens, targets = sample()
+    torch.manual_seed(2)
+    loss = model(tokens, targets)
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        logits = model(tokens)
+    return {"loss": loss.detach(), "logits": logits, "weights": drawn, "gradients": gradients(model)}
+
+
+def drawn_part(rank: int, name: str) -> dict[str, Tensor]:
+    """The weights of a pipeline stage that has the last layer, the norm and the head alone, made without memory."""
+    torch.manual_seed(0)
+    model = Transformer(CONFIGS[name], mesh=mesh(), device="meta", dtype=torch.float64)
+    model.tokens = model.positions = None
+    del model.layers["0"]
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    return state(model)
+
+
+def sharded_step(rank: int, name: str, folder: str | None) -> dict[str, Any]:
+    """As ``step``, in fp32 under FSDP2, over 2 ranks of 2 tensor-parallel ones; drawn, or loaded from a folder."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = CONFIGS[name] if folder is None else loading.read_config(Path(folder))[0]
+    model = Transformer(config, mesh=root["tp"], sequence_parallel=True, device="meta")
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=root["dp"])
+    fully_shard(model, mesh=root["dp"])
+    model.to_empty(device="cpu")
+    if folder is None:
+        torch.manual_seed(0)
+        model.reset_parameters()
+    else:
+        model.load_pretrained(folder)
+    drawn = state(model)
+    tokens, targets = sample(batch=4)
+    mine = slice(2 * root["dp"].get_local_rank(), 2 * root["dp"].get_local_rank() + 2)
+    loss = model(tokens[:, mine], targets[:, mine])
+    loss.backward()
+    grads, mean = gradients(model), loss.detach() / root.size()
+    dist.all_reduce(mean)
+    if folder is not None:
+        model.save_pretrained(Path(folder, "again"), file_bytes=20_000)
+    return {"loss": mean, "weights": drawn, "gradients": grads}
+
+
+def odd_length(rank: int) -> Tensor:
+    return Transformer(GPT2, mesh=mesh(), sequence_parallel=True)(torch.zeros(7, 1, dtype=torch.long))
+
+
+def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str, Any]:
+    """Logits of a folder's model, with and without sequence parallelism, and how much of the files was read."""
+    read = 0
+    original = loading._Files.read
+
+    def counted(self: Any, *args: Any) -> Tensor:
+        nonlocal read
+        part = original(self, *args)
+        read += part.numel()
+        return part
+
+    loading._Files.read = counted  # type: ignore[method-assign]
+    try:
+        model = Transformer.from_pretrained(folder, mesh=mesh()).eval()
+    finally:
+        loading._Files.read = original  # type: ignore[method-assign]
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    with torch.no_grad():
+        logits = [model(tokens)]
+        if dist.is_initialized():
+            logits.append(Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True).eval()(tokens))
+    if save is not None:
+        model.save_pretrained(save)
+    return {"logits": logits, "read": read, "held": held}
+
+
+def loaded_gradients(rank: int, folder: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
+    """Saves the gradients as if they were the weights, so that they get Hugging Face's names."""
+    model = Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True)
+    loss = model(tokens, targets)
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    model.save_pretrained(save)
+    return loss.detach()
+
+
+def refused(rank: int, folders: list[str], good: str) -> list[tuple[str, str, bool]]:
+    """For each folder the error of loading it, and whether the model that should take it is as it was."""
+    model = Transformer.from_pretrained(good, mesh=mesh())
+    before = [p.detach().clone() for p in model.parameters()]
+    results = []
+    for folder in folders:
+        try:
+            model.load_pretrained(folder)
+        except (ValueError, OSError) as error:
+            same = all(torch.equal(_local(a), _local(b)) for a, b in zip(before, model.parameters(), strict=True))
+            results.append((type(error).__name__, str(error), same))
+        else:
+            results.append(("nothing", "", False))
+    return results
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def saved_over(rank: int, good: str, place: str) -> None:
+    Transformer.from_pretrained(good, mesh=mesh()).save_pretrained(place)
