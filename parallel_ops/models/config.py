@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,17 @@ class TransformerConfig:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             self._fail("rotary_scaling needs positions='rotary'")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "TransformerConfig":
+        """What the ``config.json`` of a Hugging Face folder says.
+
+        Raises:
+            FileNotFoundError: there is none. ValueError: an unknown family, or an option that we do not have.
+        """
+        from parallel_ops.models.huggingface.loading import read_config
+
+        return read_config(Path(folder))[0]
 
     @property
     def head_size(self) -> int:

@@ -338,6 +338,6 @@ def test_a_place_that_is_taken_is_refused_on_every_rank(folders, tmp_path):
 
 
 def test_memory_is_needed_before_loading(folders):
-    model = Transformer(loading.read_config(folders / "gpt2")[0], device="meta")
+    model = Transformer(TransformerConfig.from_pretrained(folders / "gpt2"), device="meta")
     with pytest.raises(ValueError, match="the parameters are on the meta device; call to_empty first"):
         model.load_pretrained(folders / "gpt2")

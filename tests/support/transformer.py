@@ -86,7 +86,7 @@ def drawn_part(rank: int, name: str) -> dict[str, Tensor]:
 def sharded_step(rank: int, name: str, folder: str | None) -> dict[str, Any]:
     """As ``step``, in fp32 under FSDP2, over 2 ranks of 2 tensor-parallel ones; drawn, or loaded from a folder."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    config = CONFIGS[name] if folder is None else loading.read_config(Path(folder))[0]
+    config = CONFIGS[name] if folder is None else TransformerConfig.from_pretrained(folder)
     model = Transformer(config, mesh=root["tp"], sequence_parallel=True, device="meta")
     for layer in model.layers.values():
         fully_shard(layer, mesh=root["dp"])

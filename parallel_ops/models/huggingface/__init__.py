@@ -50,6 +50,11 @@ class PretrainedModel(nn.Module):
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> None:
         """Fills the parameters from a Hugging Face folder; each rank reads its parts, also those of FSDP2, alone.
 
+            model = Transformer(TransformerConfig.from_pretrained(folder), mesh=mesh, device="meta")
+            ...                                     # fully_shard each of model.layers and model
+            model.to_empty(device="cuda")
+            model.load_pretrained(folder)
+
         Args:
             strict: config.json must say this model's configuration, but for dropout, initialisation and longest
                 sequence; else only its tensors must fit.
