@@ -64,12 +64,19 @@ class Transformer(PretrainedModel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config)
-        self.overlap = overlap
-        self.group = mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-        self.sequence_parallel = sequence_parallel and self.group is not None
-        # Parameters that a checkpoint fills are not drawn first, and those that are drawn are drawn once.
-        place: dict[str, Any] = {"mesh": mesh, "device": "meta", "dtype": dtype}
+        super().__init__(config, mesh)
+        self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
+        with torch.random.fork_rng(devices=[]):  # modules on the meta device draw nothing, but take a seed each
+            self._build(dtype)
+        target = torch.device(torch.get_default_device() if device is None else device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.reset_parameters()
+
+    def _build(self, dtype: torch.dtype | None) -> None:
+        config, overlap = self.config, self.overlap
+        # On the meta device: what a checkpoint fills is not drawn before, and the rest is drawn once.
+        place: dict[str, Any] = {"mesh": self.mesh, "device": "meta", "dtype": dtype}
         place["sequence_parallel"] = self.sequence_parallel
 
         def table(rows: int) -> VocabParallelEmbedding:
@@ -106,10 +113,6 @@ class Transformer(PretrainedModel):
         )
         self.norm: Norm | None = Norm(config.hidden, config.norm, config.norm_eps, **place)
         self.head = None if config.tied_embeddings else table(config.vocab_size)
-        target = torch.device(torch.get_default_device() if device is None else device)
-        if target.type != "meta":
-            self.to_empty(device=target)
-            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -149,7 +152,7 @@ class Transformer(PretrainedModel):
         x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions)
         angles = None
         if self.config.positions == "rotary":
-            s = x.shape[0] * (self.group.size() if self.group is not None and self.sequence_parallel else 1)
+            s = x.shape[0] * (self.ranks if self.sequence_parallel else 1)
             angles = rotary_angles(self.config, s if positions is None else self.config.seq_length, x.device)
         for layer in self.layers.values():
             x = layer(x, angles, positions=positions)
@@ -167,14 +170,14 @@ class Transformer(PretrainedModel):
 
     def _check(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> None:
         if self.tokens is not None:
-            longest, size = self.config.seq_length, 1 if self.group is None else self.group.size()
+            longest = self.config.seq_length
             if tokens.dim() != 2 or not 1 <= tokens.shape[0] <= longest:
                 raise ValueError(
                     f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {list(tokens.shape)}"
                 )
-            if self.sequence_parallel and tokens.shape[0] % size:
+            if self.sequence_parallel and tokens.shape[0] % self.ranks:
                 raise ValueError(
-                    f"Transformer: tokens must have a length that the {size} ranks can split evenly, "
+                    f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly, "
                     f"got {tokens.shape[0]}"
                 )
             if targets is not None and targets.shape != tokens.shape:

@@ -141,7 +141,7 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
 
 def loaded_gradients(rank: int, folder: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
     """Saves the gradients as if they were the weights, so that they get Hugging Face's names."""
-    model = Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True)
+    model = Transformer.from_pretrained(folder, mesh=mesh(), sequence_parallel=True).eval()
     loss = model(tokens, targets)
     loss.backward()
     with torch.no_grad():

@@ -4,23 +4,24 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.layers._parameters import ShardedModule
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface import loading, saving
 
 _Model = TypeVar("_Model", bound="PretrainedModel")
 
 
-class PretrainedModel(nn.Module):
+class PretrainedModel(ShardedModule):
     """What ``Transformer`` has of them.
 
     Attributes:
         loaded_options: the config.json of the folder that it was loaded from; empty for none.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+    def __init__(self, config: TransformerConfig, mesh: DeviceMesh | None) -> None:
+        super().__init__(mesh)
         self.config = config
         self.loaded_options: dict[str, Any] = {}
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from parallel_ops.comm._compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
 from parallel_ops.models.huggingface.families import Family, Stored
@@ -169,10 +169,8 @@ class _Files:
 
 def _held(name: str, t: Tensor) -> Held:
     """Which part of a parameter this rank holds."""
-    if not isinstance(t, DTensor):
-        return tuple(slice(0, length) for length in t.shape)
-    sizes, starts = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    if tuple(sizes) != tuple(t.to_local().shape):
+    starts, sizes = local_box(t)
+    if isinstance(t, DTensor) and sizes != t.to_local().shape:
         raise RuntimeError(f"{name}: cannot tell which part of {list(t.shape)} a rank holds with {t.placements}")
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
