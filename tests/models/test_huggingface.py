@@ -5,12 +5,14 @@ The models are tiny ones of transformers, made on the spot, with weights so larg
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.huggingface import loading
@@ -335,6 +337,31 @@ def test_a_place_that_is_taken_is_refused_on_every_rank(folders, tmp_path):
         assert isinstance(outcome, Raised) and outcome.type == "RuntimeError"
         assert "exists and is not an empty folder" in outcome.message
     assert [file.name for file in place.iterdir()] == ["mine"] and not list(Path(tmp_path).glob(".*"))
+
+
+def test_a_part_of_a_model_loads_its_part(folders):
+    """A pipeline stage, and layers inside of what recomputation puts around them."""
+    whole = Transformer.from_pretrained(folders / "llama3").state_dict()
+    part = Transformer(TransformerConfig.from_pretrained(folders / "llama3"))
+    part.tokens = part.norm = part.head = None
+    del part.layers["0"]
+    part.layers["1"] = checkpoint_wrapper(part.layers["1"])
+    part.load_pretrained(folders / "llama3")
+    loaded = part.state_dict()
+    assert len(loaded) == 9
+    assert all(torch.equal(weight, whole[name]) for name, weight in loaded.items())
+
+
+def test_tensors_that_the_family_has_no_place_for_are_named(folders):
+    config = TransformerConfig.from_pretrained(folders / "gpt2")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no place for positions\.weight"):
+        Transformer.from_pretrained(folders / "llama3", config=config)
+
+
+def test_without_safetensors_it_says_what_to_install(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install 'parallel_ops\[huggingface\]'"):
+        Transformer.from_pretrained(folders / "gpt2")
 
 
 def test_memory_is_needed_before_loading(folders):

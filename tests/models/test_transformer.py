@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from parallel_ops.models import Llama3Scaling, Transformer
 from support import transformer as on_rank
@@ -54,6 +55,15 @@ def test_a_stage_draws_what_the_whole_model_draws(name):
     for part in (on_rank.drawn_part(0, name), *ranks(2).run(on_rank.drawn_part, name)):
         assert 0 < len(part) < len(want)
         assert all(torch.equal(weight, want[key]) for key, weight in part.items())
+
+
+def test_recomputation_does_not_change_what_is_drawn():
+    want, model = build(LLAMA).state_dict(), build(LLAMA)
+    for number, layer in model.layers.items():
+        model.layers[number] = checkpoint_wrapper(layer)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    assert all(torch.equal(weight, want[name]) for name, weight in model.state_dict().items())
 
 
 def test_stages_one_after_another_are_the_whole_model():

@@ -53,12 +53,12 @@ class Family:
     constants: str
 
     def stored(self, parameter: str) -> Stored:
-        """Where a parameter of ours lies. KeyError: the family has no such parameter."""
-        number = re.match(r"layers\.(\d+)\.", parameter)
-        if number is None:
-            return self.tensors[parameter]
-        found = self.tensors["layers.{}." + parameter[number.end() :]]
-        return replace(found, name=found.name.format(number[1]))
+        """Where a parameter of ours lies. ValueError: the family has no such parameter."""
+        layer = re.match(r"layers\.(\d+)\.", parameter)
+        found = self.tensors.get(parameter if layer is None else "layers.{}." + parameter[layer.end() :])
+        if found is None:
+            raise ValueError(f"{self.architecture} has no place for {parameter}")
+        return found if layer is None else replace(found, name=found.name.format(layer[1]))
 
 
 def listed(names: Iterable[object]) -> str:
@@ -124,7 +124,8 @@ def _read_qwen(options: Options) -> Options:
         kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
         raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
-    return _read_rotary(options) | {"window": tuple(window if kind == _KINDS[True] else None for kind in kinds)}
+    windows = tuple(window if kind == _KINDS[True] else None for kind in kinds)
+    return _read_rotary(options) | {"window": windows[0] if len(set(windows)) == 1 else windows}
 
 
 def _write_qwen(config: TransformerConfig) -> Options:

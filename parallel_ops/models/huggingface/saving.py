@@ -68,7 +68,8 @@ class _Writer:
     """A folder that is being written by one rank; after the first error it writes no more."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.part = folder, folder.with_name(f".{folder.name}.part")
+        self.folder = folder.absolute()
+        self.part = self.folder.with_name(f".{self.folder.name}.part")
         self.error: Exception | None = None
         self.do(self._start)
 
