@@ -152,11 +152,12 @@ def test_fully_sharded_ranks_read_and_write_the_same_files(name, folders, tmp_pa
     for file in (folders / name).iterdir():
         (copied / file.name).write_bytes(file.read_bytes())
     want = on_rank.state(Transformer.from_pretrained(copied))
-    for got in ranks(4).run(on_rank.sharded_step, name, str(copied)):
-        assert math.isfinite(got["loss"])
-        assert all(torch.equal(weight, want[key]) for key, weight in got["weights"].items())
-    assert (copied / "again" / loading.INDEX).exists()
-    assert same_tensors(copied, copied / "again")
+    for tp in (1, 2):
+        for got in ranks(4).run(on_rank.sharded_step, name, tp, str(copied)):
+            assert math.isfinite(got["loss"])
+            assert all(torch.equal(weight, want[key]) for key, weight in got["weights"].items())
+        assert (copied / f"again{tp}" / loading.INDEX).exists()
+        assert same_tensors(copied, copied / f"again{tp}")
 
 
 def test_a_configuration_of_ones_own_becomes_the_family_that_has_it(tmp_path):
@@ -177,6 +178,8 @@ def test_a_configuration_of_ones_own_becomes_the_family_that_has_it(tmp_path):
         again = Transformer.from_pretrained(tmp_path / name, config=model.config)
         for key, weight in model.state_dict().items():
             assert torch.equal(weight.bfloat16().float(), again.state_dict()[key]), key
+    with pytest.raises(ValueError, match=r"dtype must be float64, float32, float16 or bfloat16, got torch\.int8"):
+        model.save_pretrained(tmp_path / "int8", dtype=torch.int8)
     odd = Transformer(TransformerConfig(**shape, qk_norm=True))
     with pytest.raises(ValueError, match=r"no Hugging Face family has this configuration \(gpt2: qk_norm; llama: act"):
         odd.save_pretrained(tmp_path / "odd")

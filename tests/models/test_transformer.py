@@ -42,7 +42,7 @@ def test_fully_sharded_it_is_the_same_model_too():
     weights = on_rank.state(model)
     loss = model(*sample(batch=4))
     loss.backward()
-    for got in ranks(4).run(on_rank.sharded_step, "llama", None):
+    for got in (got for tp in (1, 2) for got in ranks(4).run(on_rank.sharded_step, "llama", tp, None)):
         torch.testing.assert_close(got["loss"], loss.detach())
         for key, grad in on_rank.gradients(model).items():
             assert torch.equal(got["weights"][key], weights[key]), key

@@ -83,9 +83,9 @@ def drawn_part(rank: int, name: str) -> dict[str, Tensor]:
     return state(model)
 
 
-def sharded_step(rank: int, name: str, folder: str | None) -> dict[str, Any]:
-    """As ``step``, in fp32 under FSDP2, over 2 ranks of 2 tensor-parallel ones; drawn, or loaded from a folder."""
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def sharded_step(rank: int, name: str, tp: int, folder: str | None) -> dict[str, Any]:
+    """As ``step``, in fp32 under FSDP2 of 4 / tp ranks; drawn, or loaded from a folder and saved into it."""
+    root = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
     config = CONFIGS[name] if folder is None else TransformerConfig.from_pretrained(folder)
     model = Transformer(config, mesh=root["tp"], sequence_parallel=True, device="meta")
     for layer in model.layers.values():
@@ -99,13 +99,13 @@ def sharded_step(rank: int, name: str, folder: str | None) -> dict[str, Any]:
         model.load_pretrained(folder)
     drawn = state(model)
     tokens, targets = sample(batch=4)
-    mine = slice(2 * root["dp"].get_local_rank(), 2 * root["dp"].get_local_rank() + 2)
-    loss = model(tokens[:, mine], targets[:, mine])
+    tokens, targets = (t.chunk(4 // tp, dim=1)[root["dp"].get_local_rank()] for t in (tokens, targets))
+    loss = model(tokens, targets)
     loss.backward()
     grads, mean = gradients(model), loss.detach() / root.size()
     dist.all_reduce(mean)
     if folder is not None:
-        model.save_pretrained(Path(folder, "again"), file_bytes=20_000)
+        model.save_pretrained(Path(folder, f"again{tp}"), file_bytes=20_000)
     return {"loss": mean, "weights": drawn, "gradients": grads}
 
 

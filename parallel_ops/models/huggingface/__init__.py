@@ -79,7 +79,8 @@ class PretrainedModel(ShardedModule):
             file_bytes: the size of a file at most. A rank holds that much in host memory.
 
         Raises:
-            ValueError: a configuration that no family has (dropout aside), a model that is not whole.
+            ValueError: a configuration that no family has (dropout aside), a model that is not whole, another dtype
+            than can be loaded.
             RuntimeError: the folder cannot be written; on every rank that shares the model. ImportError: as above.
         """
         saving.save(self, Path(folder), dtype=dtype, file_bytes=file_bytes)
