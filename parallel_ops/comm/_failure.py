@@ -2,7 +2,8 @@
 
 A backend's own error names an address at best. So every rank that loses contact leaves a note in the store of its
 group, waits a moment for the notes of the others, and names those who left none: they are gone, stuck, or (in a large
-group) have not noticed yet.
+group) have not noticed yet. A rank that fails leaves word of what failed there too, for those who lose it because it
+has ended.
 """
 
 import contextlib
@@ -41,12 +42,33 @@ def _silent(group: ProcessGroup) -> str:
         while missing and time.monotonic() < end:
             missing = [rank for rank in missing if not store.check([_note(group, rank)])]
             time.sleep(_POLL_SECONDS)
+        said = [
+            f"; rank {rank} {store.get(_word(group, rank)).decode(errors='replace')}"
+            for rank in range(group.size())
+            if rank != group.rank() and store.check([_word(group, rank)])
+        ]
     except RuntimeError:
         return "the job's store is gone too, and with it probably rank 0 of the job"
     if not missing:
-        return "all ranks reported a failure"
-    return f"no word from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+        return "all ranks reported a failure" + "".join(said)
+    silent = f"no word from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+    return silent + "".join(said)
+
+
+def leave_word(group: ProcessGroup, text: str) -> None:
+    """Of what failed on this rank, for ranks that lose it."""
+    with contextlib.suppress(RuntimeError):
+        group_store(group).set(_word(group, group.rank()), text)
+
+
+def take_back_word(group: ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):
+        group_store(group).delete_key(_word(group, group.rank()))
 
 
 def _note(group: ProcessGroup, rank: int) -> str:
     return f"parallel_ops/lost/{group.group_name}/{rank}"
+
+
+def _word(group: ProcessGroup, rank: int) -> str:
+    return f"parallel_ops/failed/{group.group_name}/{rank}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._agreement import Call, agree
+from parallel_ops.comm._agreement import Call, agree, agreed_error, sends
 from parallel_ops.comm._compat import all_gather_single, reduce_scatter_single
 from parallel_ops.comm._failure import naming_peers
 from parallel_ops.comm._group import resolve_group
@@ -79,6 +79,7 @@ def sum_in_rank_order(partials: Sequence[Tensor]) -> Tensor:
 
 
 @torch.library.custom_op("parallel_ops::comm_all_gather", mutates_args=())
+@sends
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -110,6 +111,7 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
 
 
 @torch.library.custom_op("parallel_ops::comm_reduce_scatter", mutates_args=())
+@sends
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     same = (*x.shape, dim, *sizes, fp32_reduction)
@@ -131,6 +133,7 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: st
 
 
 @torch.library.custom_op("parallel_ops::comm_all_reduce", mutates_args=())
+@sends
 def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     _agree(op, x, process_group, (*x.shape, fp32_reduction), f"fp32_reduction={fp32_reduction}")
@@ -154,6 +157,7 @@ def _(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
 
 
 @torch.library.custom_op("parallel_ops::comm_all_to_all", mutates_args=())
+@sends
 def all_to_all(
     x: Tensor,
     split_dim: int,
@@ -218,7 +222,6 @@ def _agree_to_exchange(
         return
     for i, j in itertools.product(range(size), repeat=2):
         if rows[i][j] != rows[j][size + i]:
-            raise ValueError(
-                f"{op}: rank {i} sends {rows[i][j]} entries of dimension {split_dim} to rank {j}, "
-                f"which expects {rows[j][size + i]}"
-            )
+            sends, expects = rows[i][j], rows[j][size + i]
+            where = f"rank {i} sends {sends} entries of dimension {split_dim} to rank {j}"
+            raise agreed_error(group, f"{op}: {where}, which expects {expects}")

@@ -7,7 +7,6 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from parallel_ops.comm._agreement import announcing
-from parallel_ops.comm._group import group_name
 from parallel_ops.ops._check import check_floating, check_same_device, check_same_dtype
 
 P = ParamSpec("P")
@@ -26,7 +25,7 @@ def announced(forward: Callable[P, R]) -> Callable[P, R]:
         if module.group is None:  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
         name = type(module).__name__
-        with announcing(name, group_name(name, module.group), *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
+        with announcing(name, module.group, *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
 
     return call

@@ -15,18 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops.comm._agreement import announcing_failure
+from parallel_ops.comm._agreement import announcing
 from parallel_ops.comm._group import group_name
 from parallel_ops.ops._registration import cast_to_autocast_dtype, once_differentiable, register
 from parallel_ops.tensor_parallel import _overlap_plan as plan
 from parallel_ops.tensor_parallel._linear_call import LinearCall
 from parallel_ops.tensor_parallel._linear_checks import check_linear
-from parallel_ops.tensor_parallel.weight_gradients import (
-    DeferredWeightGradients,
-    Handles,
-    check_handles,
-    weight_gradient,
-)
+from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
@@ -77,7 +72,7 @@ class LinearOp:
         x: Tensor,
         weights: list[Tensor],
         biases: list[Tensor],
-        main_grads: list[Tensor | None] | None,
+        main_grads: list[Target] | None,
         deferred: DeferredWeightGradients | None,
         group: ProcessGroup | None,
         overlap: plan.Overlap,
@@ -85,17 +80,17 @@ class LinearOp:
     ) -> list[Tensor]:
         """Checks everything, ``split()`` (the sizes) last, and runs."""
         group_id = group_name(self.name, group)
-        with announcing_failure(self.name, group_id, x, *weights):
+        with announcing(self.name, group, x, *weights, asks=True):
             check_linear(self.name, x, weights, biases, group)
-            handles = check_handles(self.name, weights, main_grads, deferred)
+            targets = targets_of(self.name, weights, main_grads, deferred)
             pieces, sizes = plan.encode(self.name, overlap), split()
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
         arguments = group_id, sizes, pieces, needs
         tensors = x, *weights, *biases
-        handled = handles.used and any(needs[1 : 1 + len(weights)])
+        handled = any(t is not None for t in targets) and any(needs[1 : 1 + len(weights)])
         if handled or (any(needs) and _unwatched(tensors)):
-            return list(_Linear.apply(self, handles, arguments, len(weights), *tensors))
+            return list(_Linear.apply(self, (targets, deferred), arguments, len(weights), *tensors))
         return self._op(x, weights, biases, *arguments)
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
@@ -108,7 +103,7 @@ class LinearOp:
         def multiply(dys: Sequence[Tensor], inputs: Tensor) -> None:
             for i, needed in enumerate(call.needs_weights(n)):
                 if needed:
-                    dweights[i] = weight_gradient(dys[i], inputs)
+                    dweights[i] = dys[i].t() @ inputs
 
         with torch.autocast(x.device.type, enabled=False):  # of a backward inside the region: all dtypes are settled
             dx, dys = self._gradients(call, grads, x, weights, multiply if any(call.needs_weights(n)) else None)
@@ -183,7 +178,7 @@ def _saved(ctx: Any, call: LinearCall, grads: Sequence[Tensor]) -> tuple[Tensor,
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: LinearOp, handles: Handles, arguments: tuple[Any, ...], count: int, *tensors: Tensor
+        ctx: Any, op: LinearOp, handles: Any, arguments: tuple[Any, ...], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         device, cast = tensors[0].device.type, list(tensors)
         if torch.is_autocast_enabled(device):
@@ -207,7 +202,16 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dweights: list[Tensor | None] = [None] * n
 
     def handle(dys: Sequence[Tensor], inputs: Tensor) -> None:
-        dweights[:] = ctx.handles.take(dys, inputs, call.needs_weights(n))
+        targets, deferred = ctx.handles
+
+        def finish() -> None:
+            for i, needed in enumerate(call.needs_weights(n)):
+                dweights[i] = add_to(targets[i], dys[i], inputs) if needed else None
+
+        if deferred is None:
+            finish()
+        else:
+            deferred.push(finish)
 
     dx, dys = ctx.op.eager_backward(call, list(grads), x, weights, handle)
     dbiases = [dy.sum(0) if needed else None for dy, needed in zip(dys, call.needs_biases(n), strict=False)]

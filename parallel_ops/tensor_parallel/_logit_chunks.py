@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.comm._compat import all_gather_single, reduce_scatter_single
 from parallel_ops.ops import cross_entropy as local
-from parallel_ops.tensor_parallel._products import add_product
+from parallel_ops.tensor_parallel.weight_gradients import add_product
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._group import group_name
+from parallel_ops.comm._agreement import announcing, sends
+from parallel_ops.comm._group import group_name, resolve_group
+from parallel_ops.comm._primitives import gathered
 from parallel_ops.ops import cross_entropy as local
 from parallel_ops.ops._check import check_floating, check_same_device
 from parallel_ops.ops._registration import register
 from parallel_ops.tensor_parallel._loss_options import LossOptions, check_reduction, check_target, reduce
-from parallel_ops.tensor_parallel._vocab_shards import (
-    Layout,
-    VocabShards,
-    announcing_failure,
-    check_target_values,
-)
+from parallel_ops.tensor_parallel._vocab_shards import agreed_layout
 
 _NAME = "vocab_parallel_cross_entropy"
 
@@ -87,7 +84,7 @@ def vocab_parallel_cross_entropy(
     same rows; the incoming gradient must be the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(_NAME, name, logits, target):
+    with announcing(_NAME, group, logits, target, asks=True):
         check_floating(_NAME, "logits", logits)
         if logits.dim() == 0:
             raise ValueError(f"{_NAME}: logits must have at least one dimension, got a scalar")
@@ -99,6 +96,7 @@ def vocab_parallel_cross_entropy(
     return reduce(loss, target, ignore_index, reduction)
 
 
+@sends
 def _forward(
     logits: Tensor,
     target: Tensor,
@@ -109,22 +107,14 @@ def _forward(
     ignore_index: int,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cols, smoothing, rows = logits.shape[-1], label_smoothing != 0, target.contiguous()
-    if group is None:
-        check_target_values(_NAME, target, cols, ignore_index)
-        part, column = local.statistics(logits, rows, 0, cols, ignore_index, softcap, smoothing)
-        gathered = part.unsqueeze(0)
-    else:
-        wide = logits.dtype is torch.float64
-        agreed = (label_smoothing, z_loss, softcap, ignore_index, wide)
-        shards = VocabShards(_NAME, group, cols, target, ignore_index, agreed)
-
-        def exchange(layout: Layout) -> tuple[Tensor, Tensor]:
-            part, column = local.statistics(logits, rows, layout.start, layout.vocab, ignore_index, softcap, smoothing)
-            return shards.gather(layout, part), column
-
-        gathered, column = shards.with_layout(exchange)
-    loss, saved = local.combine(gathered, column, label_smoothing, z_loss)
+    over = None if group is None else resolve_group(group)
+    options = (label_smoothing, z_loss, softcap, logits.dtype is torch.float64)
+    layout = agreed_layout(_NAME, over, logits.shape[-1], target, ignore_index, options)
+    part, column = local.statistics(
+        logits, target.contiguous(), layout.start, layout.vocab, ignore_index, softcap, label_smoothing != 0
+    )
+    parts = part.unsqueeze(0) if over is None else gathered(_NAME, part, over)
+    loss, saved = local.combine(parts, column, label_smoothing, z_loss)
     return loss.view(target.shape), column, saved
 
 

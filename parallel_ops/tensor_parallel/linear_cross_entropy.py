@@ -28,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm._agreement import announcing, sends
 from parallel_ops.comm._group import group_name, resolve_group
+from parallel_ops.comm._primitives import gathered
 from parallel_ops.ops import cross_entropy as local
 from parallel_ops.ops._check import check_floating, check_same_device, check_same_dtype
 from parallel_ops.ops._registration import cast_to_autocast_dtype, register
@@ -41,13 +43,7 @@ from parallel_ops.tensor_parallel._loss_options import (
     count_kept,
     reduce,
 )
-from parallel_ops.tensor_parallel._vocab_shards import (
-    Layout,
-    VocabShards,
-    announcing_failure,
-    check_target_values,
-    known_layout,
-)
+from parallel_ops.tensor_parallel._vocab_shards import agreed_layout, known_layout
 
 _NAME = "vocab_parallel_linear_cross_entropy"
 
@@ -96,7 +92,7 @@ def vocab_parallel_linear_cross_entropy(
     the same on every rank.
     """
     name = group_name(_NAME, group)
-    with announcing_failure(_NAME, name, hidden, weight, target):
+    with announcing(_NAME, group, hidden, weight, target, asks=True):
         _check_tensors(hidden, weight, bias)
         parts = group.size() if group is not None and sequence_parallel else 1
         if sequence_parallel and hidden.dim() < 2:
@@ -148,26 +144,14 @@ def _check_tensors(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         check_same_dtype(_NAME, "bias", bias, "hidden", hidden)
 
 
+@sends
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
     call = LinearCall(*arguments)
-    cols = weight.shape[0]
-    if call.group is None:
-        check_target_values(_NAME, target, cols, call.ignore_index)
-        return _run(hidden, weight, bias, target, call, None, Layout((cols,), 0))
-    agreed = (*astuple(call)[1:-1], *call.needs, hidden.shape[-1], weight.itemsize, bias is None)
-    shards = VocabShards(_NAME, call.group, cols, target, call.ignore_index, agreed)
-    return shards.with_layout(lambda layout: _run(hidden, weight, bias, target, call, shards, layout))
-
-
-def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
-    call: LinearCall, shards: VocabShards | None, layout: Layout,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    group = None if shards is None else shards.group
-    if shards is not None and call.parts > 1:
-        shards.agree(layout)  # before the first chunk is gathered
+    group = None if call.group is None else resolve_group(call.group)
+    options = (*astuple(call)[1:-1], *call.needs, hidden.shape[-1], weight.itemsize, bias is None)
+    layout = agreed_layout(_NAME, group, weight.shape[0], target, call.ignore_index, options)
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes), gradients=not call.per_row)
     loss, column, saved = _per_row_outputs(weight, target, call)
     targets, losses, columns = (chunks.of(t) for t in (target, loss, column))
@@ -183,8 +167,8 @@ def _run(
             call.softcap,
             call.label_smoothing != 0,
         )
-        gathered = part.unsqueeze(0) if shards is None else shards.gather(layout, part)
-        row_loss, row_saved = local.combine(gathered, where, call.label_smoothing, call.z_loss)
+        parts = part.unsqueeze(0) if group is None else gathered(_NAME, part, group)
+        row_loss, row_saved = local.combine(parts, where, call.label_smoothing, call.z_loss)
         losses[i].copy_(row_loss.view(t.shape))
         if call.per_row:
             columns[i].copy_(where.view(t.shape))
@@ -204,8 +188,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The gradients for reduction "none", whose forward kept no chunk: each is made again."""
     call = LinearCall(*arguments)
-    layout = Layout((weight.shape[0],), 0) if call.group is None else known_layout(call.group, weight.shape[0])
     group = None if call.group is None else resolve_group(call.group)
+    layout = known_layout(group, weight.shape[0])
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes), gradients=True)
     grads, columns = chunks.of(grad), chunks.of(column)
     kept = [chunks.of(row) for row in saved]

@@ -1,5 +1,6 @@
 """Ranks that are killed or stuck, and what the others then see."""
 
+import contextlib
 import datetime
 import os
 import signal
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops import all_gather_linear, comm, linear_reduce_scatter, vocab_parallel_cross_entropy
-from parallel_ops.comm import _failure
+from parallel_ops.comm import _agreement, _failure
+from parallel_ops.comm._agreement import announcing
+from parallel_ops.comm._compat import group_store
 from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.comm.transport import PeerError, Receive, Send
 
@@ -51,6 +54,8 @@ def call_without(rank: int, lost: int, how: str, timeout: float) -> dict[str, tu
     groups = {op: dist.new_group(timeout=limit) for op in CALLS}
     dist.barrier()
     if rank == lost and how == "killed":
+        with contextlib.suppress(RuntimeError), announcing("Layer", groups["all_gather"], torch.ones(1)):
+            raise RuntimeError("no more memory")
         os.kill(os.getpid(), signal.SIGKILL)
     said = {}
     for op, group in groups.items():
@@ -59,10 +64,112 @@ def call_without(rank: int, lost: int, how: str, timeout: float) -> dict[str, tu
         started = time.monotonic()
         try:
             CALLS[op](group)
-        except PeerError as error:
+        except (PeerError, ValueError) as error:  # a message may have left before its sender was killed
             said[op] = str(error), time.monotonic() - started
         else:
             said[op] = "nothing was raised", 0.0
     if how == "stuck":
         dist.barrier()
     return said
+
+
+ERRORS = {"TypeError": TypeError, "RuntimeError": RuntimeError, "KeyError": KeyError}
+
+
+def fail_alone(rank: int, guilty: int) -> list[tuple[str, str, float]]:
+    """(error, message, sum of the ranks afterwards) of blocks of which each fails on one rank alone.
+
+    The others come only when it has got its error: a rank that waited for them would wait for ever.
+    """
+    group, x, said = dist.group.WORLD, torch.ones(2), []
+    for name, error in ERRORS.items():
+        dist.barrier()
+        store, key = group_store(group), f"failed with {name} on {guilty}"
+        if rank != guilty:
+            store.wait([key])
+        try:
+            with announcing("Model", group, x), announcing("Layer", group, x):
+                if rank == guilty:
+                    raise error("as it happens")
+                comm.all_gather(x, group)
+        except Exception as caught:
+            store.set(key, "1")
+            # What all ranks know of is not announced again; everyone has asked as often.
+            said.append((type(caught).__name__, str(caught), comm.reduce_from_group(x, group).sum().item()))
+        else:
+            said.append(("nothing", "", 0.0))
+    time.sleep(0.1)
+    comm.all_gather(x, group)
+    assert not _agreement._posted  # nothing is kept of what has arrived
+    return said
+
+
+def fail_in_many_ways(rank: int) -> list[str]:
+    """What the ranks say of calls on which rank 1 raises something that the others may know, or not."""
+    group, x, said = dist.group.WORLD, torch.ones(2), []
+
+    def wrapped() -> None:
+        """An error that was agreed upon, as somebody else's."""
+        try:
+            comm.all_gather(torch.ones(2 + rank), group)
+        except ValueError as error:
+            raise RuntimeError("wrapped") from error
+
+    def another() -> None:
+        """An error while one that was agreed upon is handled."""
+        try:
+            comm.all_gather(torch.ones(2 + rank), group)
+        except ValueError:
+            with announcing("Inner", group, x):
+                if rank == 1:
+                    raise RuntimeError("another") from None
+                comm.all_gather(x, group)
+
+    def recovered() -> None:
+        """An op that refused, of which the block makes nothing."""
+        if rank == 1:
+            with contextlib.suppress(ValueError):
+                comm.all_gather(x, group, dim=7)
+        else:
+            comm.all_gather(x, group)
+
+    for block in (wrapped, another, recovered):
+        try:
+            with announcing("Outer", group, x):
+                block()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+        said.append(str(comm.all_gather(torch.full((1,), rank), group).tolist()))
+    return said
+
+
+def different_ops(rank: int) -> None:
+    """A collective on one rank, a loss on the other: both protocols begin with the same message."""
+    if rank:
+        comm.reduce_from_group(torch.ones(4, 5), dist.group.WORLD)
+    else:
+        vocab_parallel_cross_entropy(torch.ones(4, 5), torch.zeros(4, dtype=torch.int64), group=dist.group.WORLD)
+
+
+def fail_while_data_is_under_way(rank: int, timeout: float) -> tuple[str, float]:
+    """Rank 0 loses rank 1, which fails between the agreement and its data."""
+    _failure.NOTE_SECONDS = 0.3
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+    x = torch.ones(4)
+    dist.barrier()
+    if rank == 1:
+        from parallel_ops.comm import _primitives
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no more memory")
+
+        _primitives.exchanged = fail
+    started = time.monotonic()
+    try:
+        with announcing("Layer", group, x):
+            comm.reduce_scatter(x, group)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "nothing was raised", 0.0

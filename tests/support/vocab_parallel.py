@@ -1,16 +1,18 @@
 """What each rank does in the tests of the vocab-parallel losses, and the sharded op as a function of whole tensors."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import _primitives
-from parallel_ops.comm._group import group_name
-from parallel_ops.tensor_parallel._vocab_shards import VocabShards
+from parallel_ops.comm import _agreement, _primitives
+from parallel_ops.tensor_parallel import _vocab_shards
 from support.distributed import ranks
 from support.kernels import differentiable
 
@@ -120,23 +122,51 @@ def mismatched_rows(rank: int, rows: list[int]):
     return vocab_parallel_cross_entropy(logits, torch.zeros(rows[rank], dtype=torch.long), group=dist.group.WORLD)
 
 
-def without_reading(rank: int, rows: list[int], names: list[str]) -> list[Any]:
-    """What each call gives a rank that does as it would on CUDA: headers are read at the first call of a kind alone.
+@contextlib.contextmanager
+def _asking_as_on_cuda() -> Iterator[None]:
+    """Ranks compare their calls where tensors on CUDA would: at the first call of a kind."""
+    ask, agree, cuda = _agreement._ask, _agreement.agree, torch.device("cuda")
+    with (
+        mock.patch.object(_agreement, "refuse_capture"),
+        mock.patch.object(_agreement, "_ask", lambda group, call, device: ask(group, call, torch.device("cpu"))),
+        mock.patch.object(
+            _vocab_shards, "agree", lambda group, call, device, known: agree(group, call, cuda, known=known)
+        ),
+    ):
+        yield
 
-    ``rows`` of one call after the other; the first rank has one row more in calls named "differ".
-    """
+
+def as_on_cuda(rank: int, rows: list[int], cols: list[int], names: list[str]) -> list[Any]:
+    """(losses, messages) of one call after the other; the first rank has one row more in calls named "differ"."""
     results: list[Any] = []
-    group = group_name("test", dist.group.WORLD)
-    for count, name in zip(rows, names, strict=True):
-        n = count + (name == "differ" and rank == 0)
-        shards = VocabShards("test", group, 9001 + rank, torch.zeros(n, dtype=torch.int64), -100, (1.0,))
-        shards._on_cpu = False
-        statistics = torch.full((3, n), float(rank + 1))
-        try:
-            results.append(shards.with_layout(lambda layout, s=shards, t=statistics: s.gather(layout, t)))
-        except ValueError as error:
-            results.append(str(error))
+    group = dist.new_group()
+    with _asking_as_on_cuda():
+        for count, width, name in zip(rows, cols, names, strict=True):
+            n = count + (name == "differ" and rank == 0)
+            target = torch.arange(n) % width
+            x = torch.eye(n, dist.get_world_size() * width)[:, rank * width : (rank + 1) * width]
+            with _counted() as count_of:
+                try:
+                    loss = vocab_parallel_cross_entropy(x, target, group=group, reduction="none")
+                    results.append((loss, len(count_of)))
+                except ValueError as error:
+                    results.append((str(error), len(count_of)))
     return results
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The messages of the block, by what sends them."""
+    sent: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for module in (_agreement, _primitives):
+
+            def counted(*args: Any, _module: Any = module, _send: Any = module.all_gather_single, **kwargs: Any) -> Any:
+                sent.append(_module.__name__)
+                return _send(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(module, "all_gather_single", counted))
+        yield sent
 
 
 def wrong_shape_on_one_rank(rank: int, bad_rank: int):
@@ -154,26 +184,12 @@ def wrong_target(rank: int, bad_rank: int | None, value: int):
     return vocab_parallel_cross_entropy(torch.randn(4, 5), target, group=dist.group.WORLD)
 
 
-def collectives(rank: int, calls: int, **options: Any) -> list[int]:
-    """The number of all-gathers of each of some calls in a new group, forward and backward."""
-    group = dist.new_group()
-    counts = []
-    original = _primitives.all_gather_single
-    try:
-        for _ in range(calls):
-            count = []
-
-            def counted(*args: Any, _count: list[int] = count, **kwargs: Any) -> Any:
-                _count.append(1)
-                return original(*args, **kwargs)
-
-            _primitives.all_gather_single = counted
-            x = torch.randn(6, 3 + rank, requires_grad=True)
-            vocab_parallel_cross_entropy(x, torch.arange(6), group=group, **options).backward()
-            counts.append(len(count))
-    finally:
-        _primitives.all_gather_single = original
-    return counts
+def messages(rank: int, rows: int, **options: Any) -> list[str]:
+    """What sends messages in a call and its backward, in order."""
+    x = torch.randn(rows, 3 + rank, requires_grad=True)
+    with _counted() as sent:
+        vocab_parallel_cross_entropy(x, torch.arange(rows) % 7, group=dist.group.WORLD, **options).backward()
+    return [module.rpartition(".")[2] for module in sent]
 
 
 def compiled(rank: int, logits: Tensor, target: Tensor, sizes: list[int], backend: str, options: dict[str, Any]):

@@ -102,16 +102,10 @@ def test_integer_logits_give_the_unsharded_gradient_exactly(shards):
     assert all(torch.equal(a, b) for a, b in zip(sharded, whole, strict=True))
 
 
-@groups
-def test_more_rows_than_one_message_holds(shards):
-    logits, target = randn(11000, 6, dtype=torch.float32), targets((11000,), 6)
-    suite.check_numerics(sharded_cross_entropy(shards), cross_entropy_reference, [logits, target], slack_ulps=4)
-
-
-def test_one_all_gather_once_the_layout_is_known():
-    for options in ({}, {"label_smoothing": 0.1, "inplace_backward": True}):
-        for counts in ranks(2).run(functools.partial(vocab_parallel.collectives, **options), 3):
-            assert counts == [2, 1, 1]
+def test_one_agreement_and_one_gather_for_any_number_of_rows():
+    for rows, options in ((6, {}), (12_000, {}), (6, {"label_smoothing": 0.1, "inplace_backward": True})):
+        for sent in ranks(2).run(functools.partial(vocab_parallel.messages, **options), rows):
+            assert sent == ["_agreement", "_primitives"]
 
 
 def test_a_shard_may_change_its_size():
@@ -144,9 +138,9 @@ def test_disagreement_raises_on_every_rank(shards):
     logits, target = randn(3, 5 * shards, dtype=torch.float32), targets((3,), 5 * shards)
     known = sharded_cross_entropy(shards, [5] * shards)
     for _ in range(2):  # with the layout unknown, then known
-        check_all_raise(group.outcomes(vocab_parallel.mismatched_rows, [*range(2, 2 + shards)]), "the same rows")
+        check_all_raise(group.outcomes(vocab_parallel.mismatched_rows, [*range(2, 2 + shards)]), "make different calls")
         check_all_raise(group.outcomes(vocab_parallel.wrong_shape_on_one_rank, 1), "target must have shape [3]")
-        check_all_raise(group.outcomes(vocab_parallel.differing_options), "the same options")
+        check_all_raise(group.outcomes(vocab_parallel.differing_options), "make different calls")
         suite.check_numerics(known, cross_entropy_reference, [logits, target], slack_ulps=4)  # the group still works
 
 
@@ -160,17 +154,15 @@ def test_a_wrong_target_raises_on_every_rank(shards, value):
 
 
 @groups
-def test_ranks_that_do_not_wait_for_the_device_still_read_the_first_call_of_a_kind(shards):
-    """11,000 rows of statistics need a gather of their own, which ranks of different sizes would hang in."""
-    rows, names = [11_000, 12_000, 12_000, 7, 7], ["agree", "differ", "agree", "agree", "differ"]
-    for rank, results in enumerate(ranks(shards).run(vocab_parallel.without_reading, rows, names)):
-        expected = torch.arange(1.0, shards + 1)[:, None, None]
-        for result, count in zip(results, rows, strict=True):
-            if isinstance(result, torch.Tensor) and not result.isnan().any():
-                assert torch.equal(result, expected.expand(-1, 3, count))
-        assert "must have the same rows" in results[1], rank
-        assert [type(r) for r in results[:1] + results[2:4]] == [torch.Tensor] * 3
-        if rank:  # the first rank's 8 rows are new to it
-            assert results[4].isnan().all()
-        else:
-            assert "must have the same rows" in results[4]
+def test_ranks_that_do_not_wait_for_the_device_ask_at_the_first_call_of_a_kind(shards):
+    rows, cols = [8, 8, 9, 9, 9, 9], [5, 5, 5, 5, 6, 5]
+    names = ["agree", "agree", "differ", "agree", "agree", "agree"]
+    for results in ranks(shards).run(vocab_parallel.as_on_cuda, rows, cols, names):
+        assert [count for _, count in results] == [2, 1, 1, 2, 2, 1]  # a vocabulary of another size is asked about too
+        for (loss, _), n, width in zip(results, rows, cols, strict=True):
+            if isinstance(loss, str):
+                assert "make different calls" in loss and "rank 0: 10 rows" in loss
+            else:
+                logits = torch.eye(n, shards * width)
+                expected = torch.nn.functional.cross_entropy(logits, torch.arange(n) % width, reduction="none")
+                torch.testing.assert_close(loss, expected)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel import DeferredWeightGradients, _products, weight_gradients
-from parallel_ops.tensor_parallel._products import add_product
+from parallel_ops.tensor_parallel import DeferredWeightGradients, weight_gradients
+from parallel_ops.tensor_parallel.weight_gradients import add_product
 from support.parallel_linear import integers, normal
 
 ops = pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
@@ -165,8 +165,8 @@ def test_main_grad_adds_products_that_were_never_rounded(op, dtype, defer):
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(0, 3, 4), (7, 0, 4), (7, 3, 0), (23, 11, 5), (5, 9, 30)])
 def test_products_are_widened_in_parts(rows, n, k, monkeypatch):
-    monkeypatch.setattr(_products, "_WIDE_BYTES", 200)
-    monkeypatch.setattr(_products, "_COLS", 4)
+    monkeypatch.setattr(weight_gradients, "_WIDE_BYTES", 200)
+    monkeypatch.setattr(weight_gradients, "_COLS", 4)
     dz, h = (normal(rows, m, seed=m, dtype=torch.bfloat16) for m in (n, k))
     total = normal(n, k, seed=1)
     want = total.double() + dz.double().t() @ h.double()
