@@ -31,16 +31,13 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
+from parallel_ops.comm._primitives import sum_in_rank_order
 from parallel_ops.comm.transport import Transport
-from parallel_ops.tensor_parallel._overlap import (
-    gather_order,
-    scatter_order,
-    start_gather,
-    start_scatter,
-    sum_in_rank_order,
-)
+from parallel_ops.tensor_parallel._linear import multiply
+from parallel_ops.tensor_parallel._overlap import gather_order, scatter_order, start_gather, start_scatter
 from parallel_ops.tensor_parallel._overlap_plan import OFF
-from parallel_ops.tensor_parallel._sharded_linear import column_forward, multiply, row_forward
+from parallel_ops.tensor_parallel.all_gather_linear import column_forward
+from parallel_ops.tensor_parallel.linear_reduce_scatter import row_forward
 
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12
@@ -220,8 +217,8 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
 
     def op(pieces: int) -> object:
         if gathers:
-            return column_forward(_OP, transport, shard, rows, [weight], [None], pieces)
-        return row_forward(_OP, transport, whole, rows, weight, None, pieces)
+            return column_forward(transport, shard, rows, [weight], [None], pieces)
+        return row_forward(transport, whole, rows, weight, None, pieces)
 
     result: dict[str, Call] = {
         "gemm": lambda: multiply(whole, weight, None, out),

@@ -68,12 +68,12 @@ def exchanged(op: str, pieces: Sequence[Tensor], receive: Sequence[Sequence[int]
     return [t.view(tuple(shape)) for t, shape in zip(out.split(counts), receive, strict=True)]
 
 
-def sum_in_rank_order(partials: Sequence[Tensor]) -> Tensor:
-    """The sum of ``partials`` from the first to the last, in fp32 (fp64 for fp64, integers as they are)."""
+def sum_in_rank_order(partials: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """``partials[0] + partials[1] + ... + bias`` in fp32 (fp64 for fp64, integers as they are), rounded once."""
     first = partials[0]
     low = first.is_floating_point() and first.dtype is not torch.float64
     total = first.to(torch.float32 if low else first.dtype, copy=True)
-    for partial in partials[1:]:
+    for partial in (*partials[1:], *(() if bias is None else (bias,))):
         total += partial
     return total.to(first.dtype)
 

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from parallel_ops.comm.transport import Handle, Receive, Send, Transport
@@ -183,12 +182,3 @@ def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[
     sends = [Send(parts[slice(*where[peer])], peer) for peer in others]
     receives = [Receive(landing[peer], peer) for peer in others]
     return list(landing), Exchange(op, transport, sends, receives)
-
-
-def sum_in_rank_order(parts: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """``parts[0] + parts[1] + ... + bias`` in fp32 (fp64 for fp64), rounded once to their dtype."""
-    dtype = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
-    total = parts[0].to(dtype, copy=True)
-    for part in (*parts[1:], *(() if bias is None else (bias,))):
-        total += part
-    return total.to(parts[0].dtype)

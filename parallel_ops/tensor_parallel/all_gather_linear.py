@@ -14,20 +14,23 @@ products of other shapes round, and has the same bits on every run. Sources: Kor
 (sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import all_gather
+from parallel_ops.comm._agreement import sends
 from parallel_ops.comm._arguments import check_sizes
-from parallel_ops.tensor_parallel._linear_call import LinearCall
-from parallel_ops.tensor_parallel._linear_op import Factors, LinearOp, flat
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
-from parallel_ops.tensor_parallel._sharded_linear import column_backward, column_forward, multiply
-from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
+from parallel_ops.comm._primitives import sum_in_rank_order
+from parallel_ops.comm.transport import Transport
+from parallel_ops.tensor_parallel._linear import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
+from parallel_ops.tensor_parallel._overlap import Span, gather, start_gather, start_scatter
+from parallel_ops.tensor_parallel._overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients, Target
 
 _NAME = "all_gather_linear"
 
@@ -43,7 +46,7 @@ def all_gather_linear(
     group: ProcessGroup | None,
     overlap: Overlap = ...,
     sizes: Sequence[int] | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor: ...
 
@@ -57,7 +60,7 @@ def all_gather_linear(
     group: ProcessGroup | None,
     overlap: Overlap = ...,
     sizes: Sequence[int] | None = None,
-    main_grad: Sequence[Tensor | None] | None = None,
+    main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]: ...
 
@@ -70,7 +73,7 @@ def all_gather_linear(
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
     sizes: Sequence[int] | None = None,
-    main_grad: Tensor | Sequence[Tensor | None] | None = None,
+    main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """``F.linear(all_gather(x), weight, bias)``, the gather overlapped with the product.
@@ -129,39 +132,112 @@ def _as_list(one_or_several: T | Sequence[T]) -> list[T]:
     return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
 
-def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
-    shape = (sum(call.sizes), *x.shape[1:-1])
-    h, transport = flat(x), call.transport()
+def column_forward(
+    transport: Transport | None,
+    x: Tensor,
+    sizes: Sequence[int],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    pieces: int,
+) -> list[Tensor]:
+    """``y_i = all_gather(x) W_i^T + b_i``, the gather in so many pieces or, with ``OFF``, before the products."""
+    outputs = [x.new_empty((sum(sizes), *x.shape[1:-1], weight.shape[0])) for weight in weights]
+    matrices, h, rows = [y.flatten(0, -2) for y in outputs], matrix(x), rows_of(sizes, x)
+
+    def consume(span: Span, h: Tensor) -> None:
+        if h.shape[0]:
+            for weight, bias, y in zip(weights, biases, matrices, strict=True):
+                multiply(h, weight, bias, y[slice(*span)])
+
     if transport is None:
-        return [multiply(h, w, b).view(*shape, w.shape[0]) for w, b in zip(weights, each, strict=True)]
-    call.agree(x, (x.shape[1:], len(weights), len(biases)), f"x of {list(x.shape)}", weights)
-    rows = call.rows(x.shape[1:-1])
+        consume((0, h.shape[0]), h)
+    elif pieces == OFF:
+        whole, arriving = start_gather(_NAME, transport, h, rows)
+        arriving.wait()
+        consume((0, sum(rows)), whole)
+    else:
+        gather(_NAME, transport, h, rows, pieces, consume)
+    return outputs
+
+
+def column_backward(
+    transport: Transport | None,
+    grads: Sequence[Tensor],
+    x: Tensor,
+    sizes: Sequence[int],
+    weights: Sequence[Tensor],
+    *,
+    bulk: bool,
+    needs_x: bool,
+    products: Callable[[Tensor], None] | None,
+) -> Tensor | None:
+    """``dx = reduce_scatter(sum of dy_i W_i)``, and ``products(all_gather(x))``; each only where it is wanted.
+
+    In bulk, x is gathered again while dx is multiplied, and dx is scattered while the products are made.
+    """
+    if transport is None:
+        if products is not None:
+            products(matrix(x))
+        return _input_gradient(grads, weights, x.shape) if needs_x else None
+    gathering = scattering = None
+    rows = rows_of(sizes, x)
+    if products is not None:
+        gathering = start_gather(_NAME, transport, matrix(x), rows)
+        if not bulk:
+            gathering[1].wait()
+    if needs_x:
+        dx = _input_gradient(grads, weights, (sum(rows), x.shape[-1]))
+        scattering = start_scatter(_NAME, transport, dx, rows)
+        if not bulk:
+            scattering[1].wait()
+    if gathering is not None and products is not None:
+        gathering[1].wait()
+        products(gathering[0])
+    if scattering is None:
+        return None
+    scattering[1].wait()
+    return sum_in_rank_order([part.view(x.shape) for part in scattering[0]])
+
+
+def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    total = grads[0].new_empty(shape)
+    rows = total.flatten(0, -2)
+    torch.mm(grads[0], weights[0], out=rows)
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        rows.addmm_(grad, weight)
+    return total
+
+
+@sends
+def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+    transport = call.transport()
 
     def run(pieces: int) -> list[Tensor]:
-        return column_forward(_NAME, transport, h, rows, weights, each, pieces)
+        return column_forward(transport, x, call.sizes, weights, each, pieces)
 
+    if transport is None:
+        return run(OFF)
+    call.agree(x, (x.shape[1:], len(weights), len(biases)), f"x of {list(x.shape)}", weights)
     columns = sum(w.shape[0] for w in weights)
-    task = call.task("gather", transport, rows, columns, h.shape[1], x.dtype)
-    return [y.view(*shape, y.shape[1]) for y in run(call.pieces(task, x.device, run))]
+    return run(call.pieces("gather", transport, x, columns, x.shape[-1], run))
 
 
 def _gradients(
-    call: LinearCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors | None
+    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
-    dys = [flat(g) for g in grads]
+    dys = [matrix(g) for g in grads]
     dx = column_backward(
-        _NAME,
         call.transport(),
         dys,
-        x if factors is None else flat(x),
-        call.rows(x.shape[1:-1]),
+        x,
+        call.sizes,
         weights,
         bulk=call.bulk(x.device),
         needs_x=call.needs[0],
-        products=None if factors is None else lambda whole: factors(dys, whole),
+        products=(lambda whole: factors(dys, whole)) if any(call.needs_weights(len(weights))) else None,
     )
-    return None if dx is None else dx.view(x.shape), dys
+    return dx, dys
 
 
 _op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=lambda call: sum(call.sizes))

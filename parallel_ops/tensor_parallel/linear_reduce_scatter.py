@@ -15,18 +15,21 @@ doi:10.1145/3567955.3567959 (decomposed collectives).
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import reduce_scatter
+from parallel_ops.comm._agreement import sends
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._group import group_rank, resolve_group
-from parallel_ops.tensor_parallel._linear_call import LinearCall
-from parallel_ops.tensor_parallel._linear_op import Factors, LinearOp, flat
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
-from parallel_ops.tensor_parallel._sharded_linear import multiply, row_backward, row_forward
-from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
+from parallel_ops.comm._primitives import sum_in_rank_order
+from parallel_ops.comm.transport import Transport
+from parallel_ops.tensor_parallel._linear import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
+from parallel_ops.tensor_parallel._overlap import Span, gather, scatter, start_gather, start_scatter
+from parallel_ops.tensor_parallel._overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients, Target
 
 _NAME = "linear_reduce_scatter"
 
@@ -39,7 +42,7 @@ def linear_reduce_scatter(
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
     sizes: Sequence[int] | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor:
     """``reduce_scatter(F.linear(x, weight)) + bias``, the reduction overlapped with the product.
@@ -93,44 +96,85 @@ def linear_reduce_scatter_reference(
     return y if bias is None else y + bias
 
 
-def _rows(call: LinearCall) -> int:
+def row_forward(
+    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int
+) -> Tensor:
+    """``y = reduce_scatter(x W^T) + b``, the scatter in so many pieces or, with ``OFF``, after the product."""
+    h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
+    if transport is None:
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        multiply(h, weight, bias, y.flatten(0, -2))
+        return y
+    if pieces == OFF:
+        parts, leaving = start_scatter(_NAME, transport, multiply(h, weight, None), rows)
+        leaving.wait()
+    else:
+        like = x.new_empty((0, weight.shape[0]))
+        parts = scatter(
+            _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
+        )
+    shape = (sizes[transport.rank], *inner, weight.shape[0])
+    return sum_in_rank_order([part.view(shape) for part in parts], bias)
+
+
+def row_backward(
+    transport: Transport | None, grad: Tensor, sizes: Sequence[int], weight: Tensor, pieces: int, *, needs_x: bool
+) -> tuple[Tensor | None, Tensor]:
+    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first only where it is wanted."""
+    dx = grad.new_empty((sum(sizes), *grad.shape[1:-1], weight.shape[1])) if needs_x else None
+    dy, rows = matrix(grad), rows_of(sizes, grad)
+
+    def consume(span: Span, dy: Tensor) -> None:
+        if dx is not None and dy.shape[0]:
+            torch.mm(dy, weight, out=dx.flatten(0, -2)[slice(*span)])
+
+    if transport is None:
+        consume((0, sum(rows)), dy)
+        return dx, dy
+    if pieces == OFF or dx is None:
+        whole, arriving = start_gather(_NAME, transport, dy, rows)
+        arriving.wait()
+        consume((0, sum(rows)), whole)
+    else:
+        whole = gather(_NAME, transport, dy, rows, pieces, consume)
+    return dx, whole
+
+
+def _rows(call: GroupCall) -> int:
     return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
 
 
-def _forward(call: LinearCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    (weight,), bias = weights, biases[0] if biases else None
-    h, transport = flat(x), call.transport()
-    shape = (_rows(call), *x.shape[1:-1], weight.shape[0])
-    if transport is None:
-        return [multiply(h, weight, bias).view(shape)]
-    same = (x.shape[:-1], weight.shape[0], len(biases))
-    call.agree(x, same, f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
-    rows = call.rows(x.shape[1:-1])
+@sends
+def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    (weight,), bias, transport = weights, biases[0] if biases else None, call.transport()
 
     def run(pieces: int) -> Tensor:
-        return row_forward(_NAME, transport, h, rows, weight, bias, pieces)
+        return row_forward(transport, x, call.sizes, weight, bias, pieces)
 
-    task = call.task("scatter", transport, rows, weight.shape[0], weight.shape[1], x.dtype)
-    return [run(call.pieces(task, x.device, run)).view(shape)]
+    if transport is None:
+        return [run(OFF)]
+    same = (x.shape[:-1], weight.shape[0], len(biases))
+    call.agree(x, same, f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
+    return [run(call.pieces("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
 
 
 def _gradients(
-    call: LinearCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors | None
+    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
-    (weight,), dy, transport = weights, flat(grads[0]), call.transport()
-    rows = call.rows(x.shape[1:-1])
+    (grad,), (weight,), transport = grads, weights, call.transport()
+    if not any(call.needs):
+        return None, []
 
     def run(pieces: int) -> tuple[Tensor | None, Tensor]:
-        return row_backward(_NAME, transport, dy, rows, weight, pieces, needs_x=call.needs[0])
+        return row_backward(transport, grad, call.sizes, weight, pieces, needs_x=call.needs[0])
 
-    pieces = 0
+    pieces = OFF
     if transport is not None and call.needs[0]:
-        task = call.task("gather", transport, rows, weight.shape[1], weight.shape[0], x.dtype)
-        pieces = call.pieces(task, x.device, run)
+        pieces = call.pieces("gather", transport, grad, weight.shape[1], weight.shape[0], run)
     dx, whole = run(pieces)
-    if factors is not None:
-        factors([whole], flat(x))
-    return None if dx is None else dx.view(x.shape), [whole]
+    if call.needs[1]:
+        factors([whole], matrix(x))
+    return dx, [whole]
 
 
 _op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=_rows)

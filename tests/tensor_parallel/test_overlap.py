@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_ops.comm._primitives import sum_in_rank_order
 from parallel_ops.comm.loopback import LoopbackGroup
 from parallel_ops.tensor_parallel import _overlap_plan as plan
 from parallel_ops.tensor_parallel._overlap import (
@@ -18,14 +19,9 @@ from parallel_ops.tensor_parallel._overlap import (
     split,
     start_gather,
     start_scatter,
-    sum_in_rank_order,
 )
-from parallel_ops.tensor_parallel._sharded_linear import (
-    column_backward,
-    column_forward,
-    row_backward,
-    row_forward,
-)
+from parallel_ops.tensor_parallel.all_gather_linear import column_backward, column_forward
+from parallel_ops.tensor_parallel.linear_reduce_scatter import row_backward, row_forward
 from support import parallel_linear
 from support.distributed import ranks
 from support.parallel_linear import integers
@@ -137,21 +133,19 @@ def test_both_linears_at_any_size(sizes, pieces, bulk, needs_x, needs_weight, se
     def run(transport):
         rank, weight = transport.rank, weights[transport.rank]
         shard, kept = x.split(sizes)[rank].clone(), []
-        (y,) = column_forward("test", transport, shard, sizes, [weight], [None], pieces)
+        (y,) = column_forward(transport, shard, sizes, [weight], [None], pieces)
         assert torch.equal(y, x @ weight.t())
         dx = column_backward(
-            "test", transport, [dy], shard, sizes, [weight],
+            transport, [dy], shard, sizes, [weight],
             bulk=bulk, needs_x=needs_x, products=kept.append if needs_weight else None,
         )  # fmt: skip
         assert all(torch.equal(whole, x) for whole in kept) and len(kept) == needs_weight
         want = sum(dy @ w for w in weights).split(sizes)[rank]
         assert torch.equal(dx, want) if needs_x else dx is None
 
-        z = row_forward("test", transport, x, sizes, weight, integers(3, seed=9), pieces)
+        z = row_forward(transport, x, sizes, weight, integers(3, seed=9), pieces)
         assert torch.equal(z, sum(x @ w.t() for w in weights).split(sizes)[rank] + integers(3, seed=9))
-        dx, whole = row_backward(
-            "test", transport, dy.split(sizes)[rank].clone(), sizes, weight, pieces, needs_x=needs_x
-        )
+        dx, whole = row_backward(transport, dy.split(sizes)[rank].clone(), sizes, weight, pieces, needs_x=needs_x)
         assert torch.equal(whole, dy)
         assert torch.equal(dx, dy @ weight) if needs_x else dx is None
         return True

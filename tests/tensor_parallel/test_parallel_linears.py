@@ -251,6 +251,8 @@ class TestOneRank:
             ({"group": "tp"}, TypeError, "group must be None or a torch.distributed.ProcessGroup"),
             ({"main_grad": torch.zeros(3, 7)}, ValueError, r"main_grad must have the shape of weight, \[3, 8\]"),
             ({"main_grad": torch.zeros(3, 8).bfloat16()}, TypeError, "main_grad must be torch.float32 for a weight"),
+            ({"main_grad": [torch.zeros(3, 8)] * 2}, (TypeError, ValueError), "main_grad must"),
+            ({"main_grad": "weight"}, TypeError, "main_grad must be a tensor, got str"),
             ({"deferred": []}, TypeError, "deferred must be a DeferredWeightGradients, got list"),
         ],
     )

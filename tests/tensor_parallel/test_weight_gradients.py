@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel import DeferredWeightGradients, weight_gradients
+from parallel_ops.tensor_parallel import DeferredWeightGradients, _linear, weight_gradients
 from parallel_ops.tensor_parallel.weight_gradients import add_product
 from support.parallel_linear import integers, normal
 
@@ -218,16 +218,14 @@ def test_deferred_gradients_accumulate_in_place_as_autograd_does(op):
 def test_a_queue_that_is_computed_on_another_stream_waits_for_that_of_the_backward(same, monkeypatch):
     """And keeps the factors' memory from being given away there meanwhile. Without a GPU: what is called, in order."""
     calls = mock.Mock()
-    x, dy, main_grad = mock.Mock(is_cuda=True, device="cuda:0"), calls.dy, torch.zeros(1)
+    x, dy = mock.Mock(is_cuda=True, device="cuda:0"), calls.dy
     here, there = calls.here, calls.here if same else calls.there
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    monkeypatch.setattr(weight_gradients, "add_product", calls.add_product)
-    queue = DeferredWeightGradients()
-    weight_gradients.Handles([main_grad], [None], queue).take([dy], x, [True])
+    compute = _linear._later(calls.op, "call", [dy], x, [], [])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: there)
-    queue.compute()
+    compute()
     waits = [] if same else [mock.call.there.wait_stream(here), mock.call.dy.record_stream(there)]
-    assert calls.mock_calls == [*waits, mock.call.add_product(main_grad, dy, x)]
+    assert calls.mock_calls == [*waits, mock.call.op.gradients("call", [dy], x, [], [])]
     assert x.record_stream.called is not same
 
 
