@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from parallel_ops.layers import load_optimizer_state_dict, optimizer_state_dict
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.loop import Trainer
 
@@ -50,8 +50,12 @@ def load(trainer: Trainer, path: Path) -> None:
     state = _state(trainer)
     with _reported(f"cannot load {path}"):
         load_state(state, checkpoint_id=path, process_group=trainer.group, no_dist=trainer.group is None)
-    trainer.model.load_state_dict(state["model"])
-    load_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
+    set_state_dict(
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
     trainer.done = state["done"]
     generators = dict(state["generators"])
     trainer.generator.set_state(generators["batches"])
@@ -64,9 +68,10 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     generators = {"batches": trainer.generator.get_state(), "cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     return {
-        "model": trainer.model.state_dict(),
-        "optimizer": optimizer_state_dict(trainer.model, trainer.optimizer),
+        "model": model,
+        "optimizer": optimizer,
         "done": trainer.done,
         # A tuple is saved in one piece: which generators there are depends on the device.
         "generators": tuple(generators.items()),

@@ -11,19 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parallel_ops._command_line import INTERRUPTED, fail, run
-from parallel_ops.models import GPTConfig
+from parallel_ops.models import TransformerConfig
 from parallel_ops.train import checkpoint, report
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import batches, load_text
 from parallel_ops.train.lockstep import Run, names_of, train
-from parallel_ops.train.loop import Trainer
+from parallel_ops.train.loop import ALONE, PRODUCTS, Trainer
 from parallel_ops.train.worker import Here, joined, local_ranks, torchrun_place, under_torchrun
-
-
-class Which(str, enum.Enum):
-    both = "both"
-    plain = "plain"
-    fused = "fused"
 
 
 class Device(str, enum.Enum):
@@ -83,7 +77,11 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU, float32 on a CPU.")] = Dtype.auto,
-    ops: Annotated[Which, typer.Option(help="Which ops to train with.")] = Which.both,
+    vocabulary: Annotated[int, typer.Option(help="Size of the vocabulary, of which bytes take 256.")] = 256,
+    runs: Annotated[
+        str,
+        typer.Option(help="What to train on one process: some of them, the one that others are compared with first."),
+    ] = ",".join(ALONE),
     tp: Annotated[
         int, typer.Option(help="Train on this many tensor-parallel processes as well.", show_default="1, no such run")
     ] = 1,
@@ -102,11 +100,13 @@ def command(
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
-    """Trains a small GPT on the bytes of a text: with plain PyTorch ops, with the fused ones, and tensor-parallel.
+    """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and tensor-parallel.
 
-    All start from the same weights and see the same batches; they take turns step by step, each in its own process or
-    processes, and each on the same CPU cores in all. Prints one table that compares them and saves a picture of the
-    loss curves and step times. The loss at the end is the mean over the last tenth of the steps.
+    Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
+    the same models under torch.compile. All start from the same weights and see the same batches; they take turns step by
+    step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
+    them, with the time of the matrix products of a step alone, and saves a picture of the loss curves and step times.
+    The loss at the end is the mean over the last tenth of the steps.
 
     The tensor-parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
@@ -119,9 +119,10 @@ def command(
         if text == "":  # Path would take it for the current folder
             raise ValueError("--text is empty; name a file or a folder, or leave it out")
         source = None if text is None else Path(text)
+        chosen = _chosen(runs)
         place, tp = _device(device), _ranks(device, tp)
-        model = GPTConfig(
-            vocab_size=256,
+        model = TransformerConfig(
+            vocab_size=vocabulary,
             seq_length=seq_length,
             layers=layers,
             hidden=hidden,
@@ -157,14 +158,15 @@ def command(
     except (ValueError, OSError) as error:
         fail(error)
     try:
-        runs = _train(config, names_of(config, ["plain", "fused"] if ops is Which.both else [ops.value]))
-        if not runs:
+        everything = _train(config, [*names_of(config, chosen), PRODUCTS])
+        if not everything:
             return
+        *results, products = everything
         console = Console()
-        console.print(report.table(config, runs))
-        report.picture(config, runs, output)
+        console.print(report.table(config, results, products))
+        report.picture(config, results, output)
         if json is not None:
-            json.write_text(report.as_json(config, runs))
+            json.write_text(report.as_json(config, results, products))
         written = " and ".join(str(path) for path in (output, json) if path is not None)
         console.print(f"written to {written}", soft_wrap=True, highlight=False, markup=False)
     except (RuntimeError, OSError) as error:
@@ -177,8 +179,8 @@ def _train(config: TrainConfig, names: list[str]) -> list[Run]:
     """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
     if not under_torchrun():
         return _train_all(config, names, None)
-    with joined(config, torchrun_place()) as (own, group):
-        trainer, name = Trainer(own, group=group), f"tp{config.tp}"
+    with joined(config, torchrun_place()) as (own, mesh):
+        trainer, name = Trainer(own, mesh=mesh), f"tp{config.tp}"
         if config.resume is not None:
             checkpoint.load(trainer, checkpoint.source(config.resume, name))
         here = Here(trainer)
@@ -199,10 +201,20 @@ def _train_all(config: TrainConfig, names: list[str], here: Here | None) -> list
         task = progress.add_task("starting", total=config.steps, completed=checkpoint.first_step(config))
 
         def show(runs: list[Run]) -> None:
-            losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+            losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
             progress.update(task, advance=1, description=f"loss: {losses}")
 
         return train(config, names, show, here=here)
+
+
+def _chosen(runs: str) -> list[str]:
+    names = [name.strip() for name in runs.split(",")]
+    for name in names:
+        if name not in ALONE:
+            raise ValueError(f"--runs: there is no run {name!r}; choose from {', '.join(ALONE)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--runs: {runs} has one of them twice")
+    return names
 
 
 def _rank() -> int:

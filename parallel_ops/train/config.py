@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_ops.models import GPTConfig
+from parallel_ops.models import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -16,7 +16,7 @@ class TrainConfig:
     """One training run; the same configuration gives the same weights and batches every time.
 
     Attributes:
-        model: shape of the GPT; ``vocab_size`` is at least 256, since tokens are bytes.
+        model: its shape; ``vocab_size`` is at least 256, since tokens are bytes.
         text: a file, or a folder whose files are read in sorted order; ``None`` for Python's standard library.
         steps, batch: optimiser steps, and sequences of ``model.seq_length`` tokens in each.
         lr: peak learning rate of AdamW, reached after ``warmup`` of the steps; a cosine then takes it to a tenth.
@@ -35,7 +35,7 @@ class TrainConfig:
         ValueError: naming the field that is wrong.
     """
 
-    model: GPTConfig
+    model: TransformerConfig
     text: Path | None = None
     steps: int = 100
     batch: int = 8

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
+from parallel_ops.train.loop import ALONE, PRODUCTS
 from parallel_ops.train.worker import Here, Worker
 
 
@@ -22,14 +23,14 @@ class Run:
     peak_memory: int | None = None
 
 
-def names_of(config: TrainConfig, ops: Sequence[str] = ("plain", "fused")) -> list[str]:
-    """The runs of a configuration: one for each set of ops, and the tensor-parallel one where it has several ranks."""
-    return [*ops, *([f"tp{config.tp}"] if config.tp > 1 else [])]
+def names_of(config: TrainConfig, alone: Sequence[str] = ALONE) -> list[str]:
+    """The runs of a configuration: those on one process, and the tensor-parallel one where it has several ranks."""
+    return [*alone, *([f"tp{config.tp}"] if config.tp > 1 else [])]
 
 
 def train(
     config: TrainConfig,
-    names: Sequence[str] = ("plain", "fused"),
+    names: Sequence[str] = ALONE,
     on_step: Callable[[list[Run]], None] | None = None,
     *,
     here: Here | None = None,
@@ -37,7 +38,7 @@ def train(
     """Trains ``config`` once for each name, in lock-step: from its first step, or from its checkpoint on.
 
     Args:
-        names: keys of ``OPS``, for a run on one process, or ``tp{config.tp}``: see ``names_of``.
+        names: of ``ALONE``, for a run on one process, ``products``, or ``tp{config.tp}``: see ``names_of``.
         on_step: called with the runs so far after each step of all of them.
         here: this process's part of the tensor-parallel run, where its other ranks are processes that somebody else
             has started and that ask their own for as many steps. Without it they are started here.
@@ -63,7 +64,7 @@ def train(
             if checkpoint.due(config, step + 1):
                 for worker, run in pairs:
                     worker.ask(checkpoint.part(config, step + 1) / run.name)
-                checkpoint.complete(config, step + 1, names)
+                checkpoint.complete(config, step + 1, [name for name in names if name != PRODUCTS])
             if on_step is not None:
                 on_step(runs)
         for worker, run in pairs:

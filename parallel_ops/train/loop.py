@@ -1,20 +1,26 @@
 """Trains one model, one step at a time."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers import clip_grad_norm
-from parallel_ops.models import FUSED, GPT, PLAIN, Ops, ParallelGPT
+from parallel_ops.models import Transformer
 from parallel_ops.train.config import DTYPES, TrainConfig
 from parallel_ops.train.data import batches, load_text
+from parallel_ops.train.plain import PlainTransformer
+from parallel_ops.train.products import Products
 
-OPS = {"plain": PLAIN, "fused": FUSED}
+# The models that train on one process: plain PyTorch and this package, each as it is and compiled whole.
+ALONE = ("plain", "compiled", "fused", "fused-compiled")
+# Not a model: the matrix products of a step, of which every model has as many.
+PRODUCTS = "products"
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,13 @@ class Step:
 
 
 class Trainer:
-    """A GPT, its optimiser and its batches.
+    """A transformer, its optimizer and its batches.
 
     Args:
         config: the run.
-        ops: what the model calls. Nothing else depends on it: weights and batches are those of the seed.
+        kind: of ``ALONE``. Nothing but the model's code depends on it: weights and batches are those of the seed.
         tokens: the text; ``None`` to load ``config.text``.
-        group: the tensor-parallel processes, this one among them, that train one model, with the fused ops; ``None``
+        mesh: the tensor-parallel processes, this one among them, that train one model, with the fused ops; ``None``
             for a model on this process alone.
 
     Attributes:
@@ -40,9 +46,10 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, ops: Ops = FUSED, tokens: Tensor | None = None, group: ProcessGroup | None = None
+        self, config: TrainConfig, kind: str = "fused", tokens: Tensor | None = None, mesh: DeviceMesh | None = None
     ) -> None:
-        self.config, self.group = config, group
+        self.config, self.mesh = config, mesh
+        self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.device = torch.device(config.device)
         self.generator = torch.Generator().manual_seed(config.seed)
         self.batches: Iterator[tuple[Tensor, Tensor]] = batches(
@@ -52,12 +59,14 @@ class Trainer:
             seed=self.generator,
         )
         torch.manual_seed(config.seed)
-        model: GPT | ParallelGPT
-        if group is None:
-            model = GPT(config.model, ops)
-        else:
-            model = ParallelGPT(config.model, group=group, sequence_parallel=config.sequence_parallel)
-        self.model = model.to(self.device)
+        fused = Transformer(
+            config.model, mesh=mesh, sequence_parallel=config.sequence_parallel, device=self.device
+        )  # fmt: skip
+        self.model: nn.Module = fused
+        if kind in ("plain", "compiled"):
+            self.model = PlainTransformer(config.model).to(self.device)
+            self.model.load_state_dict(fused.state_dict())
+        self.call = torch.compile(self.model) if kind in ("compiled", "fused-compiled") else self.model
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [
@@ -76,12 +85,9 @@ class Trainer:
         tokens, targets = (t.to(self.device) for t in next(self.batches))
         dtype = DTYPES[self.config.dtype]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32):
-            loss = self.model(tokens, targets)
+            loss = self.call(tokens, targets)
         loss.backward()
-        if self.group is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        else:
-            clip_grad_norm(self.model, self.config.clip, self.group)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
@@ -101,6 +107,25 @@ class Trainer:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return _peak_resident()
+
+
+class ProductsAlone:
+    """The matrix products of a step in the place of a trainer: its steps have no loss."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._device = torch.device(config.device)
+        self._products = Products(config.model, config.batch, DTYPES[config.dtype], self._device)
+
+    def step(self) -> Step:
+        """Makes them once."""
+        start = time.perf_counter()
+        self._products.run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return Step(math.nan, time.perf_counter() - start)
+
+    def peak_memory(self) -> None:
+        """Nobody asks."""
 
 
 def _peak_resident() -> int | None:

@@ -15,10 +15,14 @@ from rich.table import Table
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.lockstep import Run
 
-# Plain is wide and light, fused thin and dark on top of it, tensor parallel dotted on top of both, so that curves that
-# agree are all seen.
-STYLES = {"plain": ("#f4a261", 5.0, "solid"), "fused": ("#1d3557", 1.8, "solid")}
-PARALLEL_STYLE = ("#2a9d8f", 1.8, (0, (2, 2)))
+# From wide and light to thin and dark, the last ones dashed and dotted on top, so that curves that agree are all seen.
+STYLES = {
+    "plain": ("#f4a261", 6.0, "solid"),
+    "compiled": ("#e76f51", 3.4, "solid"),
+    "fused": ("#8ab6d6", 2.2, "solid"),
+    "fused-compiled": ("#1d3557", 1.8, (0, (4, 2))),
+}
+PARALLEL_STYLE = ("#2a9d8f", 1.8, (0, (1, 2)))
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -46,8 +50,8 @@ def speed_up(plain: Run, fused: Run) -> float:
     return median(p / f for p, f in zip(plain.seconds, fused.seconds, strict=True))
 
 
-def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
-    """One column for each run; below them the comparison of the others with the first."""
+def table(config: TrainConfig, runs: Sequence[Run], products: Run) -> Table:
+    """One column for each run; below them the comparison of the others with the first, and with the products alone."""
     tokens = config.batch * config.model.seq_length
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     out.add_column("")
@@ -58,6 +62,10 @@ def table(config: TrainConfig, runs: Sequence[Run]) -> Table:
     out.add_row("median step time", *(f"{1e3 * median(run.seconds):,.1f} ms" for run in runs))
     out.add_row("tokens per second", *(f"{tokens / median(run.seconds):,.0f}" for run in runs))
     out.add_row("peak memory", *(_mebibytes(run.peak_memory) for run in runs))
+    alone = median(products.seconds)
+    out.add_row(
+        f"matrix products alone, {1e3 * alone:,.1f} ms", *(f"{alone / median(run.seconds):.0%} of it" for run in runs)
+    )
     first, *others = runs
     if others:
         out.add_section()
@@ -111,10 +119,11 @@ def describe(config: TrainConfig) -> str:
     )
 
 
-def as_json(config: TrainConfig, runs: Sequence[Run]) -> str:
+def as_json(config: TrainConfig, runs: Sequence[Run], products: Run) -> str:
     """Everything in the table and the picture, for programs. Numbers that are not finite are null."""
     first_step = config.steps - len(runs[0].losses) + 1
     out: dict[str, Any] = {"description": describe(config), "first_step": first_step, "steps": config.steps}
+    out["matrix_products_seconds"] = products.seconds
     for run in runs:
         out[run.name] = {
             "final_loss": _finite(final_loss(run)),

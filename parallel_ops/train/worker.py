@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.models import FUSED
+from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.loop import OPS, Step, Trainer
+from parallel_ops.train.loop import ALONE, PRODUCTS, ProductsAlone, Step, Trainer
 
 # Processes that were told to end get as long, in seconds, before they are ended.
 _GRACE = 5
@@ -93,7 +93,7 @@ class Worker:
         self.connections: list[Connection] = []
         self.processes = []
         threads = cpu_threads()
-        for rank in range(1 if name in OPS else config.tp):
+        for rank in range(1 if _alone(name) else config.tp):
             connection, far = context.Pipe()
             arguments = config, name, far, rank, str(Path(self.folder.name, "store")), threads
             process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -168,13 +168,14 @@ def _interrupts_ignored() -> Iterator[None]:
 def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str, threads: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:
         try:
-            group = None
+            mesh = None
             torch.set_num_threads(threads)
-            if name not in OPS:
+            if not _alone(name):
                 place = Place(rank, rank, max(1, threads // config.tp))
-                config, group = stack.enter_context(joined(config, place, _file_store(store, config.tp)))
-            trainer = Trainer(config, OPS.get(name, FUSED), group=group)
-            if config.resume is not None:
+                config, mesh = stack.enter_context(joined(config, place, _file_store(store, config.tp)))
+            kind = name if name in ALONE else "fused"
+            trainer = ProductsAlone(config) if name == PRODUCTS else Trainer(config, kind, mesh=mesh)
+            if config.resume is not None and isinstance(trainer, Trainer):
                 checkpoint.load(trainer, checkpoint.source(config.resume, name))
             connection.send(None)
             while True:
@@ -186,9 +187,14 @@ def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, st
             connection.send(MemoryError(str(error).partition("\n")[0]))
 
 
-def _answer(trainer: Trainer, request: str | Path) -> Any:
+def _alone(name: str) -> bool:
+    """Whether a run has one process."""
+    return name == PRODUCTS or name in ALONE
+
+
+def _answer(trainer: Trainer | ProductsAlone, request: str | Path) -> Any:
     if isinstance(request, Path):
-        return checkpoint.save(trainer, request)
+        return checkpoint.save(trainer, request) if isinstance(trainer, Trainer) else None
     return trainer.step() if request == "step" else trainer.peak_memory()
 
 
@@ -197,14 +203,14 @@ def _file_store(path: str, size: int) -> Any:
 
 
 @contextlib.contextmanager
-def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, ProcessGroup]]:
+def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, DeviceMesh | None]]:
     """This process as a rank of the tensor-parallel group, until the block ends.
 
     Args:
         store: the ``torch.distributed`` store where the ranks meet; ``None`` for the one that torchrun names.
 
     Yields:
-        the configuration with this rank's device, and the group.
+        the configuration with this rank's device, and the mesh.
     """
     on_gpu = torch.device(config.device).type == "cuda"
     if on_gpu:
@@ -215,8 +221,6 @@ def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tup
         torch.set_num_threads(place.threads)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.tp)
     try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield config, group
+        yield config, ParallelMesh(tp=config.tp)["tp"]
     finally:
         dist.destroy_process_group()

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
-from parallel_ops.models import GPTConfig
+from parallel_ops.models import TransformerConfig
 from parallel_ops.train import TrainConfig, Trainer, checkpoint
-from support import parallel_gpt
+from support import training
 from support.distributed import ranks
 
 pytest.importorskip("typer")
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from parallel_ops.train import cli
 
-MODEL = GPTConfig(
+MODEL = TransformerConfig(
     vocab_size=256, seq_length=32, layers=1, hidden=32, heads=4, activation="swiglu", positions="rotary", dropout=0.1
 )
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
@@ -37,10 +37,10 @@ def test_losses_go_on_at_any_number_of_ranks(text, tmp_path):
     two = TrainConfig(model=MODEL, text=text, steps=6, batch=2, lr=1e-2, tp=2, sequence_parallel=True)
     four = dataclasses.replace(two, tp=4, seed=5)  # the seed is that of the beginning
     path = tmp_path / "saved"
-    want = ranks(2).run(parallel_gpt.train_on, two, None, path, 3)[0]
-    for losses in ranks(2).run(parallel_gpt.train_on, two, path, None):
+    want = ranks(2).run(training.train_on, two, None, path, 3)[0]
+    for losses in ranks(2).run(training.train_on, two, path, None):
         assert losses == want[3:]
-    for losses in ranks(4).run(parallel_gpt.train_on, four, path, None):
+    for losses in ranks(4).run(training.train_on, four, path, None):
         assert losses == pytest.approx(want[3:], rel=1e-5)
 
 
@@ -48,14 +48,14 @@ def test_one_process_goes_on_from_two_and_two_from_one(text, tmp_path):
     model = dataclasses.replace(MODEL, dropout=0.0)
     two = TrainConfig(model=model, text=text, steps=6, batch=2, lr=1e-2, tp=2)
     one = dataclasses.replace(two, tp=1)
-    want = ranks(2).run(parallel_gpt.train_on, two, None, tmp_path / "two", 3)[0]
-    assert parallel_gpt.train_on(0, one, tmp_path / "two", tmp_path / "one", 5) == pytest.approx(want[3:], rel=1e-5)
-    for losses in ranks(2).run(parallel_gpt.train_on, two, tmp_path / "one", None):
+    want = ranks(2).run(training.train_on, two, None, tmp_path / "two", 3)[0]
+    assert training.train_on(0, one, tmp_path / "two", tmp_path / "one", 5) == pytest.approx(want[3:], rel=1e-5)
+    for losses in ranks(2).run(training.train_on, two, tmp_path / "one", None):
         assert losses == pytest.approx(want[5:], rel=1e-5)
 
 
 def command(*arguments):
-    return CliRunner().invoke(cli.app, [*TINY, "--ops", "fused", *map(str, arguments)])
+    return CliRunner().invoke(cli.app, [*TINY, "--runs", "fused", *map(str, arguments)])
 
 
 def losses_of(path):
@@ -127,7 +127,7 @@ class TestCommandErrors:
     @pytest.fixture(autouse=True)
     def folders(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        model = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2, positions="rotary")
+        model = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2, positions="rotary")
         for name, changed in {"same": model, "wide": dataclasses.replace(model, hidden=64)}.items():
             config = TrainConfig(model=changed, save=tmp_path / name)
             checkpoint.part(config, 7).mkdir(parents=True)

@@ -4,12 +4,12 @@ import dataclasses
 
 import torch
 
-from parallel_ops.models import FUSED, PLAIN, GPTConfig
+from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import load_text
 from parallel_ops.train.loop import Trainer
 
-MODEL = GPTConfig(
+MODEL = TransformerConfig(
     vocab_size=256,
     seq_length=64,
     layers=2,
@@ -22,14 +22,17 @@ MODEL = GPTConfig(
 CONFIG = TrainConfig(model=MODEL, steps=200, batch=8, lr=2e-3)
 
 
-def curve(config, ops, tokens):
-    trainer = Trainer(config, ops, tokens)
+def curve(config, kind, tokens):
+    trainer = Trainer(config, kind, tokens)
     return torch.tensor([trainer.step().loss for _ in range(config.steps)], dtype=torch.float64)
 
 
-def test_fused_bfloat16_training_follows_plain_float32():
+def test_200_steps_follow_plain_pytorch():
     tokens = load_text(None)
-    plain = curve(CONFIG, PLAIN, tokens)
-    fused = curve(dataclasses.replace(CONFIG, dtype="bfloat16"), FUSED, tokens)
+    plain = curve(CONFIG, "plain", tokens)
     assert plain[0] > 5 and plain[-20:].mean() < 3.0  # it did learn
-    torch.testing.assert_close(fused, plain, rtol=0.005, atol=0)
+    torch.testing.assert_close(curve(CONFIG, "fused", tokens), plain, rtol=1e-4, atol=0)
+    # In bfloat16 every rounding moves the curve; ours may move it no more than PyTorch's own.
+    narrow = dataclasses.replace(CONFIG, dtype="bfloat16")
+    ours, theirs = (((curve(narrow, kind, tokens) - plain).abs() / plain).mean() for kind in ("fused", "plain"))
+    assert ours <= 1.5 * theirs < 0.003

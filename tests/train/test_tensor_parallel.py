@@ -16,13 +16,14 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from parallel_ops.models import GPTConfig
+from parallel_ops.models import TransformerConfig
 from parallel_ops.train import TrainConfig, cli, train, worker
 from parallel_ops.train.lockstep import names_of
-from support import parallel_gpt
+from parallel_ops.train.loop import ALONE
+from support import training
 from support.distributed import ranks
 
-MODEL = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -55,14 +56,14 @@ def check(result, names):
 
 
 def test_three_runs_have_one_loss_curve(tmp_path, text):
-    done, result = run(["--tp", "2", "--sequence-parallel"], tmp_path, text)
+    done, result = run(["--tp", "2", "--sequence-parallel", "--runs", "plain,fused"], tmp_path, text)
     assert done.stderr == ""
     assert done.stdout.split()[:3] == ["plain", "fused", "tp2"]
     check(result, ["plain", "fused", "tp2"])
 
 
 def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
-    done, result = run(["--ops", "fused"], tmp_path, text, launcher=TORCHRUN)
+    done, result = run(["--runs", "fused"], tmp_path, text, launcher=TORCHRUN)
     assert done.stdout.count("loss at the end") == 1
     check(result, ["fused", "tp2"])
     assert done.stdout.count("written to") == 1
@@ -96,8 +97,9 @@ class TestPlaces:
 
         monkeypatch.setattr(torch.cuda, "set_device", taken.append)
         monkeypatch.setattr(dist, "init_process_group", join)
-        with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, _):
-            assert config.device == "cuda:1"
+        monkeypatch.setattr(worker, "ParallelMesh", lambda tp: {"tp": tp})
+        with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, mesh):
+            assert (config.device, mesh) == ("cuda:1", 2)
         assert taken == ["cuda:1"]
         assert joined == [("nccl", 3, 2)]
 
@@ -135,7 +137,7 @@ def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
         config = TrainConfig(
             model=model, text=text, steps=4, batch=2, lr=1e-2, clip=0.1, tp=tp, sequence_parallel=sequence_parallel
         )
-        each = ranks(tp).run(parallel_gpt.train_losses, config)
+        each = ranks(tp).run(training.train_losses, config)
         assert all(e == each[0] for e in each)
         losses.append(each[0])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -144,7 +146,7 @@ def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
 
 
 def test_the_tensor_parallel_run_has_a_name_of_its_own():
-    assert names_of(TrainConfig(model=MODEL, tp=2)) == ["plain", "fused", "tp2"]
+    assert names_of(TrainConfig(model=MODEL, tp=2)) == [*ALONE, "tp2"]
     assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
 
 

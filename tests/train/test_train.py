@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from parallel_ops.models import FUSED, PLAIN, GPTConfig
+from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.train import TrainConfig, Trainer, batches, load_text, train
-from parallel_ops.train.loop import OPS
+from parallel_ops.train.loop import ALONE
+from parallel_ops.train.plain import PlainTransformer
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from parallel_ops.train import cli, report
 from parallel_ops.train.lockstep import Run
 
-MODEL = GPTConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
 
 
@@ -143,8 +144,30 @@ class TestTrainer:
             TrainConfig(model=MODEL, **change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dropout": 0.0, "tied_embeddings": False, "qkv_bias": False},
+        {"positions": "rotary", "activation": "swiglu", "norm": "rms_norm", "bias": False, "heads": 4, "kv_heads": 2},
+        {"positions": "rotary", "qk_norm": True, "head_dim": 6, "activation": "gelu_exact"},
+    ],
+)
+def test_the_plain_transformer_is_the_same_model(change):
+    config = dataclasses.replace(MODEL, **change)
+    torch.manual_seed(0)
+    ours, plain = Transformer(config).double(), PlainTransformer(config).double()
+    plain.load_state_dict(ours.state_dict())
+    tokens, targets = torch.randint(256, (2, 9, 3)).unbind()
+    torch.testing.assert_close(ours(tokens), plain(tokens), rtol=1e-6, atol=1e-6)  # the angles are fp32
+    for model in (ours, plain):
+        model(tokens, targets).backward()
+    grads = dict(plain.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
 def _trainers(config):
-    return [Trainer(config, ops) for ops in (PLAIN, FUSED)]
+    return [Trainer(config, kind) for kind in ("plain", "fused")]
 
 
 def test_a_run_that_dies_is_reported_and_the_other_is_ended(text):
@@ -160,17 +183,25 @@ def test_command_end_to_end(text, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for row in ("loss at the start", "median step time", "peak memory", "largest loss difference", "speed-up"):
+    for row in (
+        "loss at the start",
+        "median step time",
+        "peak memory",
+        "largest loss difference",
+        "speed-up",
+        "matrix products",
+    ):
         assert row in done.stdout
     assert "\x1b" not in done.stdout
     assert done.stdout.endswith(f"written to {tmp_path / 'p.png'} and {tmp_path / 'p.json'}\n")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "p.json").read_text())
-    for name in OPS:
+    assert len(result["matrix_products_seconds"]) == 6
+    for name in ALONE:
         assert len(result[name]["losses"]) == len(result[name]["seconds"]) == 6
         assert result[name]["losses"][-1] < result[name]["losses"][0]
     if sys.platform == "linux":
-        assert all(2**25 < result[name]["peak_memory_bytes"] < 2**33 for name in OPS)
+        assert all(2**25 < result[name]["peak_memory_bytes"] < 2**33 for name in ALONE)
     assert result["fused"]["largest_loss_difference"] < 1e-3
     assert result["fused"]["speed_up"] > 0
 
@@ -187,6 +218,11 @@ class TestCommandErrors:
             (["--text", "short"], "the text has 5 bytes, but a sequence needs 33"),
             (["--heads", "3"], "hidden (32) must be a multiple of heads (3)"),
             (["--steps", "0"], "steps must be at least 1, got 0"),
+            (
+                ["--runs", "plain,fast"],
+                "--runs: there is no run 'fast'; choose from plain, compiled, fused, ",
+            ),
+            (["--runs", "plain,plain"], "--runs: plain,plain has one of them twice"),
             (["--dropout", "1"], "dropout must be at least 0 and below 1, got 1.0"),
             (["--lr", "nan"], "lr must be a positive number, got nan"),
             (["--text", ""], "--text is empty"),
@@ -269,7 +305,7 @@ class TestReport:
 
     def test_a_loss_that_diverged_is_shown_and_is_valid_json(self, tmp_path):
         runs = self.runs(5.0, math.nan, math.inf)
-        result = json.loads(report.as_json(self.CONFIG, runs))
+        result = json.loads(report.as_json(self.CONFIG, runs, Run("products", [], [0.1] * 3)))
         assert result["fused"]["losses"] == [5.0, None, None]
         assert result["fused"]["largest_loss_difference"] is None
         report.picture(self.CONFIG, runs, tmp_path / "p.svg")

@@ -1,0 +1,51 @@
+"""The matrix products of a training step, alone: what is left of a step when everything else costs nothing."""
+
+from collections.abc import Iterator
+
+import torch
+
+from parallel_ops.models import TransformerConfig
+
+
+class Products:
+    """Every product of a step, forward and backward, of matrices that are there already.
+
+    Args:
+        config: the model. tokens: in a step. dtype: of the products.
+    """
+
+    def __init__(self, config: TransformerConfig, sequences: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._work = [
+            (
+                torch.randn(count, m, k, device=device).to(dtype),
+                torch.randn(count, n, k, device=device).to(dtype),
+                torch.randn(count, m, n, device=device).to(dtype),
+                times,
+            )
+            for count, m, n, k, times in _shapes(config, sequences)
+        ]
+
+    def run(self) -> None:
+        """``x w^T``, and of its gradient ``dy w`` and ``dy^T x``."""
+        for x, w, dy, times in self._work:
+            for _ in range(times):
+                torch.bmm(x, w.transpose(1, 2))
+                torch.bmm(dy, w)
+                torch.bmm(dy.transpose(1, 2), x)
+
+
+def _shapes(config: TransformerConfig, sequences: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(matrices, rows, columns, inner, times) of each kind of product in the forward.
+
+    Of the scores, causal attention needs half: those of half of the queries are counted here, at full length.
+    """
+    tokens, d, s = sequences * config.seq_length, config.head_size, config.seq_length
+    wide = (config.heads + 2 * config.key_heads) * d
+    parts = 2 if config.activation == "swiglu" else 1
+    yield 1, tokens, wide, config.hidden, config.layers
+    yield 1, tokens, config.hidden, config.heads * d, config.layers
+    yield 1, tokens, parts * config.ffn_width, config.hidden, config.layers
+    yield 1, tokens, config.hidden, config.ffn_width, config.layers
+    yield 1, tokens, config.vocab_size, config.hidden, 1
+    yield sequences * config.heads, max(1, s // 2), s, d, config.layers  # q k^T
+    yield sequences * config.heads, max(1, s // 2), d, s, config.layers  # of the probabilities and v

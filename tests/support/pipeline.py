@@ -1,0 +1,85 @@
+"""Two pipeline stages a rank of two, each a transformer layer over two tensor-parallel ranks, under torch's schedules."""
+
+import collections
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from parallel_ops import ParallelMesh
+from parallel_ops.layers import ParallelTransformerLayer
+from parallel_ops.tensor_parallel import DeferredWeightGradients, _overlap
+from support.layers import set_handles
+
+SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
+STAGES, BATCH = 4, 4
+
+
+class Stage(nn.Module):
+    """A layer whose batch comes first, since torch splits there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return out.contiguous()
+
+
+def step(rank: int, schedule: str, deferred: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
+    """(this rank's gradients, losses of the micro-batches, exchanges by op) of one step of sequence-parallel layers."""
+    mesh = ParallelMesh(pp=2, tp=2)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True}
+    layers = [
+        ParallelTransformerLayer(32, 4, mesh=mesh["tp"], sequence_parallel=True, **options) for _ in range(STAGES)
+    ]
+    stages = []
+    for index in range(mesh.rank("pp"), STAGES, 2):
+        queue = DeferredWeightGradients() if deferred else None
+        set_handles(layers[index], queue, main=False)
+        builder = None if queue is None else queue.dw_builder
+        stages.append(
+            PipelineStage(
+                Stage(layers[index]), index, STAGES, torch.device("cpu"), group=mesh.group("pp"), dw_builder=builder
+            )
+        )
+    run = SCHEDULES[schedule](stages, n_microbatches=BATCH, loss_fn=lambda y, t: (y - t).square().sum())
+    generator = torch.Generator().manual_seed(3)
+    # A rank of a stage holds half of the tokens; both get the same here.
+    x, target = torch.randn(2, BATCH, 4, 32, generator=generator).unbind()
+    losses: list[Tensor] = []
+    with Exchanges() as exchanges:
+        if mesh.rank("pp") == 0:
+            run.step(x.requires_grad_(), target=target, losses=losses)
+        else:
+            run.step(target=target, losses=losses)
+    grads = {
+        f"{stage.stage_index}.{name}": p.grad.to_local()
+        for stage in stages
+        for name, p in stage.submod.named_parameters()
+    }
+    return grads, [loss.item() for loss in losses], dict(exchanges.made)
+
+
+class Exchanges:
+    """Counts the exchanges that overlapped linears make, by op."""
+
+    def __init__(self) -> None:
+        self.made: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self) -> "Exchanges":
+        self._init, made = _overlap.Exchange.__init__, self.made
+        init = self._init
+
+        def counting(exchange: Any, op: str, *args: Any) -> None:
+            made[op] += 1
+            init(exchange, op, *args)
+
+        _overlap.Exchange.__init__ = counting  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _overlap.Exchange.__init__ = self._init  # type: ignore[method-assign]
