@@ -169,26 +169,21 @@ class Transformer(PretrainedModel):
         )
 
     def _check(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> None:
-        if self.tokens is not None:
-            longest = self.config.seq_length
-            if tokens.dim() != 2 or not 1 <= tokens.shape[0] <= longest:
-                raise ValueError(
-                    f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {list(tokens.shape)}"
-                )
-            if self.sequence_parallel and tokens.shape[0] % self.ranks:
-                raise ValueError(
-                    f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly, "
-                    f"got {tokens.shape[0]}"
-                )
-            if targets is not None and targets.shape != tokens.shape:
-                raise ValueError(
-                    f"Transformer: targets must have shape {list(tokens.shape)}, got {list(targets.shape)}"
-                )
-            if positions is not None and positions.shape not in (tokens.shape, tokens.shape[:1]):
-                raise ValueError(
-                    f"Transformer: positions must have shape {list(tokens.shape[:1])} or {list(tokens.shape)}, "
-                    f"got {list(positions.shape)}"
-                )
+        if self.tokens is None:
+            return
+        shape, longest = list(tokens.shape), self.config.seq_length
+        if tokens.dim() != 2 or not 1 <= shape[0] <= longest:
+            raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
+        if self.sequence_parallel and shape[0] % self.ranks:
+            raise ValueError(
+                f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly, got {shape[0]}"
+            )
+        if targets is not None and list(targets.shape) != shape:
+            raise ValueError(f"Transformer: targets must have shape {shape}, got {list(targets.shape)}")
+        if positions is not None and list(positions.shape) not in (shape, shape[:1]):
+            raise ValueError(
+                f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}"
+            )
 
     def _embed(self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Tokens and learned positions, with dropout: whole, or this rank's rows."""
