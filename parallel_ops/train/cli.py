@@ -103,8 +103,8 @@ def command(
     """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and tensor-parallel.
 
     Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
-    the same models under torch.compile. All start from the same weights and see the same batches; they take turns step by
-    step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
+    the same models under torch.compile. All start from the same weights and see the same batches; they take turns step
+    by step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
     them, with the time of the matrix products of a step alone, and saves a picture of the loss curves and step times.
     The loss at the end is the mean over the last tenth of the steps.
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ops import ParallelMesh, vocab_parallel_linear_cross_entropy
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
-from support.layers import local, set_handles, whole
+from support.layers import local, mesh_of, set_handles, whole
 
 VOCAB, HIDDEN, LENGTH, BATCH = 31, 32, 8, 4  # no number of ranks divides the vocabulary
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def meshes(layout: str) -> ParallelMesh:
-    return ParallelMesh(**LAYOUTS.get(layout, {}))
+    return mesh_of(**LAYOUTS.get(layout, {}))
 
 
 class Run:

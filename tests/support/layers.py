@@ -20,13 +20,14 @@ HIDDEN, HEADS, VOCAB = 16, 4, 30
 
 
 @functools.cache
-def _mesh(world: int) -> DeviceMesh | None:
-    return ParallelMesh(tp=world)["tp"]
+def mesh_of(**sizes: int) -> ParallelMesh:
+    """One mesh for all tests that use the ranks alike: each forms some ten process groups."""
+    return ParallelMesh(**sizes)
 
 
 def tp_mesh() -> DeviceMesh | None:
     """All ranks of the default group as tensor-parallel ranks."""
-    return _mesh(dist.get_world_size()) if dist.is_initialized() else None
+    return mesh_of(tp=dist.get_world_size())["tp"] if dist.is_initialized() else None
 
 
 def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:

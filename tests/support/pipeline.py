@@ -1,4 +1,4 @@
-"""Two pipeline stages a rank of two, each a transformer layer over two tensor-parallel ranks, under torch's schedules."""
+"""Two pipeline stages on each of two ranks, each a layer over two tensor-parallel ranks, under torch's schedules."""
 
 import collections
 from typing import Any
@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from parallel_ops import ParallelMesh
 from parallel_ops.layers import ParallelTransformerLayer
 from parallel_ops.tensor_parallel import DeferredWeightGradients, _overlap
-from support.layers import set_handles
+from support.layers import mesh_of, set_handles
 
 SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
-STAGES, BATCH = 4, 4
+STAGES, BATCH, MICRO_BATCHES = 4, 8, 4
 
 
 class Stage(nn.Module):
@@ -30,7 +29,7 @@ class Stage(nn.Module):
 
 def step(rank: int, schedule: str, deferred: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
     """(this rank's gradients, losses of the micro-batches, exchanges by op) of one step of sequence-parallel layers."""
-    mesh = ParallelMesh(pp=2, tp=2)
+    mesh = mesh_of(pp=2, tp=2)
     torch.manual_seed(0)
     options: dict[str, Any] = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True}
     layers = [
@@ -46,7 +45,7 @@ def step(rank: int, schedule: str, deferred: bool) -> tuple[dict[str, Tensor], l
                 Stage(layers[index]), index, STAGES, torch.device("cpu"), group=mesh.group("pp"), dw_builder=builder
             )
         )
-    run = SCHEDULES[schedule](stages, n_microbatches=BATCH, loss_fn=lambda y, t: (y - t).square().sum())
+    run = SCHEDULES[schedule](stages, n_microbatches=MICRO_BATCHES, loss_fn=lambda y, t: (y - t).square().sum())
     generator = torch.Generator().manual_seed(3)
     # A rank of a stage holds half of the tokens; both get the same here.
     x, target = torch.randn(2, BATCH, 4, 32, generator=generator).unbind()

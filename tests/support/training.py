@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import TrainConfig, Trainer, checkpoint
+from support.layers import mesh_of
 
 
 def trainer_of(config: TrainConfig) -> Trainer:
     """A trainer over the default group; without one, on this process alone."""
-    mesh = ParallelMesh(tp=config.tp)["tp"] if dist.is_initialized() else None
+    mesh = mesh_of(tp=config.tp)["tp"] if dist.is_initialized() else None
     return Trainer(config, mesh=mesh)
 
 
