@@ -70,13 +70,10 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
   m.def(
       "rotary_embedding_backward(Tensor grad, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
-  m.def("stream_write_value(int stream, int address, int value) -> ()");
-  m.def("stream_wait_value(int stream, int address, int value) -> ()");
+  m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
+  m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");
   m.def("stream_signal_status() -> int");
-  m.def("launch_plan_wanted() -> bool");
-  m.def("keep_launch_plan(int[] words) -> ()");
-  m.def("report_launch_failure(str reason) -> ()");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

@@ -1,95 +1,78 @@
-"""Launches of Triton kernels, which can be noted on the way, with everything it takes to repeat them without Triton.
+"""Launches of Triton kernels at less cost to the host than ``kernel[grid](...)``.
 
-Notes are for ``parallel_ops.ops``, whose plans repeat the launches of earlier calls from C++. They rest on what
-compiled kernels tell of themselves and on the order in which Triton passes arguments, so they are taken from the
-versions of Triton whose launcher was compared; with another one every launch goes through Triton.
+Triton builds dictionaries and strings for every launch before it finds the kernel that it compiled for the last one.
+Here the first launch of a kind goes through Triton, and the compiled kernel that it returns launches the next ones.
+What makes a kind is what Triton compiles for: the compile-time constants and options, the device, and of each argument
+what Triton's own function says (type, alignment and divisibility by 16, being 1).
+
+Where somebody wants to see launches (launch hooks, pre-run hooks, a ``JITFunction.run`` replaced) or to change what is
+compiled, and in versions of Triton other than those whose launch was compared, Triton does all of it.
 """
 
-import contextlib
-import ctypes
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import triton
-from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import BaseBackend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-# Kernel arguments are followed by two pointers to scratch memory, both null where the kernel asks for none.
 _COMPARED_VERSIONS = ("3.6.", "3.7.")
-_SCRATCH_POINTERS = 2
+_RUN = JITFunction.run
 
-_FLOATS = {"fp32": ctypes.c_float, "fp64": ctypes.c_double}
-_INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
+if triton.__version__.startswith(_COMPARED_VERSIONS):
+    from triton.runtime.jit import native_specialize_impl as _specialisation
+else:
+    _specialisation = None
 
-_notes = threading.local()
-# Kernels whose handles were given away stay loaded, whatever becomes of Triton's caches.
-_given_away: dict[int, Any] = {}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch. ``arguments``: tensors, whose address is meant, or 64-bit words whose low bytes the kernel reads."""
-
-    function: int
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-    arguments: tuple[Tensor | int, ...]
+# By kernel and kind: the compiled kernel's own launch, and what it takes before and after the arguments of the call.
+# The compiled kernel refers to the kernel, so the id of one that is in here is not given to another.
+_Known = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]
+_known: dict[int, dict[tuple[Any, ...], _Known]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-    """``kernel[grid](*args, **meta)``."""
-    compiled = kernel[grid](*args, **meta)
-    notes = getattr(_notes, "launches", None)
-    if notes is not None:
-        notes.append(_described(kernel, compiled, grid, args, meta))
+    """``kernel[grid](*args, **meta)``; ``args`` are the run-time arguments, ``meta`` the constants and options."""
+    if _specialisation is None or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
+        kernel[grid](*args, **meta)
+        return
+    known = _known.get(id(kernel))
+    if known is None:
+        _launch_first(kernel, grid, args, meta)
+        return
+    active = driver.active
+    device = active.get_current_device()
+    found = known.get(_kind(device, args, meta))
+    if found is None:
+        _launch_first(kernel, grid, args, meta)
+        return
+    run, handles, constants = found
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    run(x, y, z, active.get_current_stream(device), *handles, *args, *constants)
 
 
-@contextlib.contextmanager
-def noted() -> Iterator[list[Launch | None]]:
-    """The launches of the block on this thread; ``None`` for one that cannot be repeated without Triton."""
-    outer, _notes.launches = getattr(_notes, "launches", None), []
-    try:
-        yield _notes.launches
-    finally:
-        _notes.launches = outer
-
-
-def _described(
-    kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]
-) -> Launch | None:
-    if compiled is None or 0 in grid or not triton.__version__.startswith(_COMPARED_VERSIONS):
-        return None
-    metadata = compiled.metadata
-    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
-    if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
-        return None
-    values = dict(zip(kernel.arg_names, args, strict=False)) | meta
-    arguments = []
-    for name, kind in compiled.src.signature.items():
-        if kind == "constexpr":  # compiled in: declared so, absent, or equal to one
-            continue
-        argument = _argument(kind, values.get(name))
-        if argument is None:
-            return None
-        arguments.append(argument)
-    _given_away[compiled.function] = compiled
-    x, y, z = (*grid, 1, 1)[:3]
-    return Launch(
-        function=compiled.function,
-        grid=(x, y, z),
-        threads=32 * metadata.num_warps,
-        shared_bytes=metadata.shared,
-        arguments=(*arguments, *[0] * _SCRATCH_POINTERS),
+def _watched() -> bool:
+    """Has somebody set a hook, which Triton calls with what only it knows of a launch?"""
+    runtime = knobs.runtime
+    return (
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook
     )
 
 
-def _argument(kind: str, value: Any) -> Tensor | int | None:
-    if kind.startswith("*") and isinstance(value, Tensor):
-        return value
-    if kind in _INTEGERS and isinstance(value, int):
-        return value % 2**64
-    if kind in _FLOATS and isinstance(value, int | float):
-        return int.from_bytes(bytes(_FLOATS[kind](value)), "little")
-    return None
+def _kind(device: int, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any, ...]:
+    of_arguments = [_specialisation(BaseBackend, arg, False, True, True) for arg in args]
+    return (device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, *of_arguments, *meta.items())
+
+
+def _launch_first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    compiled = kernel[grid](*args, **meta)
+    if compiled is None:  # the interpreter
+        return
+    defaults = kernel.signature.parameters
+    constants = tuple(meta.get(name, defaults[name].default) for name in kernel.arg_names[len(args) :])
+    handles = (compiled.function, compiled.packed_metadata, None, None, None)  # no metadata for hooks, and no hooks
+    kind = _kind(driver.active.get_current_device(), args, meta)
+    _known.setdefault(id(kernel), {})[kind] = (compiled.run, handles, constants)

@@ -23,9 +23,6 @@ using GetErrorString = Result (*)(Result, const char**);
 using ContextGetCurrent = Result (*)(void** context);
 using ContextSetCurrent = Result (*)(void* context);
 using PrimaryContextRetain = Result (*)(void** context, int device);
-using LaunchKernel = Result (*)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                                unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** arguments,
-                                void** extra);
 
 struct Driver {
   enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
@@ -38,15 +35,10 @@ struct Driver {
   ContextGetCurrent context_get_current = nullptr;
   ContextSetCurrent context_set_current = nullptr;
   PrimaryContextRetain primary_context_retain = nullptr;
-  LaunchKernel launch_kernel = nullptr;
 
   static const Driver& get() {
     static const Driver driver;
     return driver;
-  }
-
-  bool can_launch() const {
-    return launch_kernel && context_get_current && context_set_current && primary_context_retain && get_error_string;
   }
 
   // A thread that only runtime calls have been made in so far may have no current context.
@@ -72,7 +64,6 @@ struct Driver {
     context_get_current = reinterpret_cast<ContextGetCurrent>(dlsym(library, "cuCtxGetCurrent"));
     context_set_current = reinterpret_cast<ContextSetCurrent>(dlsym(library, "cuCtxSetCurrent"));
     primary_context_retain = reinterpret_cast<PrimaryContextRetain>(dlsym(library, "cuDevicePrimaryCtxRetain"));
-    launch_kernel = reinterpret_cast<LaunchKernel>(dlsym(library, "cuLaunchKernel"));
     const bool complete = stream_write_value && stream_wait_value && exchange_capture_mode && get_error_string &&
                           context_get_current && context_set_current && primary_context_retain;
     status = complete ? kFound : kNoFunction;

@@ -2,7 +2,8 @@
 // that a thread needs which watches streams beside others that capture CUDA graphs.
 //
 // Streams and addresses come as integers: a flag may lie in the memory of a peer, of which this process has no tensor.
-// A driver that is not there is no error until a flag is used.
+// The calling thread gets a context of the device if it has none: driver calls need one, and torch does not give it to
+// a new thread. A driver that is not there is no error until a flag is used.
 #include <limits>
 
 #include <torch/csrc/stable/library.h>
@@ -20,27 +21,27 @@ const Driver& found_driver(const char* op) {
   return driver;
 }
 
-void call(const char* op, StreamValue32 Driver::* function, int64_t stream, int64_t address, int64_t value,
-          unsigned flags) {
+void call(const char* op, StreamValue32 Driver::* function, int64_t device, int64_t stream, int64_t address,
+          int64_t value, unsigned flags) {
   const Driver& driver = found_driver(op);
   STD_TORCH_CHECK(address != 0 && address % 4 == 0, op, ": the address must be a multiple of 4, got ", address);
   STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<uint32_t>::max(), op,
                   ": the value must fit into 32 bits, got ", value);
+  driver.ensure_context(static_cast<int>(device));
   const Result result = (driver.*function)(reinterpret_cast<Stream>(stream), static_cast<DevicePointer>(address),
                                            static_cast<uint32_t>(value), flags);
   STD_TORCH_CHECK(result == kSuccess, op, ": ", driver.describe(result));
 }
 
-void stream_write_value(int64_t stream, int64_t address, int64_t value) {
-  call("stream_write_value", &Driver::stream_write_value, stream, address, value, kWriteFenced);
+void stream_write_value(int64_t device, int64_t stream, int64_t address, int64_t value) {
+  call("stream_write_value", &Driver::stream_write_value, device, stream, address, value, kWriteFenced);
 }
 
-void stream_wait_value(int64_t stream, int64_t address, int64_t value) {
-  call("stream_wait_value", &Driver::stream_wait_value, stream, address, value, kWaitGeq);
+void stream_wait_value(int64_t device, int64_t stream, int64_t address, int64_t value) {
+  call("stream_wait_value", &Driver::stream_wait_value, device, stream, address, value, kWaitGeq);
 }
 
-// Sets how strictly calls of this thread are judged while any thread captures a CUDA graph; returns what was set. The
-// thread has a context of the device from then on, which driver calls need and torch does not give a new thread.
+// Sets how strictly calls of this thread are judged while any thread captures a CUDA graph; returns what was set.
 int64_t thread_exchange_stream_capture_mode(int64_t device, int64_t mode) {
   const char* const op = "thread_exchange_stream_capture_mode";
   const Driver& driver = found_driver(op);

@@ -21,13 +21,13 @@ def stream_write_value(flags: Tensor, index: int, value: int, stream: torch.cuda
     ``flags`` is int32, contiguous, in the memory of this device or of a peer that it can reach.
     """
     address = _address("stream_write_value", flags, index)
-    torch.ops.parallel_ops.stream_write_value(stream.cuda_stream, address, value)
+    torch.ops.parallel_ops.stream_write_value(stream.device_index, stream.cuda_stream, address, value)
 
 
 def stream_wait_value(flags: Tensor, index: int, value: int, stream: torch.cuda.Stream) -> None:
     """``stream`` goes on once ``flags[index]`` has reached ``value``, counting modulo 2**32."""
     address = _address("stream_wait_value", flags, index)
-    torch.ops.parallel_ops.stream_wait_value(stream.cuda_stream, address, value)
+    torch.ops.parallel_ops.stream_wait_value(stream.device_index, stream.cuda_stream, address, value)
 
 
 def _address(op: str, flags: Tensor, index: int) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from parallel_ops.ops._autograd import register_autograd
-from parallel_ops.ops._launch_plan import planned, python_kernel
 
 _library = torch.library.Library("parallel_ops", "FRAGMENT")
 
@@ -33,8 +32,7 @@ def register(
     Args:
         fake: gives outputs of the right shape, dtype and device without computing.
         cuda: allocates the outputs and launches the Triton kernels.
-        cpu: for ops made of other ops; absent, the CPU kernel is the compiled one, and so is the CUDA kernel: it
-            replays what ``cuda`` launched for an earlier call of the same kind (see ``_launch_plan``).
+        cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
             asking for its gradient raises.
         autocast: maps (autocast dtype, arguments) to the arguments to run with; absent, autocast changes nothing.
@@ -42,19 +40,15 @@ def register(
     qualified = f"parallel_ops::{name}"
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, fake)
+    _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
-        _library.impl(name, _on_its_device(cuda), "CUDA")
         _library.impl(name, cpu, "CPU")
-    else:  # a compiled CPU kernel, and a CUDA kernel that calls this one for want of a plan
-        python_name = f"python_{name}"
-        _library.define(str(op._schema).removeprefix("parallel_ops::").replace(name, python_name, 1))
-        _library.impl(python_name, python_kernel(_on_its_device(cuda)), "CUDA")
     if backward is not None:
         register_autograd(_library, op, setup_context, once_differentiable(name, backward))
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(op, device_type, autocast), key)
-    return op if cpu is not None else planned(op)
+    return op
 
 
 def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:

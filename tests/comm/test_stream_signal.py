@@ -17,18 +17,20 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a
 # Flags are set in place, in host memory; a wait that would not be over is an error, 600 as the real cudaErrorNotReady.
 DRIVER = """
 #include <cstdint>
+thread_local void* context = nullptr;
 extern "C" int cuStreamWriteValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags) {
+  if (context == nullptr) return 201;
   if (stream != reinterpret_cast<void*>(77) || flags != 0) return 1;
   *reinterpret_cast<uint32_t*>(address) = value;
   return 0;
 }
 #ifndef OLD
 extern "C" int cuStreamWaitValue32_v2(void* stream, uint64_t address, uint32_t value, unsigned flags) {
+  if (context == nullptr) return 201;
   if (stream != reinterpret_cast<void*>(77) || flags != 0) return 1;
   return static_cast<int32_t>(*reinterpret_cast<uint32_t*>(address) - value) >= 0 ? 0 : 600;
 }
 #endif
-thread_local void* context = nullptr;
 extern "C" int cuCtxGetCurrent(void** current) {
   *current = context;
   return 0;
@@ -56,7 +58,7 @@ extern "C" int cuGetErrorString(int result, const char** text) {
 """
 
 CALLS = """
-import ctypes, torch, parallel_ops
+import ctypes, threading, torch, parallel_ops
 from parallel_ops.comm import _stream_signal
 print(_stream_signal.why_not())
 ops = torch.ops.parallel_ops
@@ -69,17 +71,24 @@ def attempt(op, *args):
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 
-attempt(ops.stream_write_value, 77, at + 8, 2**32 - 1)
-print(list(flags))
-attempt(ops.stream_wait_value, 77, at + 8, 2**32 - 2)
-attempt(ops.stream_wait_value, 77, at + 8, 3)
-attempt(ops.stream_write_value, 5, at, 1)
-attempt(ops.stream_write_value, 77, at + 2, 1)
-attempt(ops.stream_write_value, 77, 0, 1)
-attempt(ops.stream_write_value, 77, at, 2**32)
-attempt(ops.stream_write_value, 77, at, -1)
+def in_a_new_thread(*call):
+    thread = threading.Thread(target=attempt, args=call)
+    thread.start()
+    thread.join()
+
 attempt(ops.thread_exchange_stream_capture_mode, 0, 3)
 attempt(ops.thread_exchange_stream_capture_mode, 0, 1)
+attempt(ops.stream_write_value, 0, 77, at, 1)
+attempt(ops.stream_write_value, 3, 77, at + 8, 2**32 - 1)
+attempt(ops.stream_wait_value, 3, 77, at + 8, 3)
+attempt(ops.stream_write_value, 3, 5, at, 1)
+attempt(ops.stream_write_value, 3, 77, at + 2, 1)
+attempt(ops.stream_write_value, 3, 77, 0, 1)
+attempt(ops.stream_write_value, 3, 77, at, 2**32)
+attempt(ops.stream_write_value, 3, 77, at, -1)
+in_a_new_thread(ops.stream_write_value, 3, 77, at, 5)
+in_a_new_thread(ops.stream_wait_value, 3, 77, at + 8, 2**32 - 2)
+print(list(flags))
 modes = (1, 2, 0) if _stream_signal.why_not() is None else ()
 print([ops.thread_exchange_stream_capture_mode(3, mode) for mode in modes])
 """
@@ -99,18 +108,20 @@ def calls_with_driver(folder: Path, *flags: str) -> list[str]:
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="puts a driver into LD_LIBRARY_PATH")
 def test_calls_reach_the_driver(tmp_path):
-    reason, flags, *errors, modes = calls_with_driver(tmp_path)
+    reason, *errors, flags, modes = calls_with_driver(tmp_path)
     assert reason == "None"
-    assert flags == f"[0, 0, {2**32 - 1}, 0]"
+    assert flags == f"[5, 0, {2**32 - 1}, 0]"
+    no_context = "invalid argument"  # the driver of the test has device 3 alone
     expected = [
+        "thread_exchange_stream_capture_mode: the mode must be 0, 1 or 2, got 3",
+        f"thread_exchange_stream_capture_mode: {no_context}",
+        f"stream_write_value: {no_context}",
         "stream_wait_value: device not ready",  # 2**32 - 1 is before 3, by four steps
         "stream_write_value: invalid argument",
         "stream_write_value: the address must be a multiple of 4, got ",
         "stream_write_value: the address must be a multiple of 4, got 0",
         "stream_write_value: the value must fit into 32 bits, got 4294967296",
         "stream_write_value: the value must fit into 32 bits, got -1",
-        "thread_exchange_stream_capture_mode: the mode must be 0, 1 or 2, got 3",
-        "thread_exchange_stream_capture_mode: invalid argument",  # the driver of the test has device 3 alone
     ]
     assert modes == "[0, 1, 2]"
     assert len(errors) == len(expected)
@@ -121,11 +132,10 @@ def test_calls_reach_the_driver(tmp_path):
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="puts a driver into LD_LIBRARY_PATH")
 def test_a_driver_without_the_functions(tmp_path):
-    reason, first, flags, *errors, _ = calls_with_driver(tmp_path, "-DOLD")
+    reason, *errors, flags, _ = calls_with_driver(tmp_path, "-DOLD")
     assert reason == "the CUDA driver lacks stream memory operations; it is older than CUDA 12"
     assert flags == "[0, 0, 0, 0]"
-    errors.append(first)
-    assert len(errors) == 10
+    assert len(errors) == 12
     assert all("the CUDA driver cannot be used: it is older than CUDA 12" in error for error in errors)
 
 
@@ -133,7 +143,7 @@ def test_a_driver_without_the_functions(tmp_path):
 def test_without_a_driver():
     assert _stream_signal.why_not() == "the CUDA driver (libcuda.so.1) is not installed"
     with pytest.raises(RuntimeError, match=r"stream_wait_value: .*libcuda.so.1 is not installed"):
-        torch.ops.parallel_ops.stream_wait_value(0, 4, 0)
+        torch.ops.parallel_ops.stream_wait_value(0, 0, 4, 0)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def check_numerics(op: Op, reference: Op, args: Sequence[Any], grad: Grad = None
     implementation can avoid; tiny tensors, where PyTorch may happen to be exact, take a little more.
     """
     ours = forward_backward(op, args, grad)
-    for _ in range(2 if any(y.is_cuda for y in ours) else 0):  # the third call is replayed by C++
+    if any(y.is_cuda for y in ours):  # the first call's launches are Triton's, later ones are not
         torch.testing.assert_close(forward_backward(op, args, grad), ours, rtol=0, atol=0, equal_nan=True)
     theirs = forward_backward(reference, args, grad)
     oracle = forward_backward(reference, _as_double(args), grad)
