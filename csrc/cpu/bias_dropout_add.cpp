@@ -127,8 +127,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, bool bias, double p, const
                                     int64_t index_offset) {
   const Dropout drop = dropout("bias_dropout_add_backward", p, seed, index_offset);
   const Shape2d shape = !bias && dy.is_contiguous() ? Shape2d{1, dy.numel()} : rows_and_cols(dy);
-  Tensor dx = seed ? empty_output(dy, dy.sizes()) : torch::stable::new_empty(dy, {0});
-  Tensor dbias = torch::stable::new_empty(dy, {bias ? shape.cols : 0});
+  Tensor dx = seed ? empty_output(dy, dy.sizes()) : empty_tensor({0}, dy.scalar_type());
+  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, dy.scalar_type());
   dispatch("bias_dropout_add_backward", dy.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> dys(dy);

@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
   check_like("bias_gelu_backward", "grad", dy, x);
   const Shape2d shape = !bias && x.is_contiguous() && dy.is_contiguous() ? Shape2d{1, x.numel()} : rows_and_cols(x);
   Tensor dx = empty_output(x, x.sizes());
-  Tensor dbias = torch::stable::new_empty(x, {bias ? shape.cols : 0});
+  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, x.scalar_type());
   dispatch("bias_gelu_backward", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> dys(dy), xs(x);

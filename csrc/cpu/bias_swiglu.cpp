@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
                       std::equal(sizes.begin(), sizes.end(), dy.sizes().begin()),
                   "bias_swiglu_backward: grad must have the shape, dtype and device of the output");
   Tensor dx = empty_output(x, x.sizes());
-  Tensor dbias = torch::stable::new_empty(x, {bias ? 2 * shape.cols : 0});
+  Tensor dbias = empty_tensor({bias ? 2 * shape.cols : 0}, x.scalar_type());
   dispatch("bias_swiglu_backward", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> dys(dy), xs(x);

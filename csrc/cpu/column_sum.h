@@ -31,9 +31,10 @@ void add_chunks(const acc_t<T>* partial, int64_t chunks, int64_t stride, int64_t
   using A = acc_t<T>;
   constexpr int64_t kChunkGroup = 8;
   for_each_tile({1, cols}, [&](int64_t, int64_t col, int64_t n) {
-    alignas(64) A total[kTileCols] = {};
+    alignas(64) A total[kTileCols], group[kTileCols];
+    std::fill_n(total, n, A(0));
     for (int64_t first = 0; first < chunks; first += kChunkGroup) {
-      alignas(64) A group[kTileCols] = {};
+      std::fill_n(group, n, A(0));
       for (int64_t chunk = first; chunk < std::min(chunks, first + kChunkGroup); ++chunk) {
         const A* sum = partial + chunk * stride + col;
         for (int64_t i = 0; i < n; ++i) group[i] += sum[i];

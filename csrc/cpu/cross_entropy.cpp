@@ -52,7 +52,7 @@ void check_columns(const char* op, const Tensor& column) {
 
 Tensor new_acc(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
   const bool wide = like.scalar_type() == ScalarType::Double;
-  return torch::stable::new_empty(like, sizes, wide ? ScalarType::Double : ScalarType::Float);
+  return empty_tensor(sizes, wide ? ScalarType::Double : ScalarType::Float);
 }
 
 template <class T, class Target>
@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& logits, const Tensor& target
   STD_TORCH_CHECK(target.is_contiguous(), op, ": target must be contiguous");
   const int64_t rows = target.numel();
   Tensor out = new_acc(logits, {smoothing ? kSmoothed : kPlain, rows});
-  Tensor column = torch::stable::new_empty(target, {rows}, ScalarType::Long);
+  Tensor column = empty_tensor({rows}, ScalarType::Long);
   int64_t* columns = static_cast<int64_t*>(column.mutable_data_ptr());
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
@@ -142,8 +142,8 @@ std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& colum
   STD_TORCH_CHECK(
       statistics.dim() == 3 && statistics.size(1) == (smooth ? kSmoothed : kPlain) && statistics.size(2) == rows, op,
       ": statistics must be [shards, 3, rows], or [shards, 5, rows] with label smoothing");
-  Tensor loss = torch::stable::new_empty(statistics, {rows});
-  Tensor saved = torch::stable::new_empty(statistics, {smooth ? 3 : 2, rows});
+  Tensor loss = empty_tensor({rows}, statistics.scalar_type());
+  Tensor saved = empty_tensor({smooth ? 3 : 2, rows}, statistics.scalar_type());
   dispatch(op, statistics.scalar_type(), [&](auto tag) {
     using A = acc_t<decltype(tag)>;
     const A* in = static_cast<const A*>(statistics.const_data_ptr());

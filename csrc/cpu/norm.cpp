@@ -159,8 +159,9 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const Tens
   check_bias(options.op, x, bias);
   if (residual) check_like(options.op, "residual", *residual, x);
   const Shape2d shape = norm_shape(x);
-  const auto statistics = [&](int64_t n) { return torch::stable::new_empty(x, {n}, statistics_dtype(x)); };
-  NormOutputs out{empty_output(x, x.sizes()), residual ? empty_output(x, x.sizes()) : torch::stable::new_empty(x, {0}),
+  const auto statistics = [&](int64_t n) { return empty_tensor({n}, statistics_dtype(x)); };
+  NormOutputs out{empty_output(x, x.sizes()),
+                  residual ? empty_output(x, x.sizes()) : empty_tensor({0}, x.scalar_type()),
                   statistics(options.centred ? shape.rows : 0), statistics(shape.rows)};
   dispatch(options.op, x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
@@ -213,8 +214,8 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
   if (grad_sum) check_like(options.op, "grad_sum", *grad_sum, x);
   if (mean) check_statistics(options.op, "mean", *mean, x, shape.rows);
   check_statistics(options.op, "rstd", rstd, x, shape.rows);
-  NormGradients out{empty_output(x, x.sizes()), torch::stable::new_empty(x, {shape.cols}),
-                    torch::stable::new_empty(x, {has_bias ? shape.cols : 0})};
+  NormGradients out{empty_output(x, x.sizes()), empty_tensor({shape.cols}, x.scalar_type()),
+                    empty_tensor({has_bias ? shape.cols : 0}, x.scalar_type())};
   dispatch(options.op, x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;

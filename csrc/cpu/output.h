@@ -1,7 +1,9 @@
 // Fresh output tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -31,10 +33,25 @@ inline void advise_huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// An uninitialised contiguous tensor of the given sizes, with the dtype and device of `like`.
+// An uninitialised contiguous CPU tensor. torch::stable::new_empty looks "aten::new_empty" up by name and boxes its
+// arguments at every call, which costs a small op more than its arithmetic; this calls the function itself.
+inline torch::stable::Tensor empty_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                                          torch::headeronly::ScalarType dtype) {
+  const size_t dim = sizes.size();
+  std::vector<int64_t> strides(dim);
+  int64_t stride = 1;
+  for (size_t d = dim; d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
+  AtenTensorHandle handle = nullptr;
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes.data(), strides.data(), code,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return torch::stable::Tensor(handle);
+}
+
+// An output that may be large: of the given sizes, in the dtype of `like`.
 inline torch::stable::Tensor empty_output(const torch::stable::Tensor& like,
                                           torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  auto out = torch::stable::new_empty(like, sizes);
+  auto out = empty_tensor(sizes, like.scalar_type());
   advise_huge_pages(out.mutable_data_ptr(), out.numel() * static_cast<int64_t>(out.element_size()));
   return out;
 }

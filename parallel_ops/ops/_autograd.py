@@ -1,8 +1,13 @@
-"""Autograd formulas of the ops, as ``torch.library.register_autograd`` registers them, at less cost to the host.
+"""How an op is called: in eager mode past torch's dispatcher, which costs the host more than a small op's arithmetic.
 
-Torch's own layer rebuilds the op's schema in Python for every call that has gradients, 3 to 20 us by the number of
-arguments. What is left here is what it does besides, with the same functions of torch; a torch that lacks one of them
-gets the formulas by its own way.
+Torch's autograd of custom ops rebuilds the op's schema in Python for every call that has gradients, and each way from
+Python through the dispatcher to a kernel, twice where the kernel is Python, costs some microseconds more. So a public
+function calls one ``torch.autograd.Function`` itself, whose forward and backward call the kernel of the device. That
+holds where nobody could tell: for tensors that are just memory, with nobody watching or changing what runs. Compilers,
+dispatch modes, subclasses, function transforms, profilers, autocast and ``torch.ops`` find the same op with the same
+formula in the dispatcher.
+
+The private names of torch below only ask whether that is so. A torch that lacks one always takes the dispatcher.
 """
 
 from collections.abc import Callable
@@ -10,63 +15,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_NEEDED = ("_AutoDispatchBelowAutograd", "_after_autograd_keyset", "_any_requires_grad")
+_PLAIN = {Tensor, torch.nn.Parameter}
+_is_compiling = torch.compiler.is_compiling
 
 
-def register_autograd(
-    library: torch.library.Library,
+def _always() -> bool:
+    return True
+
+
+_transforms = getattr(torch._C, "_are_functorch_transforms_active", _always)
+_autocast = getattr(torch._C, "_is_any_autocast_enabled", _always)
+_profiler = getattr(torch.autograd, "_profiler_enabled", _always)
+
+
+def _changing() -> bool:
+    """Is anything in force that changes what an op does, or wants to see it?"""
+    return bool(_autocast() or is_in_torch_dispatch_mode() or _transforms() or _profiler())
+
+
+def straight(op: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` where nobody could tell the difference, else ``op``."""
+
+    def call(*args: Any) -> Any:
+        if _is_compiling() or _changing():
+            return op(*args)
+        for a in args:
+            # A negative view and a zero that has no memory are plain to Python, and not to a kernel.
+            if isinstance(a, Tensor) and (type(a) not in _PLAIN or a.is_neg() or a._is_zerotensor()):
+                return op(*args)
+        return kernel(*args)
+
+    return call
+
+
+def with_autograd(
     op: torch._ops.OpOverload,
+    kernel: Callable[..., Any],
     setup_context: Callable[..., None] | None,
     backward: Callable[..., Any],
-) -> None:
-    """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes.
-
-    Ops with lists of tensors, with defaults or with keyword-only arguments go torch's way too.
-    """
-    name, schema = op._schema.name, op._schema
-    plain = not any(
-        a.kwarg_only or a.has_default_value() or "List[Tensor]" in str(a.type)
-        for a in (*schema.arguments, *schema.returns)
-    )
-    if plain and all(hasattr(torch._C, needed) for needed in _NEEDED):
-        library.impl(name.partition("::")[2], _kernel(op, setup_context, backward), "Autograd", with_keyset=True)
-    else:
-        torch.library.register_autograd(name, backward, setup_context=setup_context)
-
-
-def _kernel(
-    op: torch._ops.OpOverload, setup_context: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    below_autograd, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
-    any_requires_grad = torch._C._any_requires_grad
+    """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes, and returns the
+    function to call it by."""
+    torch.library.register_autograd(op._schema.name, backward, setup_context=setup_context)
+    if any("List[Tensor]" in str(a.type) for a in (*op._schema.arguments, *op._schema.returns)):
+        return op  # autograd functions see no tensors within lists
 
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        with below_autograd():
-            output = op.redispatch(keyset & after_autograd, *args)
-            if setup_context is not None:
-                setup_context(ctx, args, output)
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = kernel(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
         return output
 
-    def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
-        needs = ctx.needs_input_grad
-        ctx.needs_input_grad = needs[1:]  # as the formula counts arguments
-        try:
-            gradients = backward(ctx, *grads)
-        finally:
-            ctx.needs_input_grad = needs
-        return (None, *gradients) if isinstance(gradients, tuple) else (None, gradients)
-
     function: Any = type(
-        f"{op._opname}_autograd",
+        op._opname,
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(differentiate)},
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
+    apply, is_grad_enabled = function.apply, torch.is_grad_enabled
 
-    def kernel(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any_requires_grad(*args):
-            return function.apply(keyset, *args)
-        with below_autograd():
-            return op.redispatch(keyset & after_autograd, *args)
+    def differentiated(*args: Any) -> Any:
+        if is_grad_enabled():
+            for a in args:
+                if isinstance(a, Tensor) and a.requires_grad:
+                    return apply(*args)
+        return kernel(*args)
 
-    return kernel
+    return straight(op, differentiated)

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.ops._autograd import register_autograd
+from parallel_ops.ops._autograd import straight, with_autograd
 
 _library = torch.library.Library("parallel_ops", "FRAGMENT")
+
+# The Python behind the CUDA key of each op, by name: it allocates outputs and launches the Triton kernels.
+cuda_kernels: dict[str, Callable[..., Any]] = {}
 
 
 def register(
@@ -27,7 +30,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
 ) -> Callable[..., Any]:
-    """Registers the pieces of ``parallel_ops::<name>`` and returns the op, ready to call.
+    """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
 
     Args:
         fake: gives outputs of the right shape, dtype and device without computing.
@@ -35,20 +38,43 @@ def register(
         cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
             asking for its gradient raises.
-        autocast: maps (autocast dtype, arguments) to the arguments to run with; absent, autocast changes nothing.
+        autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. Absent,
+            autocast changes nothing.
     """
     qualified = f"parallel_ops::{name}"
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, fake)
+    kernel = _kernel(op, cpu, cuda)
+    cuda_kernels[name] = cuda
     _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
-    if backward is not None:
-        register_autograd(_library, op, setup_context, once_differentiable(name, backward))
+    if backward is None:
+        return straight(op, kernel)
+    call = with_autograd(op, kernel, setup_context, once_differentiable(name, backward))
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-            _library.impl(name, _autocast(op, device_type, autocast), key)
-    return op
+            _library.impl(name, _autocast(call, device_type, autocast), key)
+    return call
+
+
+def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the device of the first argument, called without the dispatcher."""
+    on_cpu = cpu or functools.partial(op.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    on_cuda = _on_its_device(cuda)
+    # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
+    floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
+
+    def kernel(*args: Any) -> Any:
+        if args[0].is_cpu:
+            return on_cpu(*args)
+        if not args[0].is_cuda:
+            return op(*args)
+        if floats:
+            args = tuple(float(a) if i in floats else a for i, a in enumerate(args))
+        return on_cuda(*args)
+
+    return kernel
 
 
 def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,11 +103,11 @@ def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[...
     return checked
 
 
-def _autocast(op: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+def _autocast(call: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         cast = rule(torch.get_autocast_dtype(device_type), args)
         with torch.autocast(device_type, enabled=False):
-            return op(*cast)
+            return call(*cast)
 
     return run
 

@@ -1,0 +1,152 @@
+"""Public functions in eager mode go past torch's dispatcher: the same results, and only where nobody could tell."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_ops import bias_dropout_add, bias_gelu, layer_norm, rms_norm, vocab_parallel_cross_entropy
+from parallel_ops.ops import _autograd, _registration
+from support.suite import forward_backward, randn
+
+X, BIAS = randn(6, 8, dtype=torch.float32), randn(8, dtype=torch.float32, seed=1)
+TARGET = torch.arange(6)
+CALLS = {
+    "bias_gelu": (bias_gelu, (X, BIAS)),
+    "bias_gelu without a bias": (bias_gelu, (X,)),
+    "bias_dropout_add": (lambda *args: bias_dropout_add(*args, 0.5, seed=3), (X, BIAS, X * 2)),
+    "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r), (X, BIAS, BIAS * 3, X * 2)),
+    "rms_norm": (rms_norm, (X, BIAS)),
+    "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
+}
+GELU = torch.ops.parallel_ops.bias_gelu.default
+GELU_BACKWARD = torch.ops.parallel_ops.bias_gelu_backward.default
+
+
+class Seen(TorchDispatchMode):
+    """The package's ops that a dispatch mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "parallel_ops":
+            self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_bits_as_through_the_dispatcher(name, monkeypatch):
+    op, args = CALLS[name]
+    args = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    straight = forward_backward(op, args)
+    with torch.no_grad():
+        alone = op(*args)
+    monkeypatch.setattr(_autograd, "_profiler", _autograd._always)
+    for a, b in zip(straight, forward_backward(op, args), strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        for a, b in zip(_tuple(alone), _tuple(op(*args)), strict=True):
+            assert torch.equal(a, b)
+
+
+def _tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def test_plain_calls_do_not_reach_the_dispatcher(monkeypatch):
+    """Else the rest of this file would compare the dispatcher with itself."""
+    calls = []
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", lambda *args: calls.append(args))
+    y = bias_gelu(X, BIAS)
+    torch.autograd.grad(y, (X, BIAS), X.detach())
+    with torch.no_grad():
+        bias_gelu(X, BIAS)
+    assert [op for op, *_ in calls if op.namespace == "parallel_ops"] == []
+
+
+def test_dispatch_modes_see_the_ops():
+    with Seen() as seen:
+        y = bias_gelu(X, BIAS)
+        torch.autograd.grad(y, (X, BIAS), X.detach())
+    assert seen.ops == [GELU, GELU_BACKWARD]
+
+
+def test_a_mode_around_the_backward_alone():
+    y = bias_gelu(X, BIAS)
+    with Seen() as seen:
+        torch.autograd.grad(y, (X, BIAS), X.detach())
+    assert seen.ops == [GELU_BACKWARD]
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        x = torch.empty(6, 8, requires_grad=True)
+        y = bias_gelu(x, torch.empty(8))
+        (dx,) = torch.autograd.grad(y, x, torch.empty(6, 8))
+    assert dx.shape == (6, 8)
+    assert type(dx).__name__ == "FakeTensor"
+
+
+def test_meta_tensors():
+    x = torch.empty(6, 8, device="meta", requires_grad=True)
+    (dx,) = torch.autograd.grad(bias_gelu(x), x, torch.empty(6, 8, device="meta"))
+    assert (dx.device.type, dx.shape) == ("meta", (6, 8))
+
+
+def test_profiles_name_the_ops():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = bias_gelu(X, BIAS)
+        torch.autograd.grad(y, (X, BIAS), X.detach())
+    names = {event.key for event in profile.key_averages()}
+    assert {"parallel_ops::bias_gelu", "parallel_ops::bias_gelu_backward"} <= names
+
+
+def test_views_that_only_seem_to_be_memory():
+    """The imaginary part of a conjugate is a float tensor that is negated where it is read; so may gradients be."""
+    negative = torch.complex(X.detach(), X.detach()).conj().imag
+    assert negative.is_neg()
+    for x, grad in ((negative, X), (X, negative), (negative, negative), (X, torch._efficientzerotensor((6, 8)))):
+        got = forward_backward(bias_gelu, [x.detach().requires_grad_(), BIAS], grad.detach())
+        expected = forward_backward(bias_gelu, [x.detach().resolve_neg().requires_grad_(), BIAS], grad.detach() + 0)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_subclasses_see_the_op():
+    class Named(torch.Tensor):
+        seen = ()
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            Named.seen += (func,)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    y = bias_gelu(X.detach().as_subclass(Named), BIAS)
+    assert type(y) is Named
+    assert GELU in Named.seen
+
+
+def test_function_transforms_reach_the_dispatcher():
+    """Torch maps any op over a dimension, by a loop with a warning, and differentiates none without a rule for it."""
+    mapped = torch.func.vmap(lambda x: bias_gelu(x, BIAS.detach()))(X.detach())
+    assert torch.equal(mapped, bias_gelu(X, BIAS))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: bias_gelu(x).sum())(X)
+
+
+def test_floats_are_floats_for_triton(monkeypatch):
+    """The dispatcher turns ints into floats where the schema says so; Triton would compile another kernel for them."""
+    seen = []
+    kernel = _registration._kernel(
+        torch.ops.parallel_ops.scaled_masked_softmax.default, None, lambda scores, mask, scale: seen.append(scale)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+
+    class OnCuda:
+        is_cpu, is_cuda, device = False, True, torch.device("cpu")
+
+    kernel(OnCuda(), None, 1)
+    assert seen == [1.0]
+    assert type(seen[0]) is float
