@@ -11,8 +11,10 @@ FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
 # Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
 TEST_ENV := OMP_NUM_THREADS=1
 PYTEST := $(BIN)/pytest -n 2
+# The oldest Triton that the kernels are for; constraints.txt pins the newest.
+OLDEST_TRITON := 3.6.0
 
-.PHONY: venv demo test bench lint format clean
+.PHONY: venv demo test test-oldest-triton bench lint format clean
 
 venv: $(VENV)/.installed
 
@@ -34,6 +36,12 @@ demo: venv
 test: venv
 	$(TEST_ENV) $(PYTEST)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/kernels
+
+# Launches, and every kernel compiled for one GPU: what depends on Triton itself.
+test-oldest-triton: venv
+	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
+	$(TEST_ENV) PYTHONPATH=$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels -k "test_launch or (bfloat16 and sm_90)"
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
 bench: venv

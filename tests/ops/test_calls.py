@@ -1,13 +1,17 @@
 """Public functions in eager mode go past torch's dispatcher: the same results, and only where nobody could tell."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import parallel_ops
 from parallel_ops import bias_dropout_add, bias_gelu, layer_norm, rms_norm, vocab_parallel_cross_entropy
 from parallel_ops.ops import _autograd, _registration
-from support.suite import forward_backward, randn
+from support.suite import forward_backward, outputs_of, randn
 
 X, BIAS = randn(6, 8, dtype=torch.float32), randn(8, dtype=torch.float32, seed=1)
 TARGET = torch.arange(6)
@@ -150,3 +154,29 @@ def test_floats_are_floats_for_triton(monkeypatch):
     kernel(OnCuda(), None, 1)
     assert seen == [1.0]
     assert type(seen[0]) is float
+
+
+def steps(call):
+    """How many functions of the package's Python ``call`` runs, and how many it calls from there."""
+    package, count = str(Path(parallel_ops.__file__).parent), 0
+
+    def note(frame, event, _):
+        nonlocal count
+        count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("name", "limit"), [("bias_gelu", 60), ("rms_norm", 70)])
+def test_steps_of_the_host(name, limit):
+    """Forward and backward. Times are noise where others compute too; these are what they are made of (48 and 56)."""
+    op, args = CALLS[name]
+    leaves = [a for a in args if isinstance(a, torch.Tensor) and a.is_leaf and a.requires_grad]
+    call = lambda: torch.autograd.grad(outputs_of(op(*args))[0], leaves, X.detach(), allow_unused=True)  # noqa: E731
+    call()
+    assert steps(call) <= limit
