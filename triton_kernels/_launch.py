@@ -26,16 +26,16 @@ if triton.__version__.startswith(_COMPARED_VERSIONS):
 else:
     _specialisation = None
 
-# By kernel and kind: the compiled kernel's own launch, and what it takes before and after the arguments of the call.
-# The compiled kernel refers to the kernel, so the id of one that is in here is not given to another.
-_Known = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]
+# By kernel and kind: the compiled kernel's own launch, what it takes before and after the arguments of the call, and
+# the compiled kernel, which holds the kernel, so that no other gets its id.
+_Known = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], Any]
 _known: dict[int, dict[tuple[Any, ...], _Known]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)``; ``args`` are the run-time arguments, ``meta`` the constants and options."""
-    if _specialisation is None or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
-        kernel[grid](*args, **meta)
+    if type(kernel) is not JITFunction or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
+        kernel[grid](*args, **meta)  # also interpreted, autotuned, and what else there may be
         return
     known = _known.get(id(kernel))
     if known is None:
@@ -47,13 +47,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     if found is None:
         _launch_first(kernel, grid, args, meta)
         return
-    run, handles, constants = found
+    run, handles, constants, _ = found
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     run(x, y, z, active.get_current_stream(device), *handles, *args, *constants)
 
 
 def _watched() -> bool:
-    """Has somebody set a hook, which Triton calls with what only it knows of a launch?"""
+    """Is there a hook, which Triton calls with what only it knows of a launch, or a Triton that nobody compared?"""
+    if _specialisation is None:
+        return True
     runtime = knobs.runtime
     return (
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
@@ -69,10 +71,10 @@ def _kind(device: int, args: tuple[Any, ...], meta: dict[str, Any]) -> tuple[Any
 
 def _launch_first(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
     compiled = kernel[grid](*args, **meta)
-    if compiled is None:  # the interpreter
+    if compiled is None:  # a hook kept it from being compiled
         return
     defaults = kernel.signature.parameters
     constants = tuple(meta.get(name, defaults[name].default) for name in kernel.arg_names[len(args) :])
     handles = (compiled.function, compiled.packed_metadata, None, None, None)  # no metadata for hooks, and no hooks
     kind = _kind(driver.active.get_current_device(), args, meta)
-    _known.setdefault(id(kernel), {})[kind] = (compiled.run, handles, constants)
+    _known.setdefault(id(kernel), {})[kind] = (compiled.run, handles, constants, compiled)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_ops
@@ -75,6 +76,24 @@ def test_dispatch_modes_see_the_ops():
         y = bias_gelu(X, BIAS)
         torch.autograd.grad(y, (X, BIAS), X.detach())
     assert seen.ops == [GELU, GELU_BACKWARD]
+
+
+def test_function_modes_see_the_op():
+    class Watching(TorchFunctionMode):
+        seen = ()
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += (func,)
+            return func(*args, **(kwargs or {}))
+
+    with Watching() as watching:
+        bias_gelu(X, BIAS)
+    assert GELU in watching.seen
+
+
+def test_traces_hold_the_op():
+    traced = torch.jit.trace(bias_gelu, (X.detach(),))
+    assert "parallel_ops::bias_gelu" in str(traced.graph)
 
 
 def test_a_mode_around_the_backward_alone():
