@@ -41,7 +41,7 @@ test: venv
 test-oldest-triton: venv
 	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	$(TEST_ENV) PYTHONPATH=$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels -k "test_launch or (bfloat16 and sm_90)"
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels -k "test_launch or (bfloat16 and sm_90)"
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
 bench: venv

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -43,8 +44,10 @@ inline torch::stable::Tensor empty_tensor(torch::headeronly::IntHeaderOnlyArrayR
   for (size_t d = dim; d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
   AtenTensorHandle handle = nullptr;
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes.data(), strides.data(), code,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  const AOTITorchError error = aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes.data(), strides.data(), code,
+                                                        aoti_torch_device_type_cpu(), 0, &handle);
+  STD_TORCH_CHECK(error == TORCH_SUCCESS, "parallel_ops: cannot allocate an output of ", stride,
+                  " elements on the CPU");
   return torch::stable::Tensor(handle);
 }
 

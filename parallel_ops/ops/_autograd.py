@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN = {Tensor, torch.nn.Parameter}
-_NO_TENSORS = {type(None), bool, int, float, str, list, torch.dtype}
+_NO_TENSORS = {type(None), bool, int, float, str, list, tuple, torch.dtype}
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 

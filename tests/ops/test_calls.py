@@ -199,3 +199,9 @@ def test_steps_of_the_host(name, limit):
     call = lambda: torch.autograd.grad(outputs_of(op(*args))[0], leaves, X.detach(), allow_unused=True)  # noqa: E731
     call()
     assert steps(call) <= limit
+
+
+def test_memory_that_is_not_there():
+    x = torch.zeros(1, 64).expand(2**42, 64)  # more than there are addresses
+    with pytest.raises(RuntimeError, match=f"cannot allocate an output of {2**48} elements on the CPU"):
+        bias_gelu(x)
