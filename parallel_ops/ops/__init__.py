@@ -34,4 +34,5 @@ __all__ = [
 
 def silu_mul(gate, up):  # SHIM
     import torch.nn.functional as F
+
     return F.silu(gate) * up

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel_ops.comm._compat import dtensor_of
+
 # CPUs have no product of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
 # each at a time: large enough for a product to run at full speed, small next to weights and activations.
 _WIDE_BYTES = 16 << 20
@@ -90,11 +92,7 @@ class GradientOf:
             return
         product = (dz.t() @ h).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            product = product.view(parameter.to_local().shape)
-            mesh, placements = parameter.device_mesh, parameter.placements
-            parameter.grad = DTensor.from_local(
-                product, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-            )
+            parameter.grad = dtensor_of(product.view(parameter.to_local().shape), parameter._spec)
         else:
             parameter.grad = product.view(parameter.shape)
 

@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops.comm.c10d import C10dTransport
@@ -19,6 +24,7 @@ from parallel_ops.tensor_parallel import (
     use_transport,
 )
 from parallel_ops.tensor_parallel import _overlap_plan as plan
+from parallel_ops.tensor_parallel.weight_gradients import GradientOf
 
 OPS = {"column": all_gather_linear, "row": linear_reduce_scatter}
 REFERENCES = {"column": all_gather_linear_reference, "row": linear_reduce_scatter_reference}
@@ -294,3 +300,150 @@ def over_another_transport(rank: int, everywhere: bool) -> tuple[int, int]:
 def transport_of_another_group(rank: int) -> None:
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     use_transport(dist.group.WORLD, C10dTransport(alone))
+
+
+def _as_stage_output(y: Tensor) -> Tensor:
+    """What a pipeline does with the output of a stage; it raises for a view."""
+    assert not y._is_view()
+    return y
+
+
+def split_backward(rank: int, kind: str, handle: str, overlap: Any) -> tuple[list[Any], list[Any], list[int], int]:
+    """((dx, dW, db) of one backward, the same of its halves, exchanges posted by each of them, entries in the queue).
+
+    The exchanges are those of the whole backward, of the half for the input, of the half for the parameters, and of
+    ``autograd.grad`` of the input alone, which must leave everything else as it is.
+    """
+    leaves = [_leaf(normal(*shape, seed=i)) for i, shape in enumerate([(4, 3, 8), (6, 8), (6,)])]
+    x, weight, bias = leaves
+    main_grad = torch.zeros(6, 8) if handle == "main_grad" else None
+    queue = DeferredWeightGradients() if handle == "deferred" else None
+    use_transport(dist.group.WORLD, Counting(dist.group.WORLD))
+    posted: list[int] = []
+
+    def forward() -> Tensor:
+        y = OPS[kind](x * 1, weight, bias, group=dist.group.WORLD, overlap=overlap, main_grad=main_grad, deferred=queue)
+        return _as_stage_output(y * 1)
+
+    def count(run: Any) -> Any:
+        Counting.posted = 0
+        result = run()
+        posted.append(Counting.posted)
+        return result
+
+    def taken() -> list[Any]:
+        if queue is not None:
+            queue.compute()
+        gradients = [x.grad, weight.grad if main_grad is None else main_grad.clone(), bias.grad]
+        x.grad = weight.grad = bias.grad = None
+        if main_grad is not None:
+            main_grad.zero_()
+        return gradients
+
+    try:
+        y = forward()
+        dy = normal(*y.shape, seed=7)
+        count(lambda: y.backward(dy))
+        whole = taken()
+        y = forward()
+        _, groups = count(lambda: stage_backward_input([y], [dy], [x], iter([weight, bias])))
+        if handle == "autograd":
+            count(lambda: stage_backward_weight(iter([weight, bias]), groups))
+        else:
+            posted.append(0)
+        halves = taken()
+        y = forward()
+        (dx,) = count(lambda: torch.autograd.grad(y, [x], dy))
+        assert torch.equal(dx, whole[0]) and weight.grad is None and bias.grad is None
+        assert main_grad is None or not main_grad.any()
+    finally:
+        use_transport(dist.group.WORLD, None)
+    return whole, halves, posted, 0 if queue is None else len(queue)
+
+
+def deferred_shards(rank: int, kind: str) -> tuple[int, int, int]:
+    """(bytes that an entry of the queue holds, exchanges of the backward, exchanges of the queue)."""
+    queue, world = DeferredWeightGradients(), dist.get_world_size()
+    s, k, n = 8 * world, 6, 5
+    x = _leaf(normal(s // world if kind == "column" else s, k, seed=1))
+    weight = _leaf(normal(n, k, seed=2))
+    use_transport(dist.group.WORLD, Counting(dist.group.WORLD))
+    try:
+        y = OPS[kind](x, weight, group=dist.group.WORLD, overlap="off", deferred=queue)
+        Counting.posted = 0
+        y.backward(normal(*y.shape, seed=3))
+        backward = Counting.posted
+        (entry,) = queue._pending
+        held = [cell.cell_contents for cell in entry.__closure__]
+        tensors = {id(t): t for c in held for t in (c if isinstance(c, list) else [c]) if isinstance(t, Tensor)}
+        held_bytes = sum(t.untyped_storage().nbytes() for t in tensors.values())
+        queue.compute()
+        return held_bytes, backward, Counting.posted - backward
+    finally:
+        use_transport(dist.group.WORLD, None)
+
+
+def grad_of_a_dtensor(rank: int, kind: str) -> list[Any]:
+    """Two deferred gradients of a parameter [2, F, H] whose local part is the weight: (.grad, its placements)."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = normal(2, 3, 8, seed=1)
+    parameter = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(1)]))
+    plain, target, queue = _leaf(part), GradientOf(parameter), DeferredWeightGradients()
+    for step in range(2):
+        x = normal(4, 8, seed=2 + step)
+        for local, options in (
+            (parameter.to_local().flatten(0, 1), {"main_grad": target, "deferred": queue if step else None}),
+            (plain.flatten(0, 1), {}),
+        ):
+            OPS[kind](x, local, group=dist.group.WORLD, **options).square().sum().backward()
+    queue.compute()
+    torch.testing.assert_close(parameter.grad.to_local(), plain.grad)
+    return [parameter.grad.placements == parameter.placements, parameter.grad.shape == parameter.shape]
+
+
+def inside_ddp(rank: int, handle: str) -> None:
+    class Module(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            options = {"main_grad": torch.zeros(4, 4)} if handle == "main_grad" else {"deferred": queue}
+            return all_gather_linear(x, self.weight, self.bias, group=None, **options)
+
+    queue = DeferredWeightGradients()
+    module = torch.nn.parallel.DistributedDataParallel(Module(4, 4))
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    module(torch.ones(2, 4))
+
+
+def pipelined(rank: int, how: str) -> dict[str, Tensor]:
+    """The gradients of this rank's stages under a schedule that splits their backwards; "whole" is without one."""
+    chunks, dim = 4, 8
+    stages = {i: Stage(dim, i, DeferredWeightGradients() if how == "queue" else None) for i in range(4)}
+    x, target = (normal(chunks * 2, 3, dim, seed=seed, dtype=torch.float64) for seed in (1, 2))
+    if how == "whole":
+        for a, b in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
+            F.mse_loss(torch.nn.Sequential(*stages.values())(a), b).backward()
+        own = stages
+    else:
+        own = {i: s for i, s in stages.items() if i % 2 == rank}
+        wrapped = [
+            PipelineStage(s, i, 4, torch.device("cpu"), dw_builder=None if s.queue is None else s.queue.dw_builder)
+            for i, s in own.items()
+        ]
+        schedule = ScheduleInterleavedZeroBubble(wrapped, chunks, loss_fn=F.mse_loss, scale_grads=False)
+        schedule.step(*([x] if rank == 0 else []), target=target, losses=[])
+    return {f"{i}.{name}": p.grad for i, s in own.items() for name, p in s.named_parameters()}
+
+
+class Stage(torch.nn.Module):
+    """Two linears, a weight of which may be left to a queue."""
+
+    def __init__(self, dim: int, number: int, queue: DeferredWeightGradients | None) -> None:
+        super().__init__()
+        self.up, self.down = (
+            torch.nn.Parameter(normal(dim, dim, seed=10 * number + i, dtype=torch.float64)) for i in range(2)
+        )
+        self.queue = queue
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(all_gather_linear(x, self.up, group=None, deferred=self.queue))
+        return linear_reduce_scatter(h, self.down, group=None, deferred=self.queue)

@@ -128,6 +128,54 @@ def test_main_grad_accumulates_16_bit_products_in_fp32(kind):
         assert [t.dtype for t in handled] == [torch.float32] * 4
 
 
+@kinds
+@pytest.mark.parametrize("handle", ["autograd", "main_grad", "deferred"])
+@pytest.mark.parametrize("overlap", ["off", 2])
+def test_a_backward_computes_and_sends_what_is_asked_for(kind, handle, overlap):
+    """By halves, as a pipeline schedule runs it, and for the input alone."""
+    of_input = overlap if kind == "row" and overlap != "off" else 1  # pieces of the one other shard
+    both = of_input if kind == "row" else 2
+    for whole, halves, posted, queued in ranks(2).run(on_rank.split_backward, kind, handle, overlap):
+        now = of_input if handle == "deferred" else both
+        assert posted == [now, of_input, 1 if handle == "autograd" else 0, of_input]
+        assert torch.equal(halves[0], whole[0])
+        if handle == "autograd":
+            assert all(torch.equal(a, b) for a, b in zip(halves, whole, strict=True))
+        else:
+            assert halves[1] is None or not halves[1].any()
+        assert queued == 0
+
+
+@groups
+@kinds
+def test_a_deferred_gradient_holds_shards_and_gathers_when_it_is_computed(size, kind):
+    """x and dy of this rank: for the column 8 rows of 6 and 8 P of 5, for the row the other way round."""
+    shard, whole = (6, 5) if kind == "column" else (5, 6)
+    for outcome in ranks(size).run(on_rank.deferred_shards, kind):
+        assert outcome == (4 * 8 * (shard + size * whole) + 4, 1, 1)  # and a number in the shape of the weight
+
+
+@kinds
+def test_the_grad_of_a_dtensor_as_a_target(kind):
+    assert ranks(2).run(on_rank.grad_of_a_dtensor, kind) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("handle", ["main_grad", "deferred"])
+def test_gradients_that_ddp_would_not_reduce_are_refused(handle):
+    for outcome in ranks(2).outcomes(on_rank.inside_ddp, handle):
+        assert isinstance(outcome, Raised) and outcome.type == "ValueError"
+        assert "do not work inside DistributedDataParallel" in outcome.message and "leave them out" in outcome.message
+
+
+def test_a_zero_bubble_schedule_runs_the_halves_or_the_queue():
+    whole = on_rank.pipelined(0, "whole")
+    for how in ("split", "queue"):
+        got = {name: grad for of_rank in ranks(2).run(on_rank.pipelined, how) for name, grad in of_rank.items()}
+        assert got.keys() == whole.keys()
+        for name, grad in got.items():
+            torch.testing.assert_close(grad, whole[name], msg=f"{how}: {name}")
+
+
 def test_a_queue_of_weight_gradients_says_what_it_cannot_do():
     queue = DeferredWeightGradients()
     queue.push(lambda: None)

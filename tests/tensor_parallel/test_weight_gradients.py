@@ -94,6 +94,17 @@ def test_saved_tensor_hooks_see_what_is_kept(op, main, defer):
 
 
 @ops
+def test_outputs_and_input_gradients_are_no_views(op):
+    """A pipeline stage detaches its outputs in place, which torch refuses for views."""
+    for shape in ((4, 8), (4, 2, 8)):
+        weight, x = leaf(5, 8, seed=1), leaf(*shape, seed=2)
+        y = op(x, weight, leaf(5), group=None)
+        y.sum().backward()
+        assert not x.grad._is_view()
+        y.detach_()
+
+
+@ops
 @pytest.mark.parametrize("main", [False, True])
 def test_only_what_the_backward_reads_is_kept(op, main):
     for of_x, of_weight, kept in ((True, False, [(5, 8)]), (False, True, [(4, 2, 8)])):
@@ -161,6 +172,32 @@ def test_main_grad_adds_products_that_were_never_rounded(op, dtype, defer):
     bound = 64 * 2.0**-24 * size
     assert ((got - oracle).abs() <= bound).all()
     assert not ((rounded - oracle).abs() <= bound).all()
+
+
+@ops
+@pytest.mark.parametrize("defer", [False, True])
+def test_main_grad_may_have_the_dtype_of_the_weight(op, defer):
+    weight, x, queue = leaf(6, 40, seed=1, dtype=torch.bfloat16), normal(64, 40, seed=2), DeferredWeightGradients()
+    main_grad, plain = torch.zeros(6, 40, dtype=torch.bfloat16), leaf(6, 40, seed=1, dtype=torch.bfloat16)
+    x = x.bfloat16()
+    op(x, weight, group=None, main_grad=main_grad, deferred=queue if defer else None).sum().backward()
+    op(x, plain, group=None).sum().backward()
+    queue.compute()
+    assert weight.grad is None and torch.equal(main_grad, plain.grad)
+
+
+def test_a_builder_takes_what_the_queue_holds_now():
+    queue, computed = DeferredWeightGradients(), []
+    for i in range(3):
+        queue.push(lambda i=i: computed.append(i))
+    first = queue.dw_builder()
+    assert len(queue) == 0
+    queue.push(lambda: computed.append(3))
+    second = queue.dw_builder()
+    assert not computed
+    second()
+    first()
+    assert computed == [3, 0, 1, 2]
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(0, 3, 4), (7, 0, 4), (7, 3, 0), (23, 11, 5), (5, 9, 30)])
