@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, TracebackType
 from typing import TypeVar
 
@@ -53,6 +53,7 @@ _posted: dict[ProcessGroup, list[tuple[dist.Work, Tensor, Tensor]]] = {}
 # How long a process that ends waits for them to arrive.
 _LEAVING_SECONDS = 2.0
 
+# What is marked with ``sends``.
 _bodies: set[CodeType] = set()
 
 
@@ -160,12 +161,14 @@ class announcing:
             with contextlib.suppress(Exception):  # this rank's own error says more
                 self._announce(group, error)
 
-    def _chain(self, error: BaseException) -> Iterator[BaseException]:
+    def _chain(self, error: BaseException) -> list[BaseException]:
         """The error and those that it came from, up to one that was being handled when the block began."""
+        chain: list[BaseException] = []
         at: BaseException | None = error
-        while at is not None and at is not self._handled:
-            yield at
+        while at is not None and at is not self._handled and at not in chain:
+            chain.append(at)
             at = at.__cause__ or at.__context__
+        return chain
 
     def _announce(self, group: ProcessGroup, error: Exception) -> None:
         device = device_of_call(group_device_types(group), self._arguments) if group.size() > 1 else None

@@ -88,9 +88,9 @@ def all_gather_linear(
             ``"auto"``: what an analytic model and, on a GPU, a measurement find fastest (see ``_overlap_plan``); there
             the weights must have the same shapes on every rank.
         sizes: ``s_r`` of every rank, the same on every rank; ``None`` where all are equal.
-        main_grad: ``[N, H]`` float32 (float64 for float64), or one for each weight: the weight's gradient is added to
-            it, and autograd gets none for the weight. Not under ``torch.compile``.
-        deferred: the weight's gradient is computed when this queue is told to. Not under ``torch.compile``.
+        main_grad: ``[N, H]``, float32 (float64 for float64) or the weight's dtype, or one for each weight: the weight's
+            gradient is added to it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
+        deferred: the weight's gradient is computed, and x gathered for it, when this queue is told to. Likewise.
 
     Returns:
         ``[s, ..., N]``, s the sum of all ``s_r``; a tuple for several weights. Under autocast the inputs are cast to

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._agreement import announcing, sends
+from parallel_ops.comm._agreement import Call, agree, announcing, sends
 from parallel_ops.comm._group import group_name, resolve_group
 from parallel_ops.comm._primitives import gathered
 from parallel_ops.ops import cross_entropy as local
@@ -183,6 +183,7 @@ def _forward(
     return reduce(loss, target, call.ignore_index, "sum"), column[:0].clone(), saved[:, :0].clone(), *chunks.gradients()
 
 
+@sends
 def _backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, column: Tensor, saved: Tensor, *arguments: Any
 ) -> tuple[Tensor, ...]:
@@ -190,6 +191,9 @@ def _backward(
     call = LinearCall(*arguments)
     group = None if call.group is None else resolve_group(call.group)
     layout = known_layout(group, weight.shape[0])
+    if group is not None:
+        rows = grad.numel()
+        agree(group, Call(f"backward of {_NAME}", (rows, *astuple(call)[1:]), f"{rows} rows"), grad.device)
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes), gradients=True)
     grads, columns = chunks.of(grad), chunks.of(column)
     kept = [chunks.of(row) for row in saved]

@@ -56,9 +56,9 @@ def linear_reduce_scatter(
             messages for each shard, forward and backward; ``"auto"``: what an analytic model and, on a GPU, a
             measurement find fastest (see ``_overlap_plan``); there the weight must have one shape on every rank.
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
-        main_grad: ``[N, K]`` float32 (float64 for float64): the weight's gradient is added to it, and autograd gets
-            none for the weight. Not under ``torch.compile``.
-        deferred: the weight's gradient is computed when this queue is told to. Not under ``torch.compile``.
+        main_grad: ``[N, K]``, float32 (float64 for float64) or the weight's dtype: the weight's gradient is added to
+            it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
+        deferred: the weight's gradient is computed, and that of y gathered for it, when this queue is told to. Likewise.
 
     Returns:
         ``[s_r, ..., N]``, this rank's rows. Under autocast the inputs are cast to the autocast dtype.
