@@ -58,7 +58,7 @@ def linear_reduce_scatter(
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
         main_grad: ``[N, K]``, float32 (float64 for float64) or the weight's dtype: the weight's gradient is added to
             it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
-        deferred: the weight's gradient is computed, and that of y gathered for it, when this queue is told to. Likewise.
+        deferred: the weight's gradient is computed, that of y gathered for it, when this queue is told to. Likewise.
 
     Returns:
         ``[s_r, ..., N]``, this rank's rows. Under autocast the inputs are cast to the autocast dtype.

