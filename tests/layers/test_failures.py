@@ -36,7 +36,7 @@ def cases(size):
         yield ("embedding", "dtype", sequence_parallel), "VocabParallelEmbedding: tokens must be an int64 or int32"
     if size == 2:
         yield ("column", "width", True), "ColumnParallelLinear: x must be [s, ..., 16], got [3, 2, 17]"
-        yield ("layer", "sizes", True), "ParallelTransformerLayer: sizes must be a sequence of ints, got str"
+        yield ("layer", "sizes", True), "all_gather_linear: sizes must be a sequence of ints, got str"
 
 
 @pytest.mark.parametrize("size", [2, 3])
