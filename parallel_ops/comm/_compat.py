@@ -36,7 +36,7 @@ def dtensor_of(local: Tensor, spec: Any) -> Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -104,8 +104,10 @@ class ParallelSelfAttention(ShardedModule):
             ColumnParallelLinear(hidden, kv_heads * d, bias=qkv_bias, rows=rows, init_method=init_method, **common)
             for _ in range(2)
         )
-        norm = {"mesh": self.mesh, "device": device, "dtype": dtype}
-        self.q_norm, self.k_norm = (Norm(d, "rms_norm", norm_eps, **norm) if qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = (
+            Norm(d, "rms_norm", norm_eps, mesh=self.mesh, device=device, dtype=dtype) if qk_norm else None
+            for _ in range(2)
+        )
         self.out = RowParallelLinear(heads * d, hidden, bias=bias, init_method=output_init_method, **common)
 
     def _key_heads(self, kv_heads: int) -> tuple[int, slice | None]:

@@ -73,9 +73,9 @@ class _Linear(ShardedModule):
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
         self.overlap = options["overlap"]
-        where = {"mesh": self.mesh, "device": options["device"], "dtype": options["dtype"]}
-        self.weight = empty_parameter((out_features, in_features), placements[0], **where)
-        self.bias = empty_parameter((out_features,), placements[1], **where) if bias else None
+        where = self.mesh, options["device"], options["dtype"]
+        self.weight = empty_parameter((out_features, in_features), placements[0], *where)
+        self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None
         self._main_grad: Tensor | None = None
         self._deferred: DeferredWeightGradients | None = None
         self.reset_parameters()
@@ -141,7 +141,7 @@ def column_linears(
     # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
     handed = local_parts(first, *parameters, partial=[linear.rows is not None for linear in owners])
     used = [t if t is None or linear.rows is None else t[linear.rows] for t, linear in zip(handed, owners, strict=True)]
-    weights, biases = used[::2], used[1::2]
+    weights, biases = [w for w in used[::2] if w is not None], used[1::2]
     added = biases if add_bias else [None] * len(linears)
     targets = [linear.weight_gradient() for linear in linears]
     if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
@@ -154,9 +154,8 @@ def column_linears(
         x = copy_to_group(x, first.group)
         if not special:
             return [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], biases
-    if all(b is None for b in added):
-        given = None
-    else:
+    given = None
+    if any(b is not None for b in added):  # all of them, or zeros in the place of one
         given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
     outputs = all_gather_linear(
         x,
