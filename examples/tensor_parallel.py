@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel_ops import ParallelMesh, vocab_parallel_linear_cross_entropy
-from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding, clip_grad_norm, whole_gradients
+from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
 
 VOCAB, LENGTH, BATCH, HIDDEN = 97, 32, 16, 64
 
@@ -19,36 +19,38 @@ VOCAB, LENGTH, BATCH, HIDDEN = 97, 32, 16, 64
 class Model(nn.Module):
     """Tokens [s, b] to the mean loss; each rank holds its part of every weight and its part of the sequence."""
 
-    def __init__(self, group):
+    def __init__(self, mesh):
         super().__init__()
-        self.parallel = parallel = {"group": group, "sequence_parallel": True}
+        parallel = {"mesh": mesh, "sequence_parallel": True}
         self.tokens = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=lambda w: w.normal_(std=0.1), **parallel)
         self.layers = nn.ModuleList(ParallelTransformerLayer(HIDDEN, 4, dropout=0.1, **parallel) for _ in range(2))
-        self.norm = Norm(HIDDEN)  # whole on every rank, but each applies it to its own tokens: see whole_gradients
+        self.norm = Norm(HIDDEN, **parallel)
 
     def forward(self, tokens, targets):
         x = self.tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        x = self.norm(x, *whole_gradients([self.norm.weight, self.norm.bias], self.parallel["group"]))
-        return vocab_parallel_linear_cross_entropy(x, self.tokens.weight, targets, **self.parallel)
+        group, weight = self.tokens.group, self.tokens.local_weight()
+        return vocab_parallel_linear_cross_entropy(
+            self.norm(x), weight, targets, group=group, sequence_parallel=group is not None
+        )
 
 
 def main():
     world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
-    if world > 1:  # otherwise every group is None
+    if world > 1:  # otherwise every mesh is None
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    group = ParallelMesh(tp=world).group("tp")
+    mesh = ParallelMesh(tp=world)["tp"]
     torch.manual_seed(0)  # on every rank alike: weights, batches and dropout are those of one process
-    model = Model(group).to(device)
+    model = Model(mesh).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(int(os.environ.get("STEPS", "100"))):
         start, stride = torch.randint(VOCAB, (BATCH,)), torch.randint(1, 5, (BATCH,))
         sequence = ((start + stride * torch.arange(LENGTH + 1)[:, None]) % VOCAB).to(device)
         loss = model(sequence[:-1], sequence[1:])
         loss.backward()
-        clip_grad_norm(model, 1.0, group)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 19 and rank == 0:

@@ -13,6 +13,7 @@ All meshes come from one root, which is what lets FSDP2 shard a parameter that i
 
 import math
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -109,7 +110,9 @@ class ParallelMesh:
         if dist.is_initialized():
             world_group = dist.group.WORLD
             assert world_group is not None
-            self._form(device_type or group_device(world_group).type)
+            # Without a backend, init_process_group takes NCCL for CUDA along even where there is no GPU.
+            found = group_device(world_group).type if torch.cuda.is_available() else "cpu"
+            self._form(device_type or found)
 
     def _form(self, device_type: str) -> None:
         sizes = tuple(self._sizes[name] for name in _DIMENSIONS)

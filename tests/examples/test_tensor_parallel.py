@@ -1,4 +1,4 @@
-"""The example, as its docstring says to run it."""
+"""The examples, as their docstrings say to run them."""
 
 import os
 import re
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "tensor_parallel.py"
+QUICK_START = ROOT / "examples" / "quick_start.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def losses(*launcher):
+def losses(*launcher, example=EXAMPLE):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS": "40"}
-    command = [sys.executable, *launcher, str(EXAMPLE)]
+    command = [sys.executable, *launcher, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
@@ -29,3 +31,12 @@ def test_two_processes_train_as_one_does():
 
 def test_it_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+def test_the_quick_start_learns_and_is_that_of_the_readme():
+    first, *_, last = losses(*TORCHRUN, "4", example=QUICK_START)
+    assert last < 0.7 * first
+    code = QUICK_START.read_text()
+    shown = (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
+    for line in shown.splitlines():
+        assert line.strip() in code
