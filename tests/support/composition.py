@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp4": {"tp": 4},
     "fsdp4": {"dp_shard": 4},
     "fsdp2 x tp2": {"dp_shard": 2, "tp": 2},
+    "hsdp2 x 2": {"dp_replicate": 2, "dp_shard": 2},
     "replicate2 x tp2": {"dp_replicate": 2, "tp": 2},
     "ddp4": {"dp_replicate": 4},
 }
@@ -70,12 +71,13 @@ class Run:
         self.dp = None if mesh is None else mesh["dp"]
         self.model = Model(kind, None if mesh is None else mesh["tp"])
         self.call: nn.Module = self.model
-        if layout.startswith("fsdp"):
-            assert mesh is not None and mesh["fsdp"] is not None
+        if layout.startswith(("fsdp", "hsdp")):
+            assert mesh is not None
+            shards = mesh["fsdp"] if layout.startswith("fsdp") else mesh["dp_replicate", "fsdp"]
             for layer in self.model.layers:
-                fully_shard(layer.mlp, mesh=mesh["fsdp"])
-                fully_shard(layer, mesh=mesh["fsdp"])
-            fully_shard(self.model, mesh=mesh["fsdp"])
+                fully_shard(layer.mlp, mesh=shards)
+                fully_shard(layer, mesh=shards)
+            fully_shard(self.model, mesh=shards)
         elif layout.startswith("replicate"):
             assert mesh is not None
             for layer in self.model.layers:
