@@ -142,6 +142,6 @@ setup(
     package_data={
         "parallel_ops": ["py.typed", "*.pyi"],
         "parallel_ops.planner.presets": ["*.json"],
-        "parallel_ops.planner.validation": ["*.json"],
+        "parallel_ops.planner.validation": ["*.csv", "*.json"],
     },
 )

@@ -6,6 +6,7 @@ the packages of the extras.
 
 import importlib
 import importlib.util
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -30,6 +31,14 @@ def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> N
     """
     try:
         code = app(prog_name=prog_name, standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as stop:
+        # Typer and rich exit with 1 where the reader of a pipe has seen enough, as head does.
+        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        # Nothing is left for the interpreter to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
     except errors as error:
         fail(error)
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ A ``Model`` on a ``Cluster`` under a ``Plan`` gives an ``Estimate``. Needs neith
 """
 
 from parallel_ops.planner import presets
+from parallel_ops.planner.band import Band, band
 from parallel_ops.planner.cluster import GPU, Cluster, Link, Part
 from parallel_ops.planner.communication import communication
 from parallel_ops.planner.efficiency import Efficiency, efficiency
@@ -11,19 +12,21 @@ from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.memory import memory
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import Estimate, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
+from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
 from parallel_ops.planner.rules import RULES, broken_rules
 from parallel_ops.planner.search import Options, search, smallest_cluster
 
 __all__ = [
     "GPU",
     "RULES",
+    "Band",
     "Cluster",
     "Efficiency",
     "Estimate",
     "LatentAttention",
     "Link",
     "Model",
+    "NearMiss",
     "Options",
     "Part",
     "Plan",
@@ -32,6 +35,7 @@ __all__ = [
     "Sensitivity",
     "StageMemory",
     "Transfer",
+    "band",
     "broken_rules",
     "communication",
     "efficiency",

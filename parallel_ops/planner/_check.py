@@ -30,9 +30,13 @@ def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> No
 def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:
     """Raises unless the field is one of ``choices``."""
     choices = tuple(choices)
-    if getattr(owner, name) not in choices:
+    value = getattr(owner, name)
+    if value not in choices:
         known = ", ".join(map(repr, choices))
-        raise ValueError(f"{type(owner).__name__}: {name} must be one of {known}, got {getattr(owner, name)!r}")
+        names = [choice for choice in choices if isinstance(choice, str)] if isinstance(value, str) else []
+        near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.6) if names else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{type(owner).__name__}: {name} must be one of {known}, got {value!r}{hint}")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:

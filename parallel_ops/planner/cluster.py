@@ -21,6 +21,8 @@ class GPU:
         memory: bytes. ``bandwidth``: of that memory, in bytes/s.
         fp32, fp16, bf16, fp8: peak dense FLOP/s of matrix products in that dtype; 0 where the chip has none.
         watts: power at full load, for the energy estimate; 0 for unknown.
+        multiprocessors: that share the tiles of a matrix product; 0 where there is nothing like it, or it is unknown:
+            products then take the time of their FLOPs, whatever their shape.
     """
 
     name: str
@@ -32,14 +34,12 @@ class GPU:
     bf16: float
     fp8: float
     watts: float
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
+        check_counts(self, ("multiprocessors",), at_least=0)
         check_figures(self, ("memory", "bandwidth"))
         check_figures(self, ("watts", *DTYPES), zero=True)
-
-    def __hash__(self) -> int:
-        # As of a model: what caches hash often.
-        return hash((self.name, self.memory))
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in ``dtype``.
@@ -87,9 +87,12 @@ class Cluster:
     Attributes:
         gpus: in all; a multiple of ``gpus_per_node``, or fewer than one node.
         intra, inter: the links inside and between nodes.
-        topology: ``"fat-tree"`` (any two nodes at full bandwidth, divided by ``oversubscription``) or ``"torus"``
-            (neighbours alone are at full bandwidth; ``intra`` is also the link between nodes, and rings map onto its
-            axes).
+        topology: ``"fat-tree"`` (any two nodes of a pod at full bandwidth) or ``"torus"`` (neighbours alone are at full
+            bandwidth; ``intra`` is also the link between nodes, and rings map onto its axes).
+        oversubscription: of the network above the pods: what the adapters of a pod could send over what leaves it.
+        pod: GPUs that the network joins at full bandwidth; 0 for a node, so that all traffic between nodes shares what
+            ``oversubscription`` leaves.
+        rails: adapters of a node that one ring over several nodes is striped over; 0 for one of each GPU, as NCCL does.
         price: of one GPU for one hour, in any currency; 0 for unknown.
         parts: kinds of GPU in the order in which pipeline stages are placed on them, for a cluster of several kinds;
             ``gpu`` is then the weakest of them. Empty for a cluster of one kind.
@@ -108,9 +111,12 @@ class Cluster:
     oversubscription: float = 1.0
     price: float = 0.0
     parts: tuple[Part, ...] = ()
+    pod: int = 0
+    rails: int = 0
 
     def __post_init__(self) -> None:
         check_counts(self, ("gpus", "gpus_per_node"))
+        check_counts(self, ("pod", "rails"), at_least=0)
         check_figures(self, ("price",), zero=True)
         check_choice(self, "topology", ("fat-tree", "torus"))
         check_figures(self, ("oversubscription",))
@@ -122,10 +128,6 @@ class Cluster:
             )
         if self.parts and sum(part.gpus for part in self.parts) != self.gpus:
             raise ValueError(f"Cluster: parts must add up to gpus ({self.gpus})")
-
-    def __hash__(self) -> int:
-        # As of a model: what caches hash often.
-        return hash((self.name, self.gpus))
 
     @property
     def node_size(self) -> int:
@@ -163,5 +165,6 @@ def weakest(kinds: list[GPU]) -> GPU:
         name="+".join(sorted({gpu.name for gpu in kinds})),
         generation=slowest.generation,
         watts=max(gpu.watts for gpu in kinds),
+        multiprocessors=slowest.multiprocessors,
         **lowest,
     )

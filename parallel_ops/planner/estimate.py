@@ -15,9 +15,6 @@ from parallel_ops.planner.rules import broken_rules
 from parallel_ops.planner.schedule import Simulation
 from parallel_ops.planner.step import Step
 
-# Simulating a schedule is linear in its passes; beyond this many the closed form has to do.
-MOST_SIMULATED_PASSES = 50_000
-
 
 def estimate(
     model: Model,
@@ -25,7 +22,6 @@ def estimate(
     plan: Plan,
     *,
     constants: Efficiency | None = None,
-    simulated: bool | None = None,
 ) -> Estimate:
     """Step time, throughput, utilisation, memory and traffic of a plan.
 
@@ -33,18 +29,14 @@ def estimate(
         model: its ``sequence`` is the length of a training sequence.
         plan: of as many GPUs as ``cluster`` has. It need not fit in memory; compare ``peak_memory`` with the GPU's.
         constants: efficiencies of the hardware; ``None`` for those of the GPU's generation.
-        simulated: simulate the pipeline schedule rather than use its closed form; ``None`` for as long as the schedule
-            has no more than 50,000 passes.
 
     Raises:
         ValueError: the plan cannot run, with the reason.
     """
     check(model, cluster, plan)
-    if simulated is None:
-        simulated = 2 * plan.pp * plan.virtual_stages * plan.micro_batches <= MOST_SIMULATED_PASSES
     step = Step(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
     compute, waits = (part.total * plan.micro_batches for part in step.ranks[step.slowest])
-    pipeline, gathers, optimizer = step.pipeline(simulated), step.gathers(), step.optimizer()
+    pipeline, gathers, optimizer = step.pipeline(), step.gathers(), step.optimizer()
     outside = step.data_parallel() + step.host()
     bubble = max(0.0, pipeline - compute - waits - gathers)
     seconds = pipeline + outside + optimizer
@@ -86,6 +78,8 @@ def recomputed_flops(model: Model, plan: Plan) -> float:
     """Forward FLOPs for each token that are done a second time."""
     if plan.recompute == "full":
         return float(model.forward_flops - model.head_flops)
+    if plan.recompute == "operators":
+        return (model.forward_flops - model.head_flops - model.layers * model.attention_flops) / 2
     if plan.recompute == "selective" and not plan.flash_attention:
         return float(model.layers * model.attention_flops)
     return 0.0

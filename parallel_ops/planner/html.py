@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from parallel_ops.planner import drawing
-from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate
+from parallel_ops.planner import pipeline_picture
+from parallel_ops.planner.band import tied
+from parallel_ops.planner.export import TARGETS
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, NearMiss
 from parallel_ops.planner.schedule import Simulation
 from parallel_ops.planner.stage_groups import stage_groups
 
@@ -32,6 +34,7 @@ p, .legend { color: var(--quiet); margin: .25rem 0 .75rem; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
 .figures div { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
 .figures b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.figures i { font-style: normal; white-space: nowrap; font-weight: 400; font-size: .85rem; color: var(--quiet); }
 .figures span { color: var(--quiet); font-size: .85rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -47,38 +50,41 @@ td.wide, th.wide { text-align: left; white-space: normal; min-width: 15rem; }
 .legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem;
   vertical-align: -.08rem; }
 svg { display: block; width: 100%; min-width: 44rem; }
+details { border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0; padding: .5rem .8rem; }
+summary { cursor: pointer; }
+summary span { color: var(--quiet); }
+pre { overflow-x: auto; font-size: .85rem; margin: .6rem 0 .2rem; }
 """
 
 
 def page(
-    estimates: Sequence[Estimate], simulation: Simulation | None = None, rejected: Iterable[tuple[str, int, str]] = ()
+    estimates: Sequence[Estimate],
+    simulation: Simulation | None = None,
+    rejected: Iterable[tuple[str, int, str]] = (),
+    misses: Iterable[NearMiss] = (),
 ) -> str:
     """The page.
 
     Args:
-        estimates: the best plan first; its memory, traffic and pipeline are shown in full.
+        estimates: the best plan first; its memory, traffic, pipeline and configurations are shown in full.
         simulation: its pipeline; None where it has one stage.
         rejected: kind of reason, number of plans, an example of the reason.
+        misses: plans that would be faster, had a GPU a little more memory.
     """
     best = estimates[0]
     title = f"{best.model.name} on {best.cluster.name}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(best.plan.describe())}. {best.plan.gpus:,} GPUs, {best.plan.global_batch:,} sequences of "
-        f"{best.model.sequence:,} tokens a step. Figures are estimates, not measurements.</p>",
+        f"{best.model.sequence:,} tokens a step. Figures are estimates, not measurements: "
+        f"{escape(best.band.sentence())}</p>",
         _figures(best),
+        _exports(best),
         _memory(best),
     ]
     if simulation is not None:
-        summary = drawing.summary(best.plan.schedule, simulation)
-        picture = f'<div class="scroll" tabindex="0">{pipeline_svg(simulation, summary)}</div>'
-        parts += [
-            "<h2>Pipeline</h2>",
-            f"<p>{escape(summary)}. One row a rank.</p>",
-            picture,
-            _legend(_pipeline_legend(simulation)),
-        ]
-    parts += [_plans(estimates), _traffic(best), _rejections(list(rejected))]
+        parts += _pipeline(best, simulation)
+    parts += [_plans(estimates), _misses(best, list(misses)), _traffic(best), _rejections(list(rejected))]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -89,24 +95,60 @@ def page(
 
 
 def _figures(best: Estimate) -> str:
-    peak = best.peak_memory
+    peak, band = best.peak_memory, best.band
+    time, space = f"± {band.time:.0%}", f"± {band.memory:.0%}"
     shown = [
-        (f"{best.step:.3g} s", "step"),
-        (f"{best.tokens_per_second:,.0f}", "tokens per second"),
-        (f"{best.mfu:.1%}", "model FLOP/s utilisation"),
-        (f"{best.tflops_per_gpu:,.0f}", "TFLOP/s per GPU"),
-        (f"{peak.total / GIB:.1f} GiB", f"memory of stage {peak.stage}, the most"),
-        (f"{best.bubble_fraction:.1%}", "bubble of the slowest stage"),
+        (f"{best.step:.3g} s", time, "step"),
+        (f"{best.tokens_per_second:,.0f}", time, "tokens per second"),
+        (f"{best.mfu:.1%}", time, "model FLOP/s utilisation"),
+        (f"{best.tflops_per_gpu:,.0f}", time, "TFLOP/s per GPU"),
+        (f"{peak.total / GIB:.1f} GiB", space, f"memory of stage {peak.stage}, the most"),
     ]
     if best.cost:
-        shown.append((f"{best.cost:,.2f}", "cost of a step"))
+        shown.append((f"{best.cost:,.2f}", time, "cost of a step"))
     if best.energy:
-        shown.append((f"{best.energy / 3.6e6:,.1f} kWh", "energy of a step"))
+        shown.append((f"{best.energy / 3.6e6:,.1f} kWh", time, "energy of a step"))
     return (
         '<div class="figures">'
-        + "".join(f"<div><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in shown)
+        + "".join(f"<div><b>{escape(a)} <i>{b}</i></b><span>{escape(c)}</span></div>" for a, b, c in shown)
         + "</div>"
     )
+
+
+def _exports(best: Estimate) -> str:
+    """The plan as each system is told, or why it cannot run it."""
+    parts = ["<h2>To run it</h2>"]
+    for name, system in TARGETS.items():
+        reason = system.problem(best.model, best.cluster, best.plan)
+        if reason is None:
+            text = escape(system.write(best.model, best.cluster, best.plan))
+            parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
+        else:
+            hint = f"{reason}. The fastest that it can run: <code>plan --for {name}</code>"
+            parts.append(f"<details><summary>{name} <span>cannot run this plan</span></summary><p>{hint}</p></details>")
+    return "".join(parts)
+
+
+def _pipeline(best: Estimate, simulation: Simulation) -> list[str]:
+    plan, busy = best.plan, simulation.busy
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    text = (
+        f"{plan.schedule}, one row a rank, {plan.micro_batches:,} micro-batches. The bubble is the time that a rank "
+        f"waits for others: {best.bubble_fraction:.1%} of the pipeline's for the slowest, rank {slowest}, which is "
+        "what the step gets longer by"
+    )
+    mean = simulation.bubble if plan.optimizer_barrier else simulation.bubble_without_barrier
+    if mean > best.bubble_fraction + 0.005:
+        text += f"; ranks with less to do wait longer, {mean:.1%} on average"
+    first, last = pipeline_picture.folded(simulation)
+    if last >= first:
+        text += f". Between the dots it goes on alike, for micro-batches {first} to {last}"
+    picture = pipeline_picture.pipeline_svg(simulation, text)
+    return [
+        f"<h2>Pipeline</h2><p>{escape(text)}.</p>",
+        f'<div class="scroll" tabindex="0">{picture}</div>',
+        _legend(pipeline_picture.legend(simulation)),
+    ]
 
 
 def _memory(best: Estimate) -> str:
@@ -128,26 +170,45 @@ def _memory(best: Estimate) -> str:
 
 def _plans(estimates: Sequence[Estimate]) -> str:
     slowest = max(estimate.step for estimate in estimates)
-    columns = ("#", "plan:", "step", "where it goes", "tokens/s", "MFU", "memory", "bubble", "rules of thumb broken:")
+    columns = ("#", "plan:", "step", "where it goes", "tokens/s", "MFU", "±", "memory", "±", "rules of thumb broken:")
+    best = estimates[0]
+    ties = sum(tied(estimate.step, best.step, best.band.time) for estimate in estimates)
     rows = []
     for number, estimate in enumerate(estimates, 1):
         segments = [(color, name, getattr(estimate, name) / slowest) for name, color in STEP_COLORS.items()]
         rows.append(
             (
-                str(number),
+                f"{number} =" if number <= ties > 1 else str(number),
                 escape(estimate.plan.describe()),
                 f"{estimate.step:.3g} s",
                 _bar(segments),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
+                f"{estimate.band.time:.0%}",
                 f"{estimate.peak_memory.total / GIB:.1f} GiB",
-                f"{estimate.bubble_fraction:.1%}",
+                f"{estimate.band.memory:.0%}",
                 escape("; ".join(reason for _, reason in estimate.broken_rules)),
             )
         )
     names = {"exposed": "exposed communication"}
     legend = _legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
-    return f"<h2>Plans compared</h2>{legend}{_table(columns, rows)}"
+    equal = "<p>Those marked = cannot be told apart: choose the simplest, or time them.</p>" if ties > 1 else ""
+    return f"<h2>Plans compared</h2>{equal}{legend}{_table(columns, rows)}"
+
+
+def _misses(best: Estimate, misses: list[NearMiss]) -> str:
+    columns = ("plan:", "step", "than the best", "too much memory", "where:")
+    rows = [
+        (
+            escape(miss.plan.describe()),
+            f"{miss.seconds:.3g} s",
+            f"{miss.seconds / best.step - 1:+.1%}",
+            f"{miss.excess / GIB:.1f} GiB",
+            escape(miss.reason),
+        )
+        for miss in misses
+    ]
+    return f"<h2>Faster, had a GPU a little more memory</h2>{_table(columns, rows)}" if rows else ""
 
 
 def _traffic(best: Estimate) -> str:
@@ -169,7 +230,11 @@ def _traffic(best: Estimate) -> str:
 
 def _rejections(rejected: list[tuple[str, int, str]]) -> str:
     rows = [(escape(kind), f"{count:,}", escape(example)) for kind, count, example in rejected]
-    return f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'for example:'), rows)}" if rows else ""
+    return (
+        f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'for example, or the nearest:'), rows)}"
+        if rows
+        else ""
+    )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -196,40 +261,3 @@ def _bar(segments: Iterable[tuple[str, str, float]]) -> str:
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
     items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for color, name in entries)
     return f'<div class="legend">{items}</div>'
-
-
-def _pipeline_legend(simulation: Simulation) -> Iterable[tuple[str, str]]:
-    for kind, pale in drawing.legend(simulation):
-        yield drawing.COLORS[kind][pale][0], drawing.NAMES[kind] + (", odd chunks" if pale else "")
-    yield drawing.BUBBLE, "bubble"
-
-
-def pipeline_svg(simulation: Simulation, label: str) -> str:
-    """The pipeline as an ``<svg>`` element: one path for each colour, so that thousands of passes stay small."""
-    ranks = len(simulation.schedule)
-    width, margin, row = 1200.0, 30.0, 22.0 if ranks <= 16 else 14.0
-    scale = (width - margin) / simulation.step_time
-    paths: dict[str, list[str]] = {}
-    labels = []
-    digits = max(len(str(action.micro_batch)) for action in simulation.schedule[0])
-    for rank in range(ranks):
-        labels.append(
-            f'<text x="{margin - 8:g}" y="{(rank + 0.5) * row:g}" text-anchor="end" fill="currentColor">{rank}</text>'
-        )
-        for bar in drawing.bars(simulation, rank):
-            fill, ink = drawing.COLORS[bar.action.kind][bar.pale]
-            x, w = margin + bar.start * scale, (bar.end - bar.start) * scale
-            height = (row - 2) / (2 if bar.half else 1)
-            y = rank * row + 1 + (height if bar.half == 2 else 0)
-            # A hair of bubble between passes, while they are wide enough for it.
-            gap = 0.6 if w > 3 else 0
-            paths.setdefault(fill, []).append(f"M{x:.2f} {y:g}h{w - gap:.2f}v{height:g}h{gap - w:.2f}z")
-            if w > 6.5 * digits + 2 and height > 9:
-                text = f'<text x="{x + w / 2:.1f}" y="{y + height / 2:g}" text-anchor="middle" fill="{ink}">'
-                labels.append(f"{text}{bar.action.micro_batch}</text>")
-    shapes = "".join(f'<path fill="{fill}" d="{"".join(parts)}"/>' for fill, parts in paths.items())
-    back = f'<rect x="{margin:g}" width="{width - margin:g}" height="{ranks * row:g}" fill="{drawing.BUBBLE}"/>'
-    return (
-        f'<svg viewBox="0 0 {width:g} {ranks * row:g}" role="img" aria-label="{escape(label)}" '
-        f'font-size="10" dominant-baseline="central">{back}{shapes}{"".join(labels)}</svg>'
-    )

@@ -11,8 +11,8 @@ hidden, a heads, t tp, f MLP width, V vocabulary.
                   without the last term under selective recomputation; 2 s b h under full.       arXiv:2205.05198, table
                   2
     in flight     how many micro-batches a stage holds: ``placement.in_flight``
-    ends          s b h dropout mask after the embedding; 4 s b h + 4 s b V / t before the loss   arXiv:2205.05198,
-    section 4.3
+    ends          s b h dropout mask after the embedding; 4 s b h before the loss (arXiv:2205.05198, section 4.3);
+                  logits of the loss: ``_LOSS_BYTES``
 
 The terms are added up tensor by tensor below, so that grouped queries, gated MLPs, experts and FlashAttention, which
 stores no scores (arXiv:2205.14135), are covered. With FlashAttention "selective" recomputes what else is cheap instead:
@@ -28,9 +28,14 @@ from parallel_ops.planner.placement import Layout, group_size, head_rank, in_fli
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 
-# What a process holds beyond tensors: CUDA context and kernels, NCCL's buffers, what the allocator cannot reuse.
-# Assumed.
-RUNTIME_BYTES = 2 * GIB
+# What a process holds beyond the allocator's memory: CUDA context and kernels, NCCL's buffers. Assumed.
+RUNTIME_BYTES = 1.5 * GIB
+# What the allocator reserves beyond the tensors that are counted; more with FSDP under a pipeline, whose micro-batches
+# come and go beside gathered parameters: settled with torchtitan's tables in view (validation/torchtitan.json).
+FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
+# A loss that PyTorch computes op by op holds, at its peak, the fp32 copy of the logits, their log-softmax and the
+# gradient of that; over tensor-parallel ranks also the shifted logits.
+_LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
 # The chunk of logits of parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
 FUSED_LOSS_BYTES = 256 * 2**20
 
@@ -73,7 +78,8 @@ class PlanMemory:
         self._tokens = model.sequence * plan.micro_batch / plan.cp
         self._layout = layout_of(plan)
         self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
-        self._buffers = _buffers(model, plan, self._tokens)
+        self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
+        self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION
         self._fixed: dict[int, FixedMemory] = {}
         self._layers: dict[str, tuple[float, float]] = {}
 
@@ -82,6 +88,7 @@ class PlanMemory:
         plan, found = self.plan, self.fixed(stage)
         activations, resident = self._activations(found, plan.recompute, plan.offload)
         offloaded = plan.offload != "none"
+        total = self.total(stage, plan.recompute, plan.offload)
         return StageMemory(
             stage=stage,
             parameters=found.parameters,
@@ -90,7 +97,7 @@ class PlanMemory:
             activations=activations * resident + found.embedding + found.head,
             logits=found.logits,
             buffers=found.buffers,
-            runtime=RUNTIME_BYTES,
+            runtime=RUNTIME_BYTES + (total - RUNTIME_BYTES) * self._fragmentation / (1 + self._fragmentation),
             host=(found.optimizer if offloaded else 0.0) + activations * (1 - resident),
             in_flight=found.held,
         )
@@ -105,7 +112,7 @@ class PlanMemory:
         activations, resident = self._activations(found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
         activations = activations * resident + found.embedding + found.head
-        return states + activations + found.logits + found.buffers + RUNTIME_BYTES
+        return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + RUNTIME_BYTES
 
     def fixed(self, stage: int) -> FixedMemory:
         """What a stage holds whatever is recomputed or offloaded."""
@@ -121,10 +128,20 @@ class PlanMemory:
             if plan.fused_loss:
                 logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp
             else:
-                logits = 4.0 * tokens * model.vocab / plan.tp
-                buffers = width * tokens * model.vocab / plan.tp
-        sharding = plan.tp, plan.ep, group_size(plan, "dp"), plan.zero
+                each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
+                logits = each * tokens * model.vocab / plan.tp
+            if plan.tp > 1 and plan.sequence_parallel:
+                logits += 2 * width * tokens * model.hidden  # the gathered input, and its gradient before it is reduced
+        if plan.zero == 3 and group_size(plan, "dp") > 1:
+            buffers = _gathered_ends(model, plan, stage == 0, stage == self._head)
+        sharding = plan.tp, plan.ep, group_size(plan, "dp"), _sharded(plan)
         states = _states(model, self._layout, stage, sharding, state_bytes(plan))
+        if plan.zero == 2 and _sharded(plan) == 1:
+            buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
+        if plan.pp > 1:
+            # One message each way; with FSDP, that is under torch's pipelining, for each micro-batch in flight.
+            message = width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 else 1)
         found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
         self._fixed[stage] = found
         return found
@@ -132,11 +149,13 @@ class PlanMemory:
     def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
         """Bytes that the layers keep, and the share of them that stays on the device."""
         dense, sparse = self._layers.get(recompute) or self._layer(recompute)
-        activations = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens
+        activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
         if recompute == "full":
             # One layer at a time comes back whole.
             dense, sparse = self._layers.get("none") or self._layer("none")
-            activations += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+            work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+        # The layers' turn comes when the logits of the loss are gone.
+        activations += max(0.0, work - found.logits)
         if offload != "optimizer+activations":
             return activations, 1.0
         # The layer at work and the next stay on the device.
@@ -180,7 +199,6 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
     return width, gradient, 8 if plan.dtype == "fp32" else 12
 
 
-@lru_cache(maxsize=65536)
 def _states(
     model: Model, layout: Layout, stage: int, sharding: tuple[int, int, int, int], widths: tuple[int, int, int]
 ) -> tuple[float, float, float]:
@@ -196,34 +214,62 @@ def _states(
     )
 
 
-def _buffers(model: Model, plan: Plan, tokens: float) -> float:
-    """What communication needs beside the tensors that it moves."""
+def _sharded(plan: Plan) -> int:
+    """The ZeRO stage whose states are sharded: with several micro-batches ZeRO-2 adds up whole gradients, and reduces
+    them once."""
+    return 1 if plan.zero == 2 and plan.micro_batches > 1 else plan.zero
+
+
+def _gathered_ends(model: Model, plan: Plan, first: bool, last: bool) -> float:
+    """What FSDP keeps gathered from the first layer's forward pass to its backward pass: input and output embedding,
+    with the gradient of the larger of them until it is reduced."""
     width, gradient, _ = state_bytes(plan)
+    ends = [model.embedding_parameters] * first
+    ends += [model.head_parameters] * (last and not (first and model.tied_embeddings))
+    return (width * sum(ends) + gradient * max(ends, default=0)) / plan.tp
+
+
+def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
+    """What one layer needs while it is at work: its gathered parameters and those of the next, its gradients until they
+    are reduced, gradients of its activations, and what tensor parallelism gathers."""
+    width, gradient, _ = state_bytes(plan)
+    sparse = model.sparse_layers > 0
+    largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
+    largest += model.experts * model.expert_weights / plan.ep if sparse else 0
     total = 0.0
     if group_size(plan, "dp") > 1 and plan.zero >= 2:
-        sparse = model.sparse_layers > 0
-        largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
-        largest += model.experts * model.expert_weights / plan.ep if sparse else 0
-        # One layer's gradients until they are reduced; with ZeRO-3 also its parameters and those of the next.
         total += largest / plan.tp * (gradient + (2 * width if plan.zero == 3 else 0))
+    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn
+    total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
     message = width * tokens * model.hidden
-    if plan.pp > 1:
-        # One message each way, received while another is in use.
-        total += 2 * message / (plan.tp if plan.sequence_parallel else 1)
+    total += 2 * message  # gradients of the input and of the output
     if plan.tp > 1 and plan.sequence_parallel:
-        total += message  # the gathered input of a linear
+        total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
+    return total
+
+
+def _buffers(model: Model, plan: Plan, tokens: float) -> float:
+    """What communication needs beside the tensors that it moves."""
+    width, total = _width(plan), 0.0
     if plan.cp > 1 and plan.cp_kind == "ring":
         # Keys and values that arrive, and their gradients, while others are in use.
         total += 4 * width * tokens * model.key_value_width / plan.tp
     if plan.ep > 1:
-        total += 2 * message * model.experts_per_token / plan.tp  # dispatched and combined tokens
+        # Dispatched and combined tokens.
+        total += 2 * width * tokens * model.hidden * model.experts_per_token / plan.tp
     return total
 
 
 def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> float:
     h, unsharded, sharded = model.hidden, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
-    narrow = 1 if dtype == "fp8" else width  # what fp8 products and a recomputed activation function read
+    if recompute == "operators":
+        # The input; of the products Q, K, V, output, gate, up, down each second; what attention keeps.
+        used = model.experts_per_token + model.shared_experts if sparse else 1
+        ffn = (model.expert_ffn if sparse else model.ffn) * used
+        products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
+        scores = 4 * model.heads if flash else width * model.heads * model.sequence
+        return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
     cheap = 0 if flash and recompute == "selective" else 1
     unsharded += width * h + cheap * width * h + mask * h  # input of the norm, its output, mask after attention
@@ -238,17 +284,16 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     elif recompute != "selective":
         sharded += model.heads * model.sequence * (2 * width + 1 if model.dropout else width)
     # Before and after the activation function; a gated one has two inputs.
-    per_ffn = narrow * ((2 if model.gated else 1) + cheap)
+    per_ffn = width * ((2 if model.gated else 1) + cheap)
     if not sparse:
         sharded += per_ffn * model.ffn
     else:
         used = model.experts_per_token + model.shared_experts
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
-        unsharded += narrow * h * model.experts_per_token  # dispatched tokens
+        unsharded += width * h * model.experts_per_token  # dispatched tokens
     return unsharded / shard + sharded / tp
 
 
-@lru_cache(maxsize=65536)
 def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
     if recompute == "full":
         kept = (4 if dtype == "fp32" else 2) * model.hidden / shard

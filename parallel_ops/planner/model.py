@@ -107,10 +107,6 @@ class Model:
         if self.dense_layers > self.layers:
             raise ValueError(f"Model: dense_layers must be at most layers ({self.layers}), got {self.dense_layers}")
 
-    def __hash__(self) -> int:
-        # A part of what equality compares, since caches hash a model more often than all else.
-        return hash((self.name, self.layers, self.hidden, self.sequence))
-
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of this index, counted from 0, has experts."""
         return self.experts > 0 and layer >= self.dense_layers

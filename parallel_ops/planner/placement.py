@@ -1,13 +1,13 @@
-"""Where things are: the layers of each pipeline stage, the micro-batches it holds, and the link that each group uses.
+"""Where things are: the layers of each pipeline stage, the micro-batches it holds, and the ranks of each group.
 
 Ranks are numbered as Megatron-LM does, the tensor-parallel rank fastest, then context, data and pipeline. A group whose
-members span more ranks than a node has uses the link between nodes.
+members span more ranks than a node has uses the network between nodes (``network.py``).
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
-from parallel_ops.planner.cluster import Cluster, Link
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan
 
@@ -22,32 +22,11 @@ def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(size + (chunk in order) for chunk in range(chunks))
 
 
-def balanced_chunks(model: Model, cluster: Cluster, plan: Plan) -> tuple[int, ...]:
-    """Layers of each chunk in proportion to the speed of its GPU, for a cluster of several kinds.
-
-    Each chunk has at least one. Empty, as ``Plan.layers_per_chunk`` wants it, where all stages are equally fast.
-    """
-    speeds = [gpu.peak(plan.dtype) for gpu in cluster.stage_gpus(plan.pp)]
-    chunks = plan.pp * plan.virtual_stages
-    if len(set(speeds)) == 1 or chunks > model.layers:
-        return ()
-    v_shaped = plan.schedule in V_SHAPED
-    each = [speeds[chunk_rank(chunk, plan.pp, v_shaped)] for chunk in range(chunks)]
-    shares = [(model.layers - chunks) * speed / sum(each) for speed in each]
-    sizes = [1 + int(share) for share in shares]
-    # What rounding left over goes to those that lost most by it.
-    behind = sorted(range(chunks), key=lambda chunk: int(shares[chunk]) - shares[chunk])
-    for chunk in behind[: model.layers - sum(sizes)]:
-        sizes[chunk] += 1
-    return tuple(sizes)
-
-
 def chunk_rank(chunk: int, pp: int, v_shaped: bool) -> int:
     """The pipeline rank that holds a chunk: looped placement, or down the ranks and back up."""
     return 2 * pp - 1 - chunk if v_shaped and chunk >= pp else chunk % pp
 
 
-@lru_cache(maxsize=4096)
 def stage_layers(
     layers: int, pp: int, virtual_stages: int, v_shaped: bool, fixed: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
@@ -142,13 +121,3 @@ def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:
     """Whether a group's members are on more than one node."""
     size = group_size(plan, group)
     return size > 1 and group_stride(plan, group) * size > cluster.node_size
-
-
-def group_link(cluster: Cluster, plan: Plan, group: str) -> Link:
-    """The slowest link that a ring over the group uses."""
-    if not leaves_node(cluster, plan, group):
-        return cluster.intra
-    if cluster.oversubscription == 1:
-        return cluster.inter
-    inter = cluster.inter
-    return Link(name=inter.name, latency=inter.latency, bandwidth=inter.bandwidth / cluster.oversubscription)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from parallel_ops.planner.band import Band, band, tied
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, unchecked
@@ -122,6 +123,11 @@ class Estimate:
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
+    def band(self) -> Band:
+        """How far the step time and the memory may be off."""
+        return band(self.cluster, self.plan)
+
+    @property
     def tflops_per_gpu(self) -> float:
         """TFLOP/s of one GPU, recomputation not counted."""
         return self.model_flops / self.step / self.plan.gpus / 1e12
@@ -132,7 +138,8 @@ class Estimate:
 
 
 class Rejection(NamedTuple):
-    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80``. ``kind`` groups equal reasons.
+    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80.0: 11.2 too much``. ``kind`` groups equal
+    reasons; ``excess`` is the bytes that are too many, where that is the reason.
 
     A search rejects hundreds of thousands of plans, most of which nobody looks at: ``plan`` is made when it is asked
     for, of a plan that many share and of the recomputation and offload that this one had.
@@ -141,12 +148,29 @@ class Rejection(NamedTuple):
     base: Plan
     kind: str
     reason: str
+    excess: float
     recompute: str
     offload: str
 
     @property
     def plan(self) -> Plan:
         return unchecked(self.base, recompute=self.recompute, offload=self.offload)
+
+
+class NearMiss(NamedTuple):
+    """A plan that would be faster than the best, had a GPU ``excess`` bytes more. ``seconds`` of a step."""
+
+    plan: Plan
+    reason: str
+    excess: float
+    seconds: float
+
+
+def family(plan: Plan) -> tuple[object, ...]:
+    """The same of plans that are near-twins: that differ only in how the tokens of a rank are cut (micro-batches of two
+    sequences on two context-parallel ranks, or of one on each of two data-parallel ranks), or in ZeRO 1 against 2."""
+    same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp}
+    return tuple({**vars(plan), **same, "zero": plan.zero - (plan.zero == 2)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +195,10 @@ class SearchResult:
     """All plans of a model on a cluster: those that run, fastest first, and the others with their reasons.
 
     Attributes:
-        plans: estimates of the fastest plans. ``ranking``: every plan that runs, with the seconds of a step by the
-            closed forms.
-        rejected: the plans that do not run.
+        plans: estimates of the fastest plans, one of each ``family``.
+            ``ranking``: every plan that runs, with the seconds of a step by a simulation of a smaller pipeline.
+        rejected: the plans that do not run. ``misses``: of these, the ones that would be faster than the best, had a
+            GPU a little more memory; the least first.
         sensitivity: which constant the choice hangs on.
         smallest: the fewest GPUs of this kind on which the model would run, where it does not run on these; else 0.
     """
@@ -184,6 +209,7 @@ class SearchResult:
     rejected: tuple[Rejection, ...]
     sensitivity: tuple[Sensitivity, ...] = ()
     ranking: tuple[tuple[Plan, float], ...] = ()
+    misses: tuple[NearMiss, ...] = ()
     smallest: int = 0
 
     @property
@@ -197,9 +223,22 @@ class SearchResult:
             raise ValueError(self.nothing_fits())
         return self.plans[0]
 
+    @property
+    def ties(self) -> int:
+        """How many of ``plans`` cannot be told from the best, itself included."""
+        width, best = self.best.band.time, self.best.step
+        return sum(tied(found.step, best, width) for found in self.plans)
+
     def nothing_fits(self) -> str:
         """The sentence for a search that has found no plan."""
-        would = f"{self.smallest} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
+        would = f"{self.smallest:,} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
+        if self.smallest and self.smallest <= self.cluster.gpus and self.rejected:
+            kind = next(iter(self.reasons()))
+            example = next(rejection for rejection in self.rejected if rejection.kind == kind)
+            return (
+                f"no plan of {self.model.name} runs on all {self.cluster.gpus:,} GPUs of {self.cluster.name}, mostly "
+                f"since {example.reason}; {would}"
+            )
         return f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
 
     def reasons(self) -> dict[str, int]:

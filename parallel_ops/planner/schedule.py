@@ -1,8 +1,8 @@
 """Pipeline schedules: the actions of each rank, what they take, and their bubble.
 
     >>> simulation = simulate(actions("1f1b", pp=4, micro_batches=8))
-    >>> round(simulation.bubble, 4), closed_form_bubble("1f1b", 4, 8)
-    (0.2727, 0.2727272727272727)
+    >>> round(simulation.bubble, 4)  # (p - 1) / (m + p - 1)
+    0.2727
 
 ``parallel_ops/planner/schedules/`` has one file for each family, which says where it comes from.
 """
@@ -10,10 +10,10 @@
 from collections.abc import Callable
 
 from parallel_ops.planner.schedules.action import Action, Kind, Schedule, micro_batch_problem
-from parallel_ops.planner.schedules.closed_form import closed_form_bubble, closed_form_idle
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
 from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
-from parallel_ops.planner.schedules.simulate import Simulation, Times, peak_activations, simulate
+from parallel_ops.planner.schedules.program import Program, Times
+from parallel_ops.planner.schedules.simulate import Simulation, peak_activations, simulate
 from parallel_ops.planner.schedules.v_shaped import dualpipe_v, zb_v
 from parallel_ops.planner.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -21,13 +21,12 @@ __all__ = [
     "KINDS",
     "Action",
     "Kind",
+    "Program",
     "Schedule",
     "Simulation",
     "Times",
     "actions",
     "chunks",
-    "closed_form_bubble",
-    "closed_form_idle",
     "micro_batch_problem",
     "peak_activations",
     "simulate",

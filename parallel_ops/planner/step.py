@@ -3,9 +3,10 @@
     step      = pipeline + exposed data-parallel communication + optimizer
     pipeline  = m (F + I + W) of the slowest stage, communication of its layers included, + the time it waits for others
 
-The wait is simulated from the schedule's own actions (``parallel_ops.planner.schedule``) or taken from the closed
-forms. Data-parallel communication of c seconds runs beside one micro-batch of w seconds (ZeRO-0 to 2: one of the step;
-ZeRO-3: each) and makes it longer by max(0, c - w) + interference * min(c, w); without overlap, by c.
+The wait is simulated from the schedule's own actions (``parallel_ops.planner.schedule``); a search simulates a smaller
+pipeline in its place (``parallel_ops.planner.steady_state``). Data-parallel communication of c seconds runs beside one
+micro-batch of w seconds (ZeRO-0 to 2: one of the step; ZeRO-3: each) and makes it longer by
+max(0, c - w) + interference * min(c, w); without overlap, by c.
 """
 
 from dataclasses import replace
@@ -20,11 +21,12 @@ from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size,
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
+from parallel_ops.planner.steady_state import idle_time, step_time
 from parallel_ops.planner.traffic import StepTraffic, layer_traffic, repeat, step_traffic
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
-    """Seconds of a step by the closed forms, without checks: what a search compares."""
+    """Seconds of a step, quickly and without checks: what a search compares."""
     return Step(model, cluster, plan, constants).seconds()
 
 
@@ -40,17 +42,21 @@ class Step:
         self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
 
     def seconds(self) -> float:
-        """Seconds of the step by the closed forms."""
-        return self.pipeline(simulated=False) + self.data_parallel() + self.optimizer() + self.host()
+        """Seconds of the step, with a pipeline whose ranks take the same time."""
+        pipeline = self.plan.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
+        return pipeline + self.data_parallel() + self.optimizer() + self.host()
 
-    def pipeline(self, simulated: bool) -> float:
+    def simulated_seconds(self) -> float:
+        """Seconds of the step, with the pipeline simulated."""
+        return self.pipeline() + self.data_parallel() + self.optimizer() + self.host()
+
+    def pipeline(self) -> float:
         """From the first forward pass to the last backward pass."""
-        plan, traffic = self.plan, self.traffic
+        plan = self.plan
         if plan.pp == 1:
             return plan.micro_batches * self.busy
-        if simulated:
-            return self.simulation().step_time + self.gathers()
-        return plan.micro_batches * self.busy + self._idle() + self._messages() * traffic.link + self.gathers()
+        sizes = plan.pp, plan.micro_batches, plan.virtual_stages
+        return step_time(plan.schedule, *sizes, self.times(), barrier=plan.optimizer_barrier) + self.gathers()
 
     def gathers(self) -> float:
         """All-gathers of pipeline messages that came in parts, one for each tensor-parallel rank."""
@@ -58,6 +64,14 @@ class Step:
 
     def simulation(self) -> Simulation:
         """The pipeline schedule with the times of its stages."""
+        plan, times = self.plan, self.times()
+        own_times = times if plan.schedule == "zb-2p" else None
+        return simulate(
+            actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages, times=own_times), times
+        )
+
+    def times(self) -> Times:
+        """The passes of each stage, with the communication that they wait for, and the messages between them."""
         plan = self.plan
         chunks = chunk_layers(self.model, plan)
         passes = []
@@ -71,49 +85,50 @@ class Step:
         # Without overlap a rank sends before it goes on: the message is a part of the pass, but at the model's ends.
         link, last = self.traffic.link, len(passes) - 1
         sends = 0.0 if plan.overlap else link
-        times = Times(
+        return Times(
             forward=[p.forward + (sends if chunk < last else 0.0) for chunk, p in enumerate(passes)],
             input_grad=[p.input_grad + (sends if chunk > 0 else 0.0) for chunk, p in enumerate(passes)],
             weight_grad=[p.weight_grad for p in passes],
             link=link if plan.overlap else 0.0,
         )
-        own_times = times if plan.schedule == "zb-2p" else None
-        order = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages, times=own_times)
-        return simulate(order, times)
 
-    def _idle(self) -> float:
-        """The closed form of the wait, with the mean over the ranks for what the others take to fill and drain."""
+    def _idle(self, link: float) -> float:
+        """The wait for other ranks and for messages of ``link`` seconds, with the mean over the ranks for what the
+        others take to fill and drain."""
         plan = self.plan
-        rank = self.ranks[self.slowest]
-        whole = rank[0] + rank[1]
-        f, i, w = (part * self.mean / self.busy for part in (whole.forward, whole.input_grad, whole.weight_grad))
-        v = plan.virtual_stages
-        each = {
-            "gpipe": f + i + w,
-            "1f1b": f + i + w,
-            "interleaved": (f + i + w) / v,
-            "zb-h1": f + i - w,
-            # These two end together but start one after another, and the optimizer waits for all.
-            "zb-2p": max(f, f + i - 2 * w),
-            "zb-v": max(f + (i - w) / 2, 2 * (i - w)) / v,
-            "dualpipe-v": (f + 2 * i - w) / v,
-        }[plan.schedule]
-        return (plan.pp - 1) * max(0.0, each)
-
-    def _messages(self) -> int:
-        """Messages that delay the step, one after another: 1F1B passes one each way in every micro-batch."""
-        p, m, v = self.plan.pp, self.plan.micro_batches, self.plan.virtual_stages
-        if not self.plan.overlap:
-            return 2 * (m * v + p - 1)
-        return {"1f1b": 2 * m, "interleaved": 2 * m * v, "zb-h1": m + p}.get(self.plan.schedule, 2 * (p - 1) * v)
+        if plan.pp == 1:
+            return 0.0
+        compute, waits = self.ranks[self.slowest]
+        whole = (compute + waits).times(self.mean / self.busy / plan.virtual_stages)
+        sends = 0.0 if plan.overlap else link
+        passes = whole.forward + sends, whole.input_grad + sends, whole.weight_grad
+        link = link if plan.overlap else 0.0
+        sizes = plan.pp, plan.micro_batches, plan.virtual_stages
+        waited = idle_time(plan.schedule, *sizes, passes, link, barrier=plan.optimizer_barrier)
+        return waited + 2 * plan.micro_batches * plan.virtual_stages * sends
 
     def data_parallel(self) -> float:
         """Data-parallel communication that nothing hides."""
-        return self._not_hidden(self.traffic.once) + self.plan.micro_batches * self._not_hidden(self.traffic.each)
+        return self._not_hidden(self.traffic.once, self.busy) + self.plan.micro_batches * self._sharded()
 
-    def _not_hidden(self, seconds: float) -> float:
-        """Of ``seconds`` of communication beside one micro-batch, what the step gets longer by."""
-        return beside(self.constants, seconds, self.busy) if self.plan.overlap else seconds
+    def _sharded(self) -> float:
+        """Of what ZeRO-3 gathers and reduces in one micro-batch, what its passes get longer by.
+
+        A layer's parameters are fetched behind the layer before it, its gradients reduced behind the next: the first
+        layer of each pass has nothing to hide behind, nor has the last reduction.
+        """
+        forward, backward = self.traffic.each
+        if not forward or not self.plan.overlap:
+            return forward + backward
+        compute, waits = self.ranks[self.slowest]
+        busy = compute.forward + waits.forward
+        layers = max(1, sum(layer_counts(self.model, self.layout)[self.slowest]))
+        hidden = self._not_hidden(forward, busy) + self._not_hidden(backward, self.busy - busy)
+        return hidden + (forward + backward) / layers
+
+    def _not_hidden(self, seconds: float, busy: float) -> float:
+        """Of ``seconds`` of communication beside ``busy`` of computation, what the step gets longer by."""
+        return beside(self.constants, seconds, busy) if self.plan.overlap else seconds
 
     def _owned(self) -> float:
         plan, ranks = self.plan, group_size(self.plan, "dp")
@@ -158,7 +173,7 @@ class Step:
     def _with_exposed(self) -> tuple[Transfer, ...]:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
-            exposed["pp"] = self._messages() * self.traffic.link
+            exposed["pp"] = self._idle(self.traffic.link) - self._idle(0.0)
         totals: dict[str, float] = {}
         for transfer in self.traffic.transfers:
             totals[transfer.group] = totals.get(transfer.group, 0.0) + transfer.seconds

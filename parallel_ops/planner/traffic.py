@@ -2,9 +2,9 @@
 
 M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k experts a token:
 
-    data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 reduce-scatter and all-gather, 2 M; ZeRO-2 the same, with
-               a reduce-scatter for every micro-batch; ZeRO-3 gathers the parameters forward and backward and
-               reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054, section 7
+    data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 and 2 reduce-scatter and all-gather, 2 M; ZeRO-3 gathers
+               the parameters forward and backward and reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054,
+               section 7
     tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 4 all-gathers and 4
                reduce-scatters; 6 with full recomputation. arXiv:1909.08053, arXiv:2205.05198
     pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
@@ -18,17 +18,19 @@ M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k e
     host       gradients to the host and parameters back, once a step; activations there and back. arXiv:2101.06840
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parallel_ops.planner import collectives
 from parallel_ops.planner.cluster import Cluster, Link
-from parallel_ops.planner.compute import Passes, Work
+from parallel_ops.planner.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.efficiency import HOST_LINK, Efficiency
 from parallel_ops.planner.memory import layer_activations, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_link, group_size, layer_counts, layout_of, leaves_node
+from parallel_ops.planner.network import group_link
+from parallel_ops.planner.placement import group_size, layer_counts, layout_of, leaves_node
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -40,12 +42,6 @@ class LayerTraffic:
 
     exposed: Passes
     transfers: tuple[tuple[Transfer, int], ...]
-
-
-@lru_cache(maxsize=4096)
-def usable(link: Link, efficiency: Efficiency) -> Link:
-    """The link at the share of its bandwidth that collectives reach."""
-    return Link(name=link.name, latency=link.latency, bandwidth=link.bandwidth * efficiency.network)
 
 
 @lru_cache(maxsize=65536)
@@ -70,29 +66,30 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
     size = width * tokens * model.hidden
     again = 1 if plan.recompute == "full" else 0
     if plan.tp > 1:
-        link = usable(group_link(cluster, plan, "tp"), efficiency)
+        link = group_link(cluster, plan, "tp", efficiency)
         if plan.sequence_parallel:
-            seconds = 2 * collectives.ring_all_gather(plan.tp, size, link)
+            seconds = 2 * (collectives.ring_all_gather(plan.tp, size, link) + start(efficiency, plan.tp))
             sent = (plan.tp - 1) / plan.tp * size
             for kind in ("all-gather", "reduce-scatter"):
                 found.append((_transfer("tp", kind, "ring", link, plan.tp, sent, seconds / 2), 4 + 2 * again))
         else:
             algorithm, seconds = collectives.all_reduce(plan.tp, size, link)
+            seconds += start(efficiency, plan.tp)
             sent = 2 * (plan.tp - 1) / plan.tp * size
             found.append((_transfer("tp", "all-reduce", algorithm, link, plan.tp, sent, seconds), 4 + 2 * again))
         forward += 2 * seconds
         backward += 2 * seconds
     if plan.ep > 1 and sparse:
-        link = usable(group_link(cluster, plan, "ep"), efficiency)
+        link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
         torus = cluster.topology == "torus"
-        seconds = collectives.all_to_all(plan.ep, routed, link, torus=torus)
+        seconds = collectives.all_to_all(plan.ep, routed, link, torus=torus) + start(efficiency, plan.ep)
         sent = (plan.ep - 1) / plan.ep * routed
         found.append((_transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * again))
         forward += 2 * seconds
         backward += 2 * seconds
     if plan.cp > 1:
-        transfer, count, exposed = _context(model, cluster, plan, efficiency, tokens * width)
+        transfer, count, exposed = _context(model, cluster, plan, work, efficiency, tokens * width)
         found.append((transfer, count + count // 3 * again))
         forward += exposed[0]
         backward += exposed[1]
@@ -108,21 +105,21 @@ def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
 
 
 def _context(
-    model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, row: float
+    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, row: float
 ) -> tuple[Transfer, int, tuple[float, float]]:
     """Transfer, number of them a layer, and the seconds that forward and backward wait. ``row``: bytes a unit of
     width."""
-    link = usable(group_link(cluster, plan, "cp"), efficiency)
+    link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
     if plan.cp_kind == "all-to-all":
         size = row * (model.query_width + model.key_value_width + model.value_width) / plan.tp
         seconds = collectives.all_to_all(plan.cp, size, link, torus=cluster.topology == "torus")
+        seconds += start(efficiency, plan.cp)
         sent = (plan.cp - 1) / plan.cp * size
         return _transfer("cp", "all-to-all", "direct", link, plan.cp, sent, seconds), 2, (seconds, seconds)
     block = row * model.key_value_width / plan.tp
-    step = collectives.send_receive(block, link)
-    attention = model.sequence * plan.micro_batch / plan.cp * model.attention_flops / plan.tp / 2
-    attention /= cluster.gpu.peak(plan.dtype) * efficiency.matmul * plan.cp
-    waits = max(0.0, step - attention), max(0.0, 2 * step - 2 * attention)
+    step = collectives.send_receive(block, link) + start(efficiency, 2)
+    forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.sequence / plan.cp)
+    waits = max(0.0, step - forward), max(0.0, 2 * step - backward)
     steps = plan.cp - 1
     transfer = _transfer("cp", "send-receive", "ring", link, plan.cp, block, step)
     return transfer, 3 * steps, (steps * waits[0], steps * waits[1])
@@ -144,19 +141,25 @@ def _transfer(
     )
 
 
+def start(efficiency: Efficiency, ranks: int) -> float:
+    """Seconds of a collective beyond latency and bandwidth: it starts when the last rank is there."""
+    return efficiency.collective * math.log2(ranks)
+
+
 @dataclass(frozen=True)
 class StepTraffic:
     """Communication of a whole step of one stage outside its layers.
 
     Attributes:
         link: seconds of one pipeline message between stages, and ``blocking``: of the all-gather after it.
-        each, once: seconds of data-parallel communication in each micro-batch (ZeRO-3), and once a step.
+        each: seconds of data-parallel communication beside the forward and the backward pass of each micro-batch
+            (ZeRO-3); ``once``: once a step.
         transfers: by group and collective, of the whole step.
     """
 
     link: float
     blocking: float
-    each: float
+    each: tuple[float, float]
     once: float
     transfers: tuple[Transfer, ...]
 
@@ -178,51 +181,53 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
     width, gradient, _ = state_bytes(plan)
     link_seconds = blocking = 0.0
     if plan.pp > 1:
-        link = usable(group_link(cluster, plan, "pp"), efficiency)
+        link = group_link(cluster, plan, "pp", efficiency, ring=False)
         size = width * model.sequence * plan.micro_batch / plan.cp * model.hidden
         split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
         sent = size / plan.tp if split else size
-        link_seconds = collectives.send_receive(sent, link)
+        link_seconds = collectives.send_receive(sent, link) + start(efficiency, 2)
         transfers.append(_messages(link, plan.pp, 2 * plan.micro_batches * plan.virtual_stages, sent, link_seconds))
         if split and not plan.sequence_parallel:
-            inside = usable(group_link(cluster, plan, "tp"), efficiency)
+            inside = group_link(cluster, plan, "tp", efficiency)
             blocking = collectives.ring_all_gather(plan.tp, size, inside)
     dense, expert = stage_parameters(model, plan, stage)
     ranks = group_size(plan, "dp")
     shared = (dense, ranks), (expert, ranks // plan.ep)
-    link = usable(group_link(cluster, plan, "dp"), efficiency)
-    each, once, reduced = _data_parallel(link, plan.zero, plan.micro_batches, shared, width, gradient)
+    link = group_link(cluster, plan, "dp", efficiency)
+    layers = sum(layer_counts(model, layout_of(plan))[stage])
+    each, once, reduced = _data_parallel(link, plan, shared, width, gradient, layers * start(efficiency, max(2, ranks)))
     transfers += reduced
     transfers += _host(model, plan, stage, gradient, width)
     return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
 
 
-@lru_cache(maxsize=65536)
 def _messages(link: Link, stages: int, count: int, sent: float, seconds: float) -> Transfer:
     return repeat(_transfer("pp", "send-receive", "direct", link, stages, sent, seconds), count)
 
 
-@lru_cache(maxsize=65536)
 def _data_parallel(
-    link: Link, zero: int, micro_batches: int, shared: tuple[tuple[float, int], ...], width: int, gradient: int
-) -> tuple[float, float, tuple[Transfer, ...]]:
-    """Seconds in each micro-batch and once a step, and the transfers. ``shared``: parameters and ranks that share
-    them."""
+    link: Link, plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int, launches: float
+) -> tuple[tuple[float, float], float, tuple[Transfer, ...]]:
+    """Seconds beside forward and backward of each micro-batch, and once a step, and the transfers. ``shared``:
+    parameters and ranks that share them; ``launches``: seconds that one collective a layer takes to start."""
     transfers = []
-    each = once = 0.0
-    for kind, count, size, ranks in _reductions(zero, micro_batches, shared, width, gradient):
+    forward = backward = once = 0.0
+    for kind, count, size, ranks in _reductions(plan.zero, plan.micro_batches, shared, width, gradient):
         if kind == "all-reduce":
             algorithm, seconds = collectives.all_reduce(ranks, size, link)
             sent = 2 * (ranks - 1) / ranks * size
         else:
             algorithm, seconds = "ring", collectives.ring_all_gather(ranks, size, link)
             sent = (ranks - 1) / ranks * size
+        seconds += launches
         transfers.append(repeat(_transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
-        if count >= micro_batches > 1:
-            each += seconds * count / micro_batches
-        else:
+        if plan.zero < 3:
             once += seconds * count
-    return each, once, tuple(transfers)
+        elif kind == "all-gather":
+            forward, backward = forward + seconds, backward + seconds
+        else:
+            backward += seconds
+    return (forward, backward), once, tuple(transfers)
 
 
 def _reductions(
@@ -235,12 +240,11 @@ def _reductions(
         if zero == 0:
             yield "all-reduce", 1, parameters * gradient, members
         elif zero < 3:
-            # Sharded gradients leave no room to add up whole ones, so ZeRO-2 reduces those of each micro-batch.
-            yield "reduce-scatter", micro_batches if zero == 2 else 1, parameters * gradient, members
+            yield "reduce-scatter", 1, parameters * gradient, members
             yield "all-gather", 1, parameters * width, members
         else:
             yield "all-gather", 2 * micro_batches, parameters * width, members
-            yield "reduce-scatter", micro_batches, parameters * width, members
+            yield "reduce-scatter", micro_batches, parameters * gradient, members
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:

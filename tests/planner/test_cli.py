@@ -36,9 +36,32 @@ class TestPlan:
         assert (code, err) == (0, "")
         assert "llama3-8b on h100x16, 128 x 8,192 tokens a step" in out
         lines = out.splitlines()
-        assert [line.split()[0] for line in lines if line[:1] in "123" and line.strip()] == ["1", "2", "3"]
-        assert "Rejected" in out and "memory" in out
+        rows = [line for line in lines if line.strip()[:1].isdigit() and line.endswith("%")]
+        assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"]
+        assert "Plans that cannot run" in out and "memory" in out
         assert "matmul: " in out and "of the step time between -20 % and +20 %" in out
+
+    def test_every_figure_has_its_band_and_ties_are_said(self, run):
+        few = ["plan", *SMALL, "--only", "zero=1,schedule=1f1b:zb-v,micro_batch=1:2"]
+        data = json.loads(run(*few, "--json")[1])
+        out = run(*few)[1]
+        band, steps = data["plans"][0]["band"], [plan["step"] for plan in data["plans"]]
+        assert data["ties"] == sum(step <= steps[0] * (1 + band["time"] / 2) for step in steps) > 1
+        rows = [line for line in out.splitlines() if line.strip()[:1].isdigit() and " s " in line]
+        assert [row.split()[0].endswith("=") for row in rows] == [n < data["ties"] for n in range(len(rows))]
+        assert all(f"{band['time']:.0%}" in row and f"{band['memory']:.0%}" in row for row in rows)
+        assert f"The {data['ties']} plans marked =" in " ".join(out.split())
+        estimated = run("estimate", *SMALL, *PLAN)[1]
+        assert f"{band['time']:.0%}" in next(line for line in estimated.splitlines() if "tokens per second" in line)
+
+    def test_only_what_a_system_can_run_and_only_what_is_asked_for(self, run, tmp_path):
+        given = ["plan", *SMALL, "--for", "megatron", "--only", "pp=2:4,schedule=1f1b:zb-v,zero=1,grad_dtype=bf16"]
+        data = json.loads(run(*given, "--json", "--output", tmp_path / "run.sh")[1])
+        plans = [entry["plan"] for entry in data["plans"]]
+        assert {plan["schedule"] for plan in plans} == {"1f1b"}
+        assert {plan["pp"] for plan in plans} <= {2, 4} and {plan["zero"] for plan in plans} == {1}
+        assert {plan["grad_dtype"] for plan in plans} == {"bf16"} and not any(plan["fused_loss"] for plan in plans)
+        assert f"--pipeline-model-parallel-size {plans[0]['pp']}" in (tmp_path / "run.sh").read_text()
 
     def test_json(self, run):
         code, out, _ = run("plan", *SMALL, "--top", 2, "--json")
@@ -135,7 +158,8 @@ class TestValidate:
         assert code == (0 if all(target["met"] for target in data["targets"]) else 1)
         for row in data["rows"]:
             assert row["error"] == pytest.approx(row["predicted"] / row["published"] - 1) or row["bound"]
-        _, table, _ = run("validate")
+        _, table, _ = run("validate", "--rows")
+        assert f"{data['tables'][0]['mean']:.1%}" in table
         for row in data["rows"][:10]:
             assert f"{row['published']:.4g}" in table and f"{row['predicted']:.4g}" in table
         assert all(target["name"] in table for target in data["targets"])
@@ -160,8 +184,19 @@ class TestValidate:
         (["estimate", *SMALL[:4], "--batch", "0"], "--batch must be sequences"),
         (["estimate", *SMALL[:4], "--batch", "1k"], "1,024 tokens, which are no whole number of sequences of 8,192"),
         (["estimate", *SMALL, "--plan", "tp=3"], "tp * pp * cp is 3, which does not divide the 16 GPUs"),
-        (["estimate", *SMALL, "--plan", "tp=0"], "tp * pp * cp is 0"),
-        (["estimate", *SMALL, "--plan", "tp=-2,dp=2"], "Plan: tp must be at least 1, got -2"),
+        (["estimate", *SMALL, "--plan", "tp=0"], "--plan: tp must be at least 1, got 0"),
+        (["estimate", *SMALL, "--plan", "tp=-8"], "--plan: tp must be at least 1, got -8"),
+        (["estimate", *SMALL, "--plan", "pp=2,schedule=zbv"], "got 'zbv'; did you mean 'zb-v'?"),
+        (["plan", *SMALL, "--only", "pp=2,schedule=zbv"], "got 'zbv'; did you mean 'zb-v'?"),
+        (["plan", *SMALL, "--only", "pp=0"], "--only: pp must be at least 1, got 0"),
+        (["plan", *SMALL, "--only", "overlap=true:false"], "--only: overlap takes one value, got True:False"),
+        (["plan", *SMALL, "--only", "shedule=1f1b"], "unknown field of --only 'shedule'; nearest: schedule"),
+        (["plan", *SMALL, "--for", "megatorn"], "unknown system 'megatorn'; nearest: megatron"),
+        (
+            ["plan", *SMALL, "--for", "megatron", "--only", "schedule=zb-v"],
+            "megatron: its pipeline runs 1f1b and interleaved, not schedule=zb-v",
+        ),
+        (["plan", *SMALL, "--output", "run.toml"], "--output writes the plan for a system; say which one with --for"),
         (["estimate", *SMALL, "--plan", "tp=two"], "--plan: tp must be an integer, got 'two'"),
         (["estimate", *SMALL, "--plan", "tpp=2"], "unknown field of --plan 'tpp'; nearest: "),
         (["estimate", *SMALL, "--plan", "tp"], "--plan takes fields as name=value"),
@@ -174,7 +209,7 @@ class TestValidate:
         (["plan", *SMALL, "--top", "0"], "'--top'"),
         (["plan", *SMALL, "--top", "many"], "'--top'"),
         (["plan", *SMALL[:4]], "Missing option '--batch'"),
-        (["export", *SMALL, "--format", "jax"], "--format must be one of deepspeed, megatron, torchtitan, torchrun"),
+        (["export", *SMALL, "--format", "jax"], "unknown system 'jax'; known: deepspeed, megatron"),
         (["plane"], "No such command 'plane'"),
         (["plan", "--nope"], "No such option"),
     ],
@@ -185,3 +220,22 @@ def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """``parallel-ops ... | head -1``."""
+    script = "import sys; from parallel_ops.planner.cli import app; app.main()"
+    for command in (["estimate", *SMALL, *PLAN, "--json"], ["estimate", *SMALL, *PLAN]):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_too_many_gpus_for_a_batch_says_so(run):
+    code, _, err = run("plan", "--model", "llama3-8b", "--cluster", "h100x1000000", "--batch", 128, "--only", "tp=8")
+    assert code == 1
+    assert "no plan of llama3-8b runs on all 1,000,000 GPUs of h100x1000000, mostly since " in err

@@ -57,6 +57,11 @@ def test_megatron_experts_and_uneven_stages(run):
     assert "--data-parallel-sharding-strategy optim_grads " in out
     out = exported(run, "megatron", "tp=8", "pp=2", "layers_per_chunk=41:39")
     assert "--pipeline-model-parallel-layout 'Et*41|t*39L'" in out
+    # 126 layers over 2 x 8 chunks: as even as the planner counts them.
+    out = exported(run, "megatron", "tp=8", "pp=8", "schedule=interleaved", "virtual_stages=2", model="llama3-405b")
+    assert f"--pipeline-model-parallel-layout 'Et*7|{'t*8|' * 14}t*7L'" in out
+    out = exported(run, "megatron", "tp=8", "pp=2", "zero=1", "offload=optimizer")
+    assert "--optimizer-cpu-offload" in out and "--use-precision-aware-optimizer" in out
 
 
 def test_megatron_names_what_is_not_its_default(run):
@@ -67,13 +72,36 @@ def test_megatron_names_what_is_not_its_default(run):
 
 
 def test_torchtitan(run):
-    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    config = tomllib.loads(exported(run, "torchtitan", "tp=8", "pp=4", "zero=2", "schedule=zb-v"))
-    assert config["parallelism"]["pipeline_parallel_schedule"] == "ZBVZeroBubble"
-    assert config["parallelism"]["pipeline_parallel_layers_per_stage"] == 10
-    assert config["parallelism"]["data_parallel_shard_degree"] == 2
-    # A pipeline takes the micro-batches of a step as one batch.
-    assert config["training"]["local_batch_size"] * 2 == config["training"]["global_batch_size"] == 512
+    out = exported(run, "torchtitan", "tp=8", "pp=4", "zero=2", "schedule=interleaved", "virtual_stages=5")
+    for line in (
+        'pipeline_parallel_schedule="Interleaved1F1B",',
+        "data_parallel_shard_degree=2,",
+        # A pipeline takes the micro-batches of a step as one batch.
+        "config.training.local_batch_size = 256",
+        "config.training.global_batch_size = 512",
+        '["layers.76", "layers.77", "layers.78", "layers.79", "norm", "lm_head"],',
+        "config = with_plan(config_registry.llama3_70b())",
+    ):
+        assert line in out
+    assert out.count('["layers.') + out.count('["tok_embeddings"') == 20
+    compile(out, "planned.py", "exec")
+    # What a plan leaves open is as torchtitan does it: its zero-bubble schedules run no compiled modules.
+    assert "CompileConfig(enable=False)" in exported(run, "torchtitan", "tp=8", "pp=4", "zero=2", "schedule=zb-v")
+    assert "SelectiveAC.Config()" in exported(run, "torchtitan", "tp=8", "zero=3", "recompute=operators")
+
+
+def test_the_trainer(run):
+    out = exported(run, "parallel_ops", "tp=8", "zero=3")
+    assert out.startswith('[model]\nname = "llama3-70b"\nsequence = 8192\n\n[parallel]\ndp = 8\ntp = 8\nzero = 3\n')
+    assert "its trainer has no pipeline yet: pp=1, not pp=4" in exported(run, "parallel_ops", "tp=8", "pp=4")
+
+
+def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
+    """The fastest plan of all has a schedule that Megatron-LM lacks."""
+    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M"]
+    code, out, err = run("export", *given, "--format", "megatron")
+    assert (code, err) == (0, "")
+    assert "--tensor-model-parallel-size" in out
 
 
 def test_torchrun(run):
@@ -86,12 +114,24 @@ def test_what_a_system_cannot_run_is_refused(run):
     for format, plan, reason in (
         ("deepspeed", ["pp=4", "tp=8", "zero=2"], "its pipeline runs with ZeRO 0 and 1, not 2"),
         ("deepspeed", ["cp=2"], "Ulysses"),
+        (
+            "deepspeed",
+            ["tp=8", "grad_dtype=fp32"],
+            "without ZeRO it accumulates gradients in bf16; add grad_dtype=bf16",
+        ),
+        ("deepspeed", ["tp=8", "zero=1", "pp=2", "layers_per_chunk=41:39"], "PipelineModule divides the layers"),
+        ("deepspeed", ["zero=3", "recompute=selective"], "the layers that a model hands it as a whole"),
+        ("megatron", ["tp=8", "zero=1", "recompute=selective"], "the activation function of a dense MLP alone"),
+        ("megatron", ["tp=8", "offload=optimizer"], "it offloads the optimizer of its distributed optimizer, ZeRO 1"),
+        ("megatron", ["tp=8", "fused_loss=true"], "as an op of its own, not fused_loss=true"),
+        ("megatron", ["tp=8", "zero=1", "recompute=operators"], "not recompute=operators"),
+        ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v", "zero=2", "fused_ops=true"], "torch.compile"),
         ("deepspeed", ["zero=2", "offload=optimizer+activations"], "inputs of recomputed layers alone"),
-        ("megatron", ["pp=4", "schedule=zb-v"], "its pipeline runs 1f1b and interleaved, not zb-v"),
+        ("megatron", ["pp=4", "schedule=zb-v"], "its pipeline runs 1f1b and interleaved, not schedule=zb-v"),
         ("megatron", ["dtype=fp16", "grad_dtype=fp16"], "accumulates gradients in fp32 or bf16, not fp16"),
         ("torchtitan", ["zero=1"], "ZeRO 0, 2 or 3"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v"], "zb-v with replicated parameters loses gradients"),
-        ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "it has no zb-2p"),
+        ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "not schedule=zb-2p"),
     ):
         err = exported(run, format, *plan)
         assert err.startswith(f"error: export: {format} cannot run this plan: ")

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner import Link, Plan, collectives, communication, presets
-from parallel_ops.planner.placement import group_link, leaves_node
+from parallel_ops.planner.network import group_link
+from parallel_ops.planner.placement import leaves_node
 
 LLAMA = presets.model("llama3-8b")
 H100 = presets.cluster("h100x64")
@@ -31,7 +32,7 @@ def test_data_parallelism_moves_two_or_three_times_the_parameters(zero, volume):
     assert sum(t.bytes for t in found) == pytest.approx(volume * 2 * LLAMA.parameters * 63 / 64)
 
 
-@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 4), (3, 8, 4)])
+@pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 1), (3, 8, 4)])
 def test_accumulation_repeats_what_is_sharded(zero, gathers, scatters):
     found = traffic(LLAMA, H100, Plan(dp=8, zero=zero, global_batch=32), "dp")
     assert found["all-gather"].count == gathers
@@ -108,10 +109,31 @@ def test_a_group_leaves_the_node_when_its_ranks_do(plan, outside):
     assert {group for group in groups if group != "pp" or plan.pp > 1} == outside
 
 
-def test_oversubscription_narrows_the_link_between_nodes():
+def test_a_ring_over_nodes_uses_the_adapters_of_all_its_members():
+    def bandwidth(plan, cluster=H100):
+        return group_link(cluster, plan, "dp").bandwidth
+
+    adapter = H100.inter.bandwidth
+    assert bandwidth(Plan(dp=64, global_batch=64)) == min(8 * adapter, H100.intra.bandwidth)
+    assert bandwidth(Plan(dp=16, tp=4, global_batch=16)) == 2 * adapter
+    assert bandwidth(Plan(dp=8, tp=8, global_batch=8)) == adapter
+    assert bandwidth(Plan(dp=64, global_batch=64), replace(H100, rails=1)) == adapter
+
+
+def test_oversubscription_narrows_what_leaves_a_pod():
     narrow = replace(H100, oversubscription=7.0)
-    plan = Plan(dp=64, global_batch=64)
-    assert group_link(narrow, plan, "dp").bandwidth == H100.inter.bandwidth / 7
+    plan = Plan(dp=8, tp=8, global_batch=8)
+    # Without pods, every node's traffic shares what is left; a ring with tensor parallelism has an adapter's.
+    assert group_link(narrow, plan, "dp").bandwidth == pytest.approx(H100.inter.bandwidth / 7)
+    inside = replace(H100, oversubscription=7.0, pod=64)
+    assert group_link(inside, plan, "dp").bandwidth == H100.inter.bandwidth
+    # Sixteen stages of 64 GPUs: one stage in two of a pod of 128 sends into the next pod, over a seventh of its links.
+    wide = replace(H100, gpus=1024, oversubscription=7.0, pod=128)
+    stages = Plan(pp=16, tp=8, dp=8, global_batch=128)
+    assert group_link(wide, stages, "pp", ring=False).bandwidth == pytest.approx(H100.inter.bandwidth / 3.5)
+    # The ring of all GPUs leaves a pod over the eight adapters of one node.
+    ring = Plan(dp=1024, global_batch=1024)
+    assert group_link(wide, ring, "dp") == group_link(replace(wide, oversubscription=1.0), ring, "dp")
 
 
 @given(ranks=st.integers(2, 4096), size=st.floats(1, 1e12))

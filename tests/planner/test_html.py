@@ -14,7 +14,9 @@ pytest.importorskip("rich")
 
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.estimate import estimate, simulation
-from parallel_ops.planner.html import page, pipeline_svg
+from parallel_ops.planner.export import export
+from parallel_ops.planner.html import page
+from parallel_ops.planner.pipeline_picture import folded, pipeline_svg
 from parallel_ops.planner.schedule import actions, simulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
@@ -84,6 +86,39 @@ def test_it_says_what_the_estimates_say(document):
     ]
     stage = best.memory[0]
     assert sum(widths) == pytest.approx(100 * stage.total / cluster.gpu.memory, abs=0.1)
+
+
+def test_the_bubble_is_stated_once_and_figures_have_bands(document):
+    text = " ".join(Structure(document).text)
+    assert text.count("bubble") == 3  # its sentence, and two legends
+    assert "The bubble is the time that a rank waits for others" in text
+    assert text.count("±") >= 7
+    assert "cannot be told apart" not in text
+    found = estimate(presets.model("llama3-8b"), presets.cluster("h100x8"), Plan(dp=8, zero=3, global_batch=8))
+    text = " ".join(Structure(page([found, found])).text)
+    assert "cannot be told apart" in text and "2 =" in text
+
+
+def test_the_configurations_are_beside_the_plan():
+    model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
+    plan = Plan(tp=8, pp=4, dp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=64)
+    text = page([estimate(model, cluster, plan)])
+    assert html.escape(export("megatron", model, cluster, plan)) in text
+    assert "its trainer has no pipeline yet: pp=1, not pp=4. The fastest that it can run:" in text
+
+
+def test_a_long_pipeline_is_folded():
+    """Both ends are drawn to one scale, each pass of them once, and the middle is said to be alike."""
+    simulated = simulate(actions("1f1b", 4, 256))
+    first, last = folded(simulated)
+    assert 0 < first < last < 255
+    boxes = re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v", pipeline_svg(simulated, "label"))
+    top = sorted((float(x), float(width)) for x, y, width in boxes if float(y) == 1)
+    assert all(left[0] + left[1] <= right[0] + 0.02 for left, right in itertools.pairwise(top))
+    assert top[-1][0] + top[-1][1] <= 1200
+    whole = [width for _, width in top[1:20]]
+    assert min(whole) > 3  # all 256 would have one each
+    assert folded(simulate(actions("1f1b", 4, 8))) == (0, -1)
 
 
 def test_names_are_escaped():

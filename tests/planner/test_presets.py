@@ -1,10 +1,14 @@
 """Models, GPUs and clusters: what they are made of, what wrong ones raise, and that each figure has a source."""
 
 import dataclasses
+import json
+from importlib.resources import files
 
 import pytest
 
-from parallel_ops.planner import Cluster, Link, Model, Plan, efficiency, presets
+from parallel_ops.planner import Cluster, Link, Model, Plan, band, efficiency, presets
+from parallel_ops.planner.band import tied
+from parallel_ops.planner.efficiency import CONSTANTS
 
 # Parameters of the published weights, counted by their publishers.
 PUBLISHED = {
@@ -57,7 +61,20 @@ def test_every_preset_loads_and_every_figure_has_a_source(kind):
 
 
 def test_the_usual_gpus_have_a_preset_and_a_system():
-    gpus = {"v100", "a100-40", "a100-80", "h100", "h200", "b200", "rtx3090", "rtx4090", "tpu-v4", "tpu-v5p", "h800"}
+    gpus = {
+        "v100",
+        "h100-96",
+        "a100-40",
+        "a100-80",
+        "h100",
+        "h200",
+        "b200",
+        "rtx3090",
+        "rtx4090",
+        "tpu-v4",
+        "tpu-v5p",
+        "h800",
+    }
     assert gpus <= set(presets.gpus())
     assert gpus <= set(presets.clusters())
 
@@ -123,3 +140,25 @@ def test_a_cluster_of_parts_must_add_up():
     with pytest.raises(ValueError, match=r"parts must add up to gpus \(32\)"):
         dataclasses.replace(mixed, gpus=32)
     assert isinstance(mixed, Cluster)
+
+
+def test_every_efficiency_has_a_source_and_others_stand_in_with_a_warning():
+    data = json.loads(files("parallel_ops.planner.presets").joinpath("efficiency.json").read_text(encoding="utf-8"))
+    for entries in data["generations"].values():
+        assert set(entries) == set(CONSTANTS)
+        assert all(entry["source"] in data["sources"] for entry in entries.values())
+    with pytest.warns(UserWarning, match="no measured efficiencies of blackwell GPUs: those of hopper stand in"):
+        assert efficiency.__wrapped__("blackwell") == efficiency("hopper")
+    with pytest.warns(UserWarning, match="volta GPUs: those of ampere"):
+        assert efficiency.__wrapped__("volta") == efficiency("ampere")
+
+
+def test_a_band_is_that_of_the_rows_most_like_the_plan():
+    plan = Plan(dp=8, zero=3, global_batch=8)
+    found = band(presets.cluster("h100x8"), plan)
+    assert found.like == "hopper, 16-bit, zero-3, one node"
+    assert found.rows > 10 and 0 < found.time < 0.4
+    nothing = band(presets.cluster("tpu-v4x8"), plan)
+    assert (nothing.like, nothing.rows) == ("any", 0)
+    assert nothing.time > found.time
+    assert tied(1.04, 1.0, 0.1) and not tied(1.06, 1.0, 0.1)

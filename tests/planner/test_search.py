@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Options, Plan, estimate, memory, presets, search, smallest_cluster
+from parallel_ops.planner import Options, Plan, efficiency, estimate, memory, presets, search, smallest_cluster
+from parallel_ops.planner.efficiency import CONSTANTS
 from parallel_ops.planner.feasibility import problem
+from parallel_ops.planner.results import family
+from parallel_ops.planner.step import step_seconds
 
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama2-7b")
@@ -48,7 +51,9 @@ def test_every_rejected_plan_has_its_reason(large):
     assert kinds["batch does not divide"].reason == "DP 1024 does not divide the batch of 1536"
     over = kinds["memory"]
     stage = max(memory(GPT3, over.plan), key=lambda stage: stage.total)
-    assert over.reason == f"stage {stage.stage} needs {stage.total / 2**30:.1f} GiB of 80.0"
+    needs, excess = stage.total / 2**30, stage.total / 2**30 - 80
+    assert over.reason == f"stage {stage.stage} needs {needs:.1f} GiB of 80.0: {excess:.1f} too much"
+    assert over.excess == pytest.approx(excess * 2**30)
     assert sum(found.reasons().values()) == len(found.rejected)
     assert not {rejection.plan for rejection in found.rejected} & {plan for plan, _ in found.ranking}
 
@@ -64,13 +69,13 @@ def test_no_option_hides_a_faster_plan():
             for plan, _ in search(
                 LLAMA, cluster, batch=64, options=replace(options, recompute=(recompute,), offload=(offload,))
             ).ranking:
-                slower.append(estimate(LLAMA, cluster, plan, simulated=False).step)
-    assert min(slower) >= best.step * 0.999
+                slower.append(step_seconds(LLAMA, cluster, plan, efficiency("ampere")))
+    assert min(slower) >= best.step * 0.98
 
 
 def test_sensitivity_tries_each_constant(large):
     found = {row.constant: row for row in large[0].sensitivity}
-    assert set(found) == {"matmul", "network", "interference", "memory"}
+    assert set(found) == set(CONSTANTS)
     assert found["matmul"].seconds < -0.2  # a better constant, a shorter step
     assert found["interference"].seconds >= 0
 
@@ -112,12 +117,62 @@ def test_stages_of_two_kinds_of_gpu_get_layers_by_speed():
     assert sum(best.layers_per_chunk) == LLAMA.layers
 
 
+def test_uneven_stages_are_found_where_they_are_faster():
+    """The last stage of eight has four layers and an output embedding that costs more than two."""
+    model, cluster = presets.model("llama3-8b"), presets.cluster("h100x8")
+    options = replace(FEW, pp=(8,), zero=(1,), micro_batches=(1,))
+    best = search(model, cluster, batch=128, options=options).best
+    layers = best.plan.layers_per_chunk
+    assert sum(layers) == 32 and layers[-1] < max(layers)
+    assert "layers " in best.plan.describe()
+    even = estimate(model, cluster, replace(best.plan, layers_per_chunk=()))
+    assert best.step < 0.95 * even.step
+    # DeepSpeed has no say in it.
+    plans = search(model, cluster, batch=128, options=replace(options, target="deepspeed")).plans
+    assert plans and not any(found.plan.layers_per_chunk for found in plans)
+
+
+def test_near_misses_say_what_they_lack():
+    """Without recomputation a step is much shorter, but takes 2 % more memory than there is."""
+    cluster = presets.cluster("a100-80x8")
+    options = replace(FEW, zero=(3,), tp=(1,), pp=(1,), cp=(1,), micro_batches=(1,), recompute=("none", "full"))
+    best = search(LLAMA, cluster, batch=64, options=options).best
+    assert best.plan.recompute == "none"
+    needs = best.peak_memory.total
+    smaller = replace(cluster, gpu=replace(cluster.gpu, memory=needs * 0.98))
+    found = search(LLAMA, smaller, batch=64, options=options)
+    assert (found.best.plan.recompute, found.misses[0].plan) == ("full", best.plan)
+    assert found.misses[0].excess == pytest.approx(0.02 * needs)
+    assert found.misses[0].seconds == pytest.approx(best.step)
+    assert best.step < 0.9 * found.best.step
+    assert f"{0.02 * needs / 2**30:.1f} too much" in found.misses[0].reason
+    much = search(LLAMA, replace(cluster, gpu=replace(cluster.gpu, memory=needs * 0.8)), batch=64, options=options)
+    assert not much.misses
+
+
+def test_near_twins_are_shown_once():
+    model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
+    found = search(model, cluster, batch=512, options=replace(FEW, zero=(1, 2), tp=(2, 4), micro_batches=(1, 2, 4)))
+    assert len({family(plan) for plan, _ in found.ranking}) < len(found.ranking)
+    assert len({family(one.plan) for one in found.plans}) == len(found.plans) == 20
+    one = Plan(dp=2, cp=2, zero=1, micro_batch=1, global_batch=8)
+    assert family(one) == family(replace(one, dp=1, cp=4, micro_batch=2, zero=2)) != family(replace(one, zero=3))
+
+
+def test_a_target_without_what_is_asked_for():
+    with pytest.raises(ValueError, match=r"torchtitan: it shards gradients with the optimizer: .*, not zero=1"):
+        search(LLAMA, presets.cluster("h100x8"), batch=64, options=Options(target="torchtitan", zero=(1,)))
+    with pytest.raises(ValueError, match="unknown system 'jax'"):
+        search(LLAMA, presets.cluster("h100x8"), batch=64, options=Options(target="jax"))
+
+
 @pytest.mark.parametrize("name", ["batch", "keep"])
 def test_counts_must_be_positive(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         search(LLAMA, A100, **{"batch": 64, name: 0})
 
 
+@pytest.mark.filterwarnings("ignore:no measured efficiencies of volta")
 def test_a_gpu_without_bf16_is_searched_in_fp16():
     cluster = presets.cluster("v100x32")
     assert search(LLAMA, cluster, batch=64, keep=1).best.plan.dtype == "fp16"
@@ -125,6 +180,7 @@ def test_a_gpu_without_bf16_is_searched_in_fp16():
         search(LLAMA, cluster, batch=64, options=FEW)
 
 
+@pytest.mark.filterwarnings("ignore:no measured efficiencies of volta")
 def test_base_gives_the_other_fields():
     options = replace(FEW, base=Plan(dtype="fp16", fused_loss=False))
     best = search(LLAMA, presets.cluster("v100x32"), batch=64, options=options).best.plan

@@ -2,10 +2,13 @@
 
 import pytest
 
-from parallel_ops.planner import efficiency
-from parallel_ops.planner.efficiency import FITTED
-from parallel_ops.planner.validation import fit, validate
+from parallel_ops.planner import band
+from parallel_ops.planner.band import keys
+from parallel_ops.planner.validation import validate
+from parallel_ops.planner.validation.fit import OWN, SHARED, bands, loss, sample, start
+from parallel_ops.planner.validation.published import measurements
 from parallel_ops.planner.validation.report import largest_error, mean_error
+from parallel_ops.planner.validation.validate import PROMISES, regrets
 
 
 @pytest.fixture(scope="module")
@@ -15,23 +18,34 @@ def report():
 
 def test_every_promise_holds(report):
     assert [target for target in report.targets if not target.met] == []
-    assert len(report.targets) == 8
+    assert len(report.targets) == 26
 
 
-def test_step_times_of_every_table(report):
+def test_every_table_of_step_times_has_a_promise(report):
     steps = report.select("step time")
-    assert len(steps) == 30
-    assert sum(row.role == "fitted" for row in steps) == 6
-    for table in ("table 1", "table 2", "table 5"):
-        assert mean_error(tuple(row for row in steps if row.table == table)) < 0.10
-    assert largest_error(steps) < 0.20
+    assert len(steps) == len(measurements()) > 900
+    assert {row.table for row in steps} == set(PROMISES)
+    assert max(PROMISES.values()) == PROMISES["h100 fp8"] == 0.25
+    assert sum(row.role == "held out" for row in steps) > 40
 
 
-def test_the_constants_are_those_of_the_fit():
-    found = fit()
-    shipped = efficiency("ampere")
-    assert len(FITTED) == 3
-    assert [getattr(found, name) for name in FITTED] == [getattr(shipped, name) for name in FITTED]
+def test_no_step_in_either_direction_fits_better():
+    """The constants that ship are those of the fit: on its rows no step of 10 % is an improvement."""
+    rows, shipped = sample(), start()
+    assert len(shipped) == len(OWN) * 2 + len(SHARED) + 1
+    least = loss(shipped, rows)
+    for key, value in shipped.items():
+        for factor in (1 / 1.1, 1.1):
+            moved = shipped | {key: min(1.0, value * factor)}
+            assert loss(moved, rows) > least, key
+
+
+def test_a_choice_loses_what_the_chosen_row_took_longer():
+    rows = [row for row in measurements() if row.group == measurements()[-30].group or row.table == "h100"]
+    best = {(row.table, row.name): row.seconds for row in measurements()}
+    assert rows and set(regrets(best).values()) == {0.0}
+    worst = {key: -seconds for key, seconds in best.items()}
+    assert max(regrets(worst).values()) > 1
 
 
 def test_bubbles_are_exact_to_four_digits(report):
@@ -43,11 +57,12 @@ def test_bubbles_are_exact_to_four_digits(report):
     assert sum(", zb-2p," in row.name for row in exact) >= 11
 
 
-def test_measured_memory_is_within_ten_percent(report):
+def test_measured_memory_is_never_far_below(report):
     measured = report.select("memory")
-    assert len(measured) == 16
-    assert largest_error(measured) < 0.10
-    assert mean_error(measured) < 0.03
+    assert len(measured) == 34
+    assert mean_error(measured) < 0.08
+    assert min(row.error for row in measured) > -0.05
+    assert largest_error(measured) < 0.20
 
 
 def test_formulas_agree_with_the_papers(report):
@@ -61,5 +76,29 @@ def test_layer_times_and_gains(report):
     assert mean_error(report.select("gain")) < 0.10
 
 
+def test_summaries_are_those_of_the_rows(report):
+    found = {(summary.table, summary.quantity): summary for summary in report.summaries()}
+    assert sum(summary.rows for summary in found.values()) == len(report.rows)
+    rows = tuple(row for row in report.select("step time") if row.table == "h100")
+    h100 = found["h100", "step time"]
+    assert (h100.rows, h100.fitted) == (len(rows), len(rows))
+    assert h100.mean == mean_error(rows) <= abs(h100.largest) == largest_error(rows)
+    assert h100.bias == pytest.approx(sum(row.error for row in rows) / len(rows))
+
+
 def test_every_row_names_its_source(report):
-    assert all("arXiv:" in row.source for row in report.rows)
+    assert all(
+        "arXiv:" in row.source or "github.com" in row.source or "torchtitan" in row.source for row in report.rows
+    )
+
+
+def test_bands_are_those_of_the_residuals(report):
+    steps = report.select("step time")
+    errors = [(keys(m.cluster, m.plan), row.error) for m, row in zip(measurements(), steps, strict=True)]
+    found = bands(errors, memory=0.08)
+    assert len(found) > 12
+    for plan_like in measurements()[::50]:
+        shipped = band(plan_like.cluster, plan_like.plan)
+        assert shipped.rows == found[shipped.like]["rows"]
+        # The fit takes long pipelines as a search does.
+        assert shipped.time == pytest.approx(found[shipped.like]["time"], abs=0.021)

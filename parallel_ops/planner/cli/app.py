@@ -2,6 +2,8 @@
 
 import os
 import sys
+import warnings
+from collections.abc import Sequence as PySequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +17,14 @@ from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
-from parallel_ops.planner.export import FORMATS
+from parallel_ops.planner.export import FORMATS, TARGETS
 from parallel_ops.planner.export import export as export_plan
+from parallel_ops.planner.export import target as find_target
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedule import KINDS, Times, actions, simulate
-from parallel_ops.planner.search import search
+from parallel_ops.planner.search import Options, search
 from parallel_ops.planner.validation import validate
 
 # Exit code where the answer is no: the plan does not fit, or none does. 2 is for bad input.
@@ -51,6 +53,11 @@ PlanText = Annotated[
         show_default="the fastest",
     ),
 ]
+System = Annotated[str | None, typer.Option("--for", help=f"Only plans that it can run: {', '.join(TARGETS)}.")]
+Only = Annotated[
+    str | None,
+    typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
+]
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
@@ -58,7 +65,14 @@ Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memo
 
 def main() -> None:
     """Runs the command line; what a user got wrong is one line on stderr and exit code 2."""
-    run(app, "parallel-ops", errors=(ValueError, TypeError, OSError))
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        run(app, "parallel-ops", errors=(ValueError, TypeError, OSError))
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line on stderr."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _console() -> Console:
@@ -72,29 +86,37 @@ def plan_command(
     cluster: ClusterName,
     batch: Batch,
     seq: Sequence = None,
+    system: System = None,
+    only: Only = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
     price: Price = None,
     json: Json = False,
     html: Html = None,
+    output: Annotated[Path | None, typer.Option(help="Write the best plan for the system of --for.")] = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, and says why the others cannot run; exit code 1 where none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
-    result = _search(shape, machine, batch, keep=max(top, 10))
+    if output is not None and system is None:
+        raise ValueError("--output writes the plan for a system; say which one with --for")
+    result = _search(shape, machine, batch, inputs.options(machine, system, only), keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
-    _save_page(html, shown, tables.rejection_rows(result))
+    _save_page(html, shown, result)
+    if output is not None:
+        output.write_text(export_plan(system or "", shape, machine, best.plan), encoding="utf-8")
     if json:
-        rejected = [
-            {"kind": kind, "plans": count, "example": example} for kind, count, example in tables.rejection_rows(result)
-        ]
-        found = {"plans": [tables.estimate_data(e) for e in shown], "rejected": rejected}
-        _print_json({**found, "sensitivity": tables.sensitivity(result)})
+        _print_json(tables.search_data(result, shown))
         return
     console = _console()
     console.print(tables.heading(best), highlight=False)
     console.print()
-    console.print(tables.plans(shown))
+    ties = min(result.ties, len(shown))
+    console.print(tables.plans(shown, ties))
+    console.print(f"\n{best.band.sentence()} {tables.tied(ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
+    if result.misses:
+        console.print(tables.misses(result))
+        console.print()
     console.print(tables.rejections(result))
     if lines := tables.sensitivity(result):
         console.print("\n[italic]How much hangs on the assumed efficiencies[/italic]")
@@ -114,13 +136,13 @@ def estimate_command(
 ) -> None:
     """Time, memory and traffic of one plan; exit code 1 where it does not fit in memory."""
     found = _estimate(model, cluster, batch, seq, plan, price)
-    _save_page(html, [found], [])
+    _save_page(html, [found])
     problem = memory_problem(found.cluster, found.plan, found.memory)
     if json:
         _print_json({**tables.estimate_data(found), "fits": problem is None})
         sys.exit(0 if problem is None else NO)
     console = _console()
-    console.print(f"{tables.heading(found)}\n", highlight=False)
+    console.print(f"{tables.heading(found)}\n\n{found.band.sentence()}\n", highlight=False)
     for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
         console.print(part)
         console.print()
@@ -164,14 +186,16 @@ def schedule_command(
 
 
 @app.command("validate")
-def validate_command(json: Json = False) -> None:
+def validate_command(
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row too.")] = False, json: Json = False
+) -> None:
     """Compares the planner with every published table that it ships; exit code 1 where a promise does not hold."""
     report = validate()
     if json:
         _print_json(tables.report_data(report))
     else:
         console = _console()
-        for part in (*tables.errors(report), tables.targets(report)):
+        for part in (*(tables.errors(report) if rows else ()), tables.summaries(report), tables.targets(report)):
             console.print(part)
             console.print()
     if not all(target.met for target in report.targets):
@@ -189,14 +213,18 @@ def export_command(
     output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
     json: Json = False,
 ) -> None:
-    """Writes a plan as a config of DeepSpeed or torchtitan, as arguments of Megatron-LM, or as a torchrun command.
+    """Writes a plan, or the fastest that the system can run, as a config of DeepSpeed, torchtitan or this package's
+    trainer, as arguments of Megatron-LM, or as a torchrun command.
 
     Exit code 1 where it does not fit in memory; it is written all the same.
     """
-    if format not in FORMATS:
-        raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {format!r}")
-    shape, machine, chosen = _given(model, cluster, batch, seq, plan, None)
-    written = chosen or _search(shape, machine, batch, keep=10).best.plan
+    system = find_target(format)
+    shape, machine = inputs.model(model, seq), inputs.cluster(cluster)
+    if plan is None:
+        options = inputs.options(machine, format if format in TARGETS else None, None)
+        written = _search(shape, machine, batch, options, keep=10).best.plan
+    else:
+        written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.sequence), system)
     text = export_plan(format, shape, machine, written)
     problem = quick_memory_problem(shape, machine, written)
     if output is not None:
@@ -210,22 +238,16 @@ def export_command(
         sys.exit(NO)
 
 
-def _given(
-    model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None
-) -> tuple[Model, Cluster, Plan | None]:
-    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
-    sequences = inputs.batch(batch, shape.sequence)
-    return shape, machine, None if plan is None else inputs.plan(plan, machine.gpus, sequences)
-
-
 def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None) -> Estimate:
-    shape, machine, chosen = _given(model, cluster, batch, seq, plan, price)
-    return _search(shape, machine, batch, keep=10).best if chosen is None else estimate_plan(shape, machine, chosen)
+    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    if plan is None:
+        return _search(shape, machine, batch, None, keep=10).best
+    return estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.sequence)))
 
 
-def _search(model: Model, cluster: Cluster, batch: str, *, keep: int) -> SearchResult:
+def _search(model: Model, cluster: Cluster, batch: str, options: Options | None, *, keep: int) -> SearchResult:
     """A search that has found something."""
-    found = search(model, cluster, batch=inputs.batch(batch, model.sequence), keep=keep)
+    found = search(model, cluster, batch=inputs.batch(batch, model.sequence), options=options, keep=keep)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
@@ -239,12 +261,14 @@ def _times(text: str, link: float) -> Times:
     return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
 
 
-def _save_page(path: Path | None, estimates: Any, rejected: list[tuple[str, int, str]]) -> None:
+def _save_page(path: Path | None, estimates: PySequence[Estimate], found: SearchResult | None = None) -> None:
     if path is None:
         return
     best = estimates[0]
     pipeline = simulation(best.model, best.cluster, best.plan) if best.plan.pp > 1 else None
-    path.write_text(html_page.page(estimates, pipeline, rejected), encoding="utf-8")
+    rejected = tables.rejection_rows(found) if found else []
+    misses = found.misses if found else ()
+    path.write_text(html_page.page(estimates, pipeline, rejected, misses), encoding="utf-8")
 
 
 def _print_json(data: Any) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 from parallel_ops.planner import presets
 from parallel_ops.planner._check import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Link
+from parallel_ops.planner.export import Target, target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import V_SHAPED, Plan
+from parallel_ops.planner.search import PLURALS, Options, default_options
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 
@@ -75,11 +77,12 @@ def batch(text: str, sequence: int) -> int:
     return tokens // sequence
 
 
-def plan(text: str, gpus: int, sequences: int) -> Plan:
+def plan(text: str, gpus: int, sequences: int, system: Target | None = None) -> Plan:
     """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a JSON file with them.
 
     What is not given has the default of ``Plan``, apart from: ``dp`` is what the other sizes leave of the GPUs,
-    ``sequence_parallel`` goes with ``tp``, V-shaped schedules have two stages a rank, and the loss is fused.
+    ``sequence_parallel`` goes with ``tp``, V-shaped schedules have two stages a rank, and the loss is fused; and what
+    ``system`` does of its own accord.
 
     Raises:
         ValueError, TypeError: an unknown field, with the nearest names; a value that is not of its type; sizes that do
@@ -89,38 +92,87 @@ def plan(text: str, gpus: int, sequences: int) -> Plan:
     for name in given:
         if name not in _PLAN_FIELDS or name == "global_batch":
             raise unknown("field of --plan", name, set(_PLAN_FIELDS) - {"global_batch"})
+    for name in ("dp", "tp", "pp", "cp", "ep"):
+        if isinstance(size := given.get(name, 1), int) and size < 1:
+            raise ValueError(f"--plan: {name} must be at least 1, got {size}")
     if "dp" not in given:
         sizes = [given.get(name, 1) for name in ("tp", "pp", "cp")]
         others = math.prod(size for size in sizes if isinstance(size, int))
-        if others < 1 or gpus % others:
+        if gpus % others:
             raise ValueError(f"--plan: tp * pp * cp is {others}, which does not divide the {gpus} GPUs of the cluster")
         given["dp"] = gpus // others
     defaults: dict[str, Any] = {"fused_loss": True, "sequence_parallel": given.get("tp", 1) != 1}
     if given.get("schedule") in V_SHAPED:
         defaults["virtual_stages"] = 2
-    return Plan(**{**defaults, **given, "global_batch": sequences})
+    made = Plan(**{**defaults, **given, "global_batch": sequences})
+    return replace(made, **{**system.own(made), **given}) if system else made
+
+
+def options(cluster: Cluster, system: str | None, only: str | None) -> Options:
+    """What a search tries: plans that ``system`` can run, with the values of ``only``: ``tp=4:8,schedule=1f1b``.
+
+    Raises:
+        ValueError, TypeError: an unknown system or field, with the nearest names; a value that the field cannot have.
+    """
+    if system is not None:
+        target(system)
+    out = replace(default_options(cluster), target=system or "")
+    given: dict[str, tuple[Any, ...]] = {}
+    for part in (only or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, values = (piece.strip() for piece in part.partition("="))
+        if name not in _PLAN_FIELDS or name in ("global_batch", "layers_per_chunk"):
+            raise unknown("field of --only", name, set(_PLAN_FIELDS) - {"global_batch", "layers_per_chunk"})
+        if not equals:
+            raise ValueError(f"--only takes fields as name=value or name=value:value, got {part.strip()!r}")
+        given[name] = tuple(_field(f"{name}={value}", "--only")[1] for value in values.split(":"))
+    changes: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
+    for name, found in given.items():
+        for value in found:
+            _check_value(name, value)
+        option = PLURALS.get(name, name)
+        if hasattr(out, option):
+            changes[option] = found
+        elif len(found) == 1:
+            fixed[name] = found[0]
+        else:
+            raise ValueError(f"--only: {name} takes one value, got {':'.join(map(str, found))}")
+    return replace(out, **changes, base=replace(out.base, **fixed), fixed=fixed)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raises what ``Plan`` does for a value that the field never has."""
+    if name in ("dp", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
+        if value < 1:
+            raise ValueError(f"--only: {name} must be at least 1, got {value}")
+    elif name not in ("schedule", "grad_dtype"):
+        Plan(**{name: value})
+    elif name == "schedule":
+        Plan(schedule=value, virtual_stages=2 if value in (*V_SHAPED, "interleaved") else 1)
 
 
 _PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
 
 
-def _field(part: str) -> tuple[str, Any]:
+def _field(part: str, option: str = "--plan") -> tuple[str, Any]:
     """``tp=8`` as a name and a value of the type that the field has."""
     name, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
-        raise ValueError(f"--plan takes fields as name=value, separated by commas; got {part.strip()!r}")
+        raise ValueError(f"{option} takes fields as name=value, separated by commas; got {part.strip()!r}")
     default = _PLAN_FIELDS.get(name)
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
-            raise ValueError(f"--plan: {name} must be true or false, got {value!r}")
+            raise ValueError(f"{option}: {name} must be true or false, got {value!r}")
         return name, value.lower() == "true"
     if isinstance(default, int):
         if not re.fullmatch(r"-?\d+", value):
-            raise ValueError(f"--plan: {name} must be an integer, got {value!r}")
+            raise ValueError(f"{option}: {name} must be an integer, got {value!r}")
         return name, int(value)
     if isinstance(default, tuple):
         if not re.fullmatch(r"\d+(:\d+)*", value):
-            raise ValueError(f"--plan: {name} must be numbers separated by colons, got {value!r}")
+            raise ValueError(f"{option}: {name} must be numbers separated by colons, got {value!r}")
         return name, tuple(map(int, value.split(":")))
     return name, value
 

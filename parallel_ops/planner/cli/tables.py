@@ -32,35 +32,56 @@ def _table(title: str = "") -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
 
 
-def plans(estimates: Sequence[Estimate]) -> Table:
-    """Ranked plans, with the rules of thumb that each breaks below it."""
+def tied(ties: int) -> str:
+    """What ties are, in a sentence; empty where there are none."""
+    if ties < 2:
+        return ""
+    return f"The {ties} plans marked = cannot be told apart by that: choose the simplest, or time them."
+
+
+def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
+    """Ranked plans, the first ``ties`` of which are equal, with the rules of thumb that each breaks below it."""
     out = _table()
     out.add_column("#", justify="right")
     out.add_column("plan", ratio=1)
-    for name in ("step", "tokens/s", "MFU", "memory", "bubble"):
+    # Of the three columns before it, and of memory.
+    for name in ("step", "tokens/s", "MFU", "±", "memory", "±", "bubble"):
         out.add_column(name, justify="right", no_wrap=True)
     for number, estimate in enumerate(estimates, 1):
         plan = Text(estimate.plan.describe())
         for _, reason in estimate.broken_rules:
             plan.append(f"\n{reason}", "dim italic")
         out.add_row(
-            str(number),
+            f"{number}{'=' if number <= ties > 1 else ' '}",
             plan,
             seconds(estimate.step),
             f"{estimate.tokens_per_second:,.0f}",
             f"{estimate.mfu:.1%}",
+            f"{estimate.band.time:.0%}",
             f"{estimate.peak_memory.total / GIB:.1f} GiB",
+            f"{estimate.band.memory:.0%}",
             f"{estimate.bubble_fraction:.1%}",
         )
     return out
 
 
+def misses(result: SearchResult, count: int = 3) -> Table:
+    """The plans nearest to fitting that would be faster than the best."""
+    out = _table("Faster, had a GPU a little more memory")
+    out.add_column("plan", ratio=1)
+    for name in ("step", "too much"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for miss in result.misses[:count]:
+        out.add_row(miss.plan.describe(), seconds(miss.seconds), f"{miss.excess / GIB:.1f} GiB")
+    return out
+
+
 def rejections(result: SearchResult) -> Table:
-    """Why plans were rejected, with an example of each kind of reason."""
-    out = _table("Rejected")
+    """Why plans were rejected, with an example of each kind of reason: of memory, the one that needs least too much."""
+    out = _table("Plans that cannot run")
     out.add_column("why")
     out.add_column("plans", justify="right")
-    out.add_column("for example", ratio=1)
+    out.add_column("for example, or the nearest", ratio=1)
     for kind, count, example in rejection_rows(result):
         out.add_row(kind, f"{count:,}", example)
     return out
@@ -70,7 +91,8 @@ def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
     """Kind of reason, number of plans, and an example."""
     examples: dict[str, Rejection] = {}
     for rejection in result.rejected:
-        examples.setdefault(rejection.kind, rejection)
+        if rejection.excess < examples.setdefault(rejection.kind, rejection).excess:
+            examples[rejection.kind] = rejection
     return [
         (kind, count, f"{examples[kind].plan.describe()}: {examples[kind].reason}")
         for kind, count in result.reasons().items()
@@ -94,19 +116,23 @@ def summary(estimate: Estimate) -> Table:
     out = _table()
     out.add_column(estimate.plan.describe())
     out.add_column("", justify="right")
+    out.add_column("±", justify="right")
     for name in ("compute", "bubble", "exposed", "optimizer"):
         label = "exposed communication" if name == "exposed" else name
         out.add_row(label, f"{seconds(getattr(estimate, name))}  {getattr(estimate, name) / estimate.step:6.1%}")
-    out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}")
+    time, space = f"{estimate.band.time:.0%}", f"{estimate.band.memory:.0%}"
+    out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}", time)
     out.add_section()
-    out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}")
-    out.add_row("TFLOP/s per GPU", f"{estimate.tflops_per_gpu:,.1f}")
-    out.add_row("model, hardware FLOP/s utilisation", f"{estimate.mfu:.1%}, {estimate.hfu:.1%}")
-    out.add_row("bubble, of the time of the pipeline", f"{estimate.bubble_fraction:.1%}")
+    out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}", time)
+    out.add_row("TFLOP/s per GPU", f"{estimate.tflops_per_gpu:,.1f}", time)
+    out.add_row("model, hardware FLOP/s utilisation", f"{estimate.mfu:.1%}, {estimate.hfu:.1%}", time)
+    peak = estimate.peak_memory
+    out.add_row(f"memory of stage {peak.stage}, the most", f"{peak.total / GIB:.1f} GiB", space)
+    out.add_row("bubble: the slowest rank waits, of the pipeline's time", f"{estimate.bubble_fraction:.1%}")
     if estimate.cost:
-        out.add_row("cost of a step", f"{estimate.cost:,.2f}")
+        out.add_row("cost of a step", f"{estimate.cost:,.2f}", time)
     if estimate.energy:
-        out.add_row("energy of a step", f"{estimate.energy / 3.6e6:,.2f} kWh")
+        out.add_row("energy of a step", f"{estimate.energy / 3.6e6:,.2f} kWh", time)
     return out
 
 
@@ -132,6 +158,25 @@ def transfers(estimate: Estimate) -> Table:
     for t in estimate.transfers:
         numbers = (f"{t.size:,}", f"{t.count:,}", f"{t.bytes / 1e9:,.2f}", seconds(t.seconds), seconds(t.exposed))
         out.add_row(f"{t.group} {t.collective}, {t.algorithm}", t.link, *numbers)
+    return out
+
+
+def summaries(report: Report) -> Table:
+    """The errors of each quantity of each published table; below, the sources."""
+    out = _table("Errors against published tables: positive is too slow, or too much")
+    out.add_column("table", ratio=1)
+    out.add_column("quantity")
+    for name in ("rows", "fitted", "mean", "bias", "largest"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for found in report.summaries():
+        errors = f"{found.mean:.1%}", f"{found.bias:+.1%}", f"{found.largest:+.1%}"
+        out.add_row(
+            f"{found.source.partition(':')[0].partition(',')[0]}: {found.table}",
+            found.quantity,
+            str(found.rows),
+            str(found.fitted),
+            *errors,
+        )
     return out
 
 
@@ -169,6 +214,7 @@ def targets(report: Report) -> Table:
 def report_data(report: Report) -> dict[str, Any]:
     """The error table as plain data."""
     return {
+        "tables": [dataclasses.asdict(found) for found in report.summaries()],
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
         "targets": [{**dataclasses.asdict(target), "met": target.met} for target in report.targets],
     }
@@ -191,8 +237,25 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
+        "band": dataclasses.asdict(estimate.band),
     }
     return data
+
+
+def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, Any]:
+    """A search as plain data."""
+    return {
+        "plans": [estimate_data(found) for found in shown],
+        "ties": result.ties,
+        "misses": [
+            {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
+            for miss in result.misses
+        ],
+        "rejected": [
+            {"kind": kind, "plans": count, "example": example} for kind, count, example in rejection_rows(result)
+        ],
+        "sensitivity": sensitivity(result),
+    }
 
 
 def simulation_data(simulation: Simulation) -> dict[str, Any]:

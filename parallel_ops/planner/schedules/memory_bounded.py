@@ -17,7 +17,7 @@ import itertools
 import math
 
 from parallel_ops.planner.schedules.action import Action, Kind, Schedule
-from parallel_ops.planner.schedules.simulate import Times, simulate
+from parallel_ops.planner.schedules.program import Times
 
 # Sums of the same times in another order differ in the last bits; no real pass is this short.
 _TOLERANCE = 1e-9
@@ -34,9 +34,9 @@ def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retain
     best: Schedule = []
     shortest = math.inf
     for delay_first, fill in itertools.product((False, True), repeat=2):
-        schedule = _Builder(pp, micro_batches, times, memory_limit, retained, delay_first, fill).build()
-        step = simulate(schedule, times).step_time_without_barrier
-        if step < shortest:
+        builder = _Builder(pp, micro_batches, times, memory_limit, retained, delay_first, fill)
+        schedule = builder.build()
+        if (step := builder.step_time()) < shortest - builder.tolerance:
             best, shortest = schedule, step
     return best
 
@@ -91,6 +91,11 @@ class _Builder:
             if 0 <= neighbour < self.pp:
                 heapq.heappush(events, (max(now, self.free[neighbour]), neighbour))
         return self.order
+
+    def step_time(self) -> float:
+        """Seconds from the first to the last pass of the rank that takes longest."""
+        each = zip(*self.durations.values(), strict=True)
+        return max(idled + self.micro_batches * sum(own) for idled, own in zip(self.idled, each, strict=True))
 
     def _choose(self, rank: int, now: float) -> tuple[Kind | None, float]:
         """The next pass of a free rank, or none and when to look again (never, where only a neighbour can help)."""

@@ -1,29 +1,41 @@
-"""The published tables, and the plans that they were measured with."""
+"""The published tables, and the plans that they were measured with.
+
+What a table does not say is assumed here, with the reason.
+"""
 
 import functools
-import json
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.validation.large_runs import deepseek, llama, titan
+from parallel_ops.planner.validation.measurement import Measurement, rows, table
 
 
 @functools.cache
-def table(name: str) -> dict[str, Any]:
-    """The content of a JSON file of this folder."""
-    data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    return data
+def measurements() -> tuple[Measurement, ...]:
+    """Every measured step time that ships."""
+    return (
+        *_megatron(),
+        *_vtrain("vtrain_single"),
+        *_vtrain("vtrain_multi"),
+        *_foundry(),
+        *_zero_bubble(),
+        *titan(),
+        *llama(),
+        *deepseek(),
+    )
 
 
 def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
-    """Model, cluster and plan of a row.
+    """Model, cluster and plan of a row of Megatron-LM's tables.
 
     Both systems of that time kept 16-bit gradients, stored attention scores, and, but for ZeRO-3, did not overlap
-    data-parallel communication.
+    data-parallel communication. DeepSpeed's ZeRO-3 gathered parameter by parameter: its rings got one adapter's rate.
     """
     zero3 = row.get("system") == "zero3"
     virtual_stages = row.get("virtual_stages", 1)
@@ -43,7 +55,7 @@ def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
         flash_attention=False,
         overlap=zero3,
     )
-    cluster = replace(presets.cluster(table(name)["cluster"]), gpus=row["gpus"])
+    cluster = replace(presets.cluster(table(name)["cluster"]), gpus=row["gpus"], rails=1 if zero3 else 0)
     return presets.model(row["model"]), cluster, plan
 
 
@@ -52,3 +64,154 @@ def step_from_tflops(model: Model, plan: Plan, tflops: float) -> float:
     layers = 4 * (model.forward_flops - model.head_flops)
     tokens = plan.global_batch * model.sequence
     return tokens * (layers + 3 * model.head_flops) / (plan.gpus * tflops * 1e12)
+
+
+def _megatron() -> Iterator[Measurement]:
+    for name, part in (("megatron", "table 1"), ("megatron", "table 2"), ("recomputation", "table 5")):
+        for row in table(name)[part]:
+            model, cluster, plan = setting(name, row)
+            yield Measurement(
+                source=table(name)["source"],
+                table=part,
+                name=row["row"],
+                model=model,
+                cluster=cluster,
+                plan=plan,
+                seconds=row.get("seconds") or step_from_tflops(model, plan, row["tflops"]),
+            )
+
+
+def _vtrain(name: str) -> Iterator[Measurement]:
+    """GPT with full recomputation in fp16, by the Megatron-LM of that time."""
+    source, found = rows(name)
+    single = name == "vtrain_single"
+    for row in found:
+        layers, hidden = int(row["# layers"]), int(row["hidden size"])
+        tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
+        model = Model(
+            name=f"gpt-{hidden}x{layers}",
+            layers=layers,
+            hidden=hidden,
+            heads=int(row["attention heads"]),
+            # The rows with tp = 1 on one node spend four times as long in the head as those with tp = 2: as if the
+            # vocabulary of GPT-2 were padded for tensor parallelism alone.
+            vocab=51200 if not single else 50257 if tp == 1 else 50304,
+            sequence=int(row["sequence length"]),
+        )
+        gpus, micro_batch, batch = tp * dp * pp, int(row["micro batch"]), int(row["global batch"])
+        system = presets.cluster("a100-80")
+        yield Measurement(
+            source=source,
+            table="2 to 8 GPUs" if single else "64 to 512 GPUs",
+            name=f"{hidden}x{layers}, batch {batch}: dp{dp} tp{tp} pp{pp} b{micro_batch}",
+            model=model,
+            cluster=replace(system, gpus=gpus, inter=replace(system.inter, bandwidth=12.5e9)),
+            plan=Plan(
+                dp=dp,
+                tp=tp,
+                pp=pp,
+                micro_batch=micro_batch,
+                global_batch=batch,
+                recompute="full",
+                dtype="fp16",
+                grad_dtype="fp16",
+                flash_attention=False,
+                overlap=False,
+            ),
+            seconds=float(row["iteration time (ms)"]) / 1e3,
+            group=f"{name} {hidden}x{layers} {gpus} {batch}",
+        )
+
+
+_MPT = {  # layers, hidden, heads: llm-foundry, scripts/train/yamls/pretrain
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def _foundry() -> Iterator[Measurement]:
+    """MPT in eager PyTorch under FSDP. ``DEFAULT`` reduces gradients in fp32, ``PURE`` in bf16."""
+    source, found = rows("foundry")
+    for row in found:
+        layers, hidden, heads = _MPT[row["Model"]]
+        model = Model(
+            name=f"mpt-{row['Model']}",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=50368,
+            sequence=int(row["SeqLen (T)"]),
+            bias="none",
+            dropout=False,
+        )
+        gpus, batch = int(row["# GPUs"]), int(row["GlobalBatchSize"])
+        kind = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}[row["GPU"]]
+        plan = Plan(
+            dp=gpus,
+            zero=2 if row["Sharding Strategy"] == "SHARD_GRAD_OP" else 3,
+            micro_batch=int(row["MicroBatchSize"]),
+            global_batch=batch,
+            recompute="full" if row["Activation Checkpointing"] == "True" else "none",
+            dtype="fp8" if row["Precision"] == "amp_fp8" else "bf16",
+            grad_dtype="fp32" if row["MP Mode"] == "DEFAULT" else "bf16" if row["Precision"] != "amp_fp8" else "fp8",
+            fused_ops=False,
+        )
+        name = f"{row['Model']}, {row['SeqLen (T)']} tokens, {gpus} GPUs, b{plan.micro_batch} x {plan.micro_batches}"
+        yield Measurement(
+            source=source,
+            table=f"{kind} fp8" if plan.dtype == "fp8" else kind,
+            name=name,
+            model=model,
+            cluster=presets.cluster(f"{kind}x{gpus}"),
+            plan=plan,
+            seconds=batch * model.sequence / float(row["Throughput (T/s)"]),
+            group=f"foundry {kind} {plan.dtype} {row['Model']} {row['SeqLen (T)']} {gpus}",
+        )
+
+
+def zero_bubble_setting(row: dict[str, Any], kind: str, micro_batches: int) -> tuple[Model, Plan]:
+    """Model and plan of a row of Zero Bubble's table 4. Interleaved, one layer a chunk; the first and the last stage
+    have a layer less."""
+    model = Model(
+        name=row["model"], layers=row["layers"], hidden=row["hidden"], heads=row["heads"], vocab=50304, sequence=1024
+    )
+    virtual_stages = (row["layers"] + 2) // row["pp"] if kind == "interleaved" else 1
+    chunks = row["pp"] * virtual_stages
+    each = (row["layers"] + 2) // chunks
+    plan = Plan(
+        pp=row["pp"],
+        schedule=kind,
+        virtual_stages=virtual_stages,
+        micro_batch=row["micro_batch"],
+        global_batch=row["micro_batch"] * micro_batches,
+        grad_dtype="bf16",
+        flash_attention=False,
+        optimizer_barrier=not kind.startswith("zb"),  # post-validation, section 4 of the paper
+        layers_per_chunk=(each - 1, *[each] * (chunks - 2), each - 1),
+    )
+    return model, plan
+
+
+def _zero_bubble() -> Iterator[Measurement]:
+    for row in table("zero_bubble")["table 4"]:
+        for micro_batches, rates in row["rates"].items():
+            for kind, rate in zip(row["gigabytes"], rates, strict=True):
+                model, plan = zero_bubble_setting(row, kind, int(micro_batches))
+                yield Measurement(
+                    source=table("zero_bubble")["source"],
+                    table="zero bubble table 4",
+                    name=f"{row['model']}, {kind}, {micro_batches} micro-batches",
+                    model=model,
+                    cluster=replace(presets.cluster("a100-80"), gpus=plan.pp),
+                    plan=plan,
+                    seconds=plan.global_batch / (rate * plan.pp),
+                    group=f"zero bubble {row['model']} {micro_batches}",
+                    fitted=False,
+                )

@@ -50,11 +50,48 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The errors of one quantity in one table: of ``rows`` rows, of which ``fitted`` were used for the fit.
+
+    Attributes:
+        mean: of the absolute relative errors. ``bias``: of the signed ones. ``largest``: the one furthest from 0.
+    """
+
+    source: str
+    table: str
+    quantity: str
+    rows: int
+    fitted: int
+    mean: float
+    bias: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """All rows and the promises about them."""
 
     rows: tuple[Row, ...]
     targets: tuple[Target, ...]
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """Of each quantity of each table."""
+        tables: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            tables.setdefault((row.source, row.table, row.quantity), []).append(row)
+        return tuple(
+            Summary(
+                source=source,
+                table=table,
+                quantity=quantity,
+                rows=len(rows),
+                fitted=sum(row.role == "fitted" for row in rows),
+                mean=mean_error(tuple(rows)),
+                bias=bias(tuple(rows)),
+                largest=max((row.error for row in rows), key=abs),
+            )
+            for (source, table, quantity), rows in tables.items()
+        )
 
     def select(self, quantity: str, *roles: str) -> tuple[Row, ...]:
         """The rows of a quantity, of all roles where none is given."""
@@ -64,6 +101,11 @@ class Report:
 def mean_error(rows: tuple[Row, ...]) -> float:
     """Mean of the absolute relative errors."""
     return sum(abs(row.error) for row in rows) / len(rows)
+
+
+def bias(rows: tuple[Row, ...]) -> float:
+    """Mean of the relative errors."""
+    return sum(row.error for row in rows) / len(rows)
 
 
 def largest_error(rows: tuple[Row, ...]) -> float:

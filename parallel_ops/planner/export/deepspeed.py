@@ -1,0 +1,74 @@
+"""A DeepSpeed JSON config.
+
+Pipeline stages are not part of it: ``PipelineModule(num_stages=...)`` sets them in the training script, and tensor and
+sequence parallelism come from the ``mpu`` that is passed to ``deepspeed.initialize``. What is recomputed is what the
+model's code passes to ``deepspeed.checkpointing``.
+
+Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py`` and ``activation_checkpointing/config.py``.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+
+def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
+    if plan.pp > 1 and plan.zero > 1:
+        yield f"its pipeline runs with ZeRO 0 and 1, not {plan.zero}"
+    if plan.layers_per_chunk:
+        yield "PipelineModule divides the layers by itself; it takes no number for each stage"
+    if plan.zero == 0 and plan.grad_dtype != plan.dtype:
+        # DeepSpeedEngine._do_optimizer_sanity_check: "unsupported mix"
+        yield f"without ZeRO it accumulates gradients in {plan.dtype}; add grad_dtype={plan.dtype}, or zero=1"
+    if plan.offload != "none" and not plan.zero:
+        yield "it offloads the optimizer with ZeRO 1 and above"
+    if "activations" in plan.offload and plan.recompute != "full":
+        yield "it offloads inputs of recomputed layers alone; add recompute=full"
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    return {"fused_loss": False} if plan.zero else {"fused_loss": False, "grad_dtype": plan.dtype}
+
+
+def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
+    zero: dict[str, Any] = {"stage": plan.zero, "overlap_comm": plan.overlap}
+    if plan.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "zero_optimization": zero,
+    }
+    if plan.cp > 1:
+        config["sequence_parallel_size"] = plan.cp
+    if plan.dtype != "fp32":
+        config[plan.dtype] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": plan.grad_dtype}
+    if plan.recompute != "none":
+        config["activation_checkpointing"] = {
+            "partition_activations": plan.tp > 1,
+            "cpu_checkpointing": "activations" in plan.offload,
+        }
+    return json.dumps(config, indent=2) + "\n"
+
+
+DEEPSPEED = Target(
+    name="deepspeed",
+    write=_write,
+    limits={
+        "schedule": (("1f1b",), "its pipeline runs 1f1b"),
+        "cp_kind": (("all-to-all",), "it has all-to-all context parallelism (Ulysses)"),
+        "recompute": (("none", "full"), "it recomputes the layers that a model hands it as a whole"),
+        "dtype": (("bf16", "fp16", "fp32"), "its config has bf16, fp16 and fp32"),
+        "fused_loss": ((False,), "its config has no fused loss"),
+        "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+    },
+    problems=_problems,
+    own=_own,
+)

@@ -1,0 +1,183 @@
+"""Arguments of Megatron-LM's ``pretrain_gpt.py``, one option a line.
+
+With tensor or context parallelism Megatron-LM wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment on GPUs before
+Blackwell, with Megatron-FSDP (ZeRO 2 and 3) anything else.
+
+Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16.
+"""
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import chunk_layers, leaves_node
+from parallel_ops.planner.plan import Plan
+
+Option = tuple[str, ...]
+_FP16: Option = ("--fp16",)
+_BF16: Option = ("--bf16",)
+# Scaling by the tensor at hand: the default, by its history, refuses to recompute norms and activations.
+_FP8: tuple[Option, ...] = (("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise"))
+
+
+def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
+    if plan.pp > 1 and plan.zero > 1:
+        yield f"its pipeline runs with ZeRO 0 and 1, not {plan.zero}"
+    if plan.schedule == "interleaved" and plan.micro_batches % plan.pp:
+        yield f"its interleaved schedule needs micro-batches ({plan.micro_batches}) in multiples of pp ({plan.pp})"
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        yield "its experts with tensor parallelism need sequence parallelism"
+    if plan.grad_dtype in ("fp16", "fp8"):
+        yield f"it accumulates gradients in fp32 or bf16, not {plan.grad_dtype}"
+    if plan.offload == "optimizer" and plan.zero != 1:
+        yield "it offloads the optimizer of its distributed optimizer, ZeRO 1"
+    if plan.recompute == "selective" and plan.flash_attention and not model.experts:
+        yield "it cannot recompute the activation function of a dense MLP alone; recompute=none or full"
+    if model.bias == "qkv" and model.latent is not None:
+        yield "latent attention has no bias"
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    return {"fused_loss": False}
+
+
+def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
+    options = [*_model(model), *_parallelism(model, cluster, plan), *_precision(plan), *_recomputation(model, plan)]
+    return " \\\n".join(" ".join(map(shlex.quote, option)) for option in options) + "\n"
+
+
+def _model(model: Model) -> Iterator[Option]:
+    yield from (
+        ("--num-layers", str(model.layers)),
+        ("--hidden-size", str(model.hidden)),
+        ("--ffn-hidden-size", str(model.ffn)),
+        ("--num-attention-heads", str(model.heads)),
+        ("--seq-length", str(model.sequence)),
+        ("--max-position-embeddings", str(model.sequence)),
+        ("--vocab-size", str(model.vocab)),
+        ("--position-embedding-type", "rope" if model.positions == "rotary" else "learned_absolute"),
+        ("--normalization", "RMSNorm" if model.norm == "rms" else "LayerNorm"),
+    )
+    if (latent := model.latent) is not None:
+        yield ("--multi-latent-attention",)
+        yield "--q-lora-rank", str(latent.query_rank)
+        yield "--kv-lora-rank", str(latent.key_value_rank)
+        yield "--qk-head-dim", str(latent.head)
+        yield "--qk-pos-emb-head-dim", str(latent.rope_head)
+        yield "--v-head-dim", str(latent.value_head)
+    else:
+        if model.kv_heads != model.heads:
+            yield ("--group-query-attention",)
+            yield "--num-query-groups", str(model.kv_heads)
+        if model.head_dim * model.heads != model.hidden:
+            yield "--kv-channels", str(model.head_dim)
+    yield from [("--swiglu",)] if model.gated else []
+    yield from [("--disable-bias-linear",)] if model.bias != "all" else []
+    yield from [("--add-qkv-bias",)] if model.bias == "qkv" else []
+    yield from [] if model.tied_embeddings else [("--untie-embeddings-and-output-weights",)]
+    yield from [] if model.dropout else [("--attention-dropout", "0"), ("--hidden-dropout", "0")]
+    if model.experts:
+        yield "--num-experts", str(model.experts)
+        yield "--moe-router-topk", str(model.experts_per_token)
+        yield "--moe-ffn-hidden-size", str(model.expert_ffn)
+        yield ("--moe-grouped-gemm",)
+        if model.shared_experts:
+            yield "--moe-shared-expert-intermediate-size", str(model.shared_experts * model.expert_ffn)
+        if model.dense_layers:
+            yield "--moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.layers - model.dense_layers})"
+
+
+def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]:
+    yield "--tensor-model-parallel-size", str(plan.tp)
+    yield "--pipeline-model-parallel-size", str(plan.pp)
+    yield "--context-parallel-size", str(plan.cp)
+    yield "--micro-batch-size", str(plan.micro_batch)
+    yield "--global-batch-size", str(plan.global_batch)
+    if plan.pp > 1:
+        yield from _stages(model, plan)
+    if plan.cp > 1:
+        yield "--cp-comm-type", "p2p" if plan.cp_kind == "ring" else "a2a"
+    if model.experts:
+        yield "--expert-model-parallel-size", str(plan.ep)
+        # Experts have the tensor parallelism of the dense layers, unless told otherwise.
+        yield "--moe-token-dispatcher-type", "alltoall"
+        nodes = plan.tp * plan.ep // cluster.node_size
+        if model.expert_nodes and leaves_node(cluster, plan, "ep") and nodes > model.expert_nodes:
+            yield "--moe-router-num-groups", str(nodes)
+            yield "--moe-router-group-topk", str(model.expert_nodes)
+    yield from [("--sequence-parallel",)] if plan.sequence_parallel else []
+    if plan.zero:
+        yield ("--use-distributed-optimizer",)
+    if plan.zero > 1:
+        yield ("--use-megatron-fsdp",)
+        yield "--data-parallel-sharding-strategy", "optim_grads" if plan.zero == 2 else "optim_grads_params"
+        yield "--ckpt-format", "fsdp_dtensor"
+        yield ("--no-gradient-accumulation-fusion",)
+    if plan.overlap and plan.dp > 1:
+        yield ("--overlap-grad-reduce",)
+        yield from [("--overlap-param-gather",)] if plan.zero else []
+    if plan.pp > 1 and plan.tp > 1 and not plan.scatter_gather:
+        yield ("--no-scatter-gather-tensors-in-pipeline",)
+
+
+def _stages(model: Model, plan: Plan) -> Iterator[Option]:
+    sizes = [len(layers) for layers in chunk_layers(model, plan)]
+    if len(set(sizes)) > 1:
+        # E the embedding, t a layer, L the loss; a bar ends a stage.
+        stages = ["t" * count if count < 2 else f"t*{count}" for count in sizes]
+        yield "--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L"
+    elif plan.schedule == "interleaved":
+        yield "--num-virtual-stages-per-pipeline-rank", str(plan.virtual_stages)
+
+
+def _precision(plan: Plan) -> Iterator[Option]:
+    yield from [("--attention-backend", "flash")] if plan.flash_attention else []
+    yield from {"fp16": [_FP16], "bf16": [_BF16], "fp8": [_BF16, *_FP8], "fp32": []}[plan.dtype]
+    if plan.dtype != "fp32":
+        yield ("--accumulate-allreduce-grads-in-fp32" if plan.grad_dtype == "fp32" else "--grad-reduce-in-bf16",)
+    if plan.offload == "optimizer":
+        yield ("--optimizer-cpu-offload",)
+        yield ("--use-precision-aware-optimizer",)
+
+
+def _recomputation(model: Model, plan: Plan) -> Iterator[Option]:
+    if plan.recompute == "full":
+        yield "--recompute-granularity", "full"
+        yield "--recompute-method", "uniform"
+        yield "--recompute-num-layers", "1"
+    elif plan.recompute == "selective":
+        yield "--recompute-granularity", "selective"
+        yield "--recompute-modules", *_modules(model, plan)
+
+
+def _modules(model: Model, plan: Plan) -> Iterator[str]:
+    """What the planner counts as selective: attention scores or, with FlashAttention, norms and activation functions.
+
+    Of shared experts and of the few dense layers below them Megatron-LM recomputes the whole MLP.
+    """
+    if not plan.flash_attention:
+        yield "core_attn"
+        return
+    yield "layernorm"
+    yield "moe_act"
+    yield from ["shared_experts"] if model.shared_experts else []
+    yield from ["mlp"] if model.dense_layers else []
+    yield from ["mla_up_proj"] if model.latent else []
+
+
+MEGATRON = Target(
+    name="megatron",
+    write=_write,
+    limits={
+        "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
+        "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),
+        "fused_loss": ((False,), "its loss comes after the output embedding, as an op of its own"),
+        "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
+        "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+    },
+    problems=_problems,
+    own=_own,
+)

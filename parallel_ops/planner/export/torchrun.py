@@ -1,0 +1,26 @@
+"""A torchrun command, to be run on every node, and the mesh that the script builds. Options: ``torchrun --help``."""
+
+from collections.abc import Iterator
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+
+def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
+    per_node = min(plan.gpus, cluster.gpus_per_node)
+    if plan.gpus % per_node:
+        yield f"{plan.gpus} GPUs do not fill nodes of {per_node}"
+
+
+def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
+    per_node = min(plan.gpus, cluster.gpus_per_node)
+    sizes = ", ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp", "ep"))
+    nodes = plan.gpus // per_node
+    rendezvous = ["--standalone"] if nodes == 1 else ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:29500"']
+    command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={per_node}", *rendezvous, "train.py"]
+    return f"# In train.py: mesh = parallel_ops.ParallelMesh({sizes})\n{' '.join(command)}\n"
+
+
+TORCHRUN = Target(name="torchrun", write=_write, problems=_problems)

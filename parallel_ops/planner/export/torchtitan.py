@@ -1,0 +1,213 @@
+"""A torchtitan configuration: a Python module with a function that returns a ``Trainer.Config``.
+
+    torchrun ... -m torchtitan.train --module plan --config planned
+
+with the module saved as ``plan.py`` where Python finds it. For a model that torchtitan has, ``planned`` starts from its
+configuration there; for another, ``with_plan`` changes the one that it is given.
+
+Fields: torchtitan 0.3, ``torchtitan/config/configs.py`` and ``torchtitan/trainer.py``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import chunk_layers
+from parallel_ops.planner.plan import Plan
+
+# Package, configuration and flavor of the models that both know.
+MODELS = {
+    "llama3-8b": ("llama3", "llama3_8b", "8B"),
+    "llama3-70b": ("llama3", "llama3_70b", "70B"),
+    # llama3_405b() converts the model to fp8, also where no plan asks for it, and fails on GPUs without.
+    "llama3-405b": ("llama3", "llama3_70b", "405B"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b", "671B"),
+}
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+_SPLIT_BACKWARD = ("zb-v", "dualpipe-v")
+_POLICIES = {"operators": "SelectiveAC", "selective": "KeepProducts", "full": "FullAC"}
+
+# SelectiveAC recomputes every second matrix product, which a plan calls "operators"; "selective" recomputes none.
+_KEEP_PRODUCTS = '''
+
+class KeepProducts(SelectiveAC):
+    """Keeps what products, attention and communication give; recomputes norms, activation functions and the rest."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def _wrap_block(self, module, *, base_fqn=None):
+        saved = list(self.get_save_ops())
+        return checkpoint_wrapper(
+            module,
+            context_fn=lambda: create_selective_checkpoint_contexts(saved),
+            preserve_rng_state=self.config.preserve_rng_state,
+            determinism_check=self.config.determinism_check,
+            early_stop=False,
+            debug=self.config.debug,
+        )
+'''
+
+
+def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
+    split = plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD
+    if split and plan.fused_ops:
+        # torch.distributed.pipelining: _check_torch_compile_compatibility
+        yield f"torch.compile, which fuses its elementwise ops, cannot run {plan.schedule}; add fused_ops=false"
+    if split and plan.zero == 0 and plan.dp > 1:
+        # pytorch/pytorch#144530: the hooks of DistributedDataParallel never run where I and W are computed apart.
+        yield f"{plan.schedule} with replicated parameters loses gradients; add zero=2"
+    if split and plan.zero == 3:
+        # stage_backward_input finds no leaf of the graph among parameters that were resharded after forward.
+        yield f"{plan.schedule} with ZeRO 3 loses gradients; add zero=2"
+    if plan.offload != "none" and plan.zero == 0:
+        yield "it offloads what FSDP shards: ZeRO 2 or 3"
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield "its tensor parallelism includes sequence parallelism"
+    if plan.dtype == "fp8" and model.name not in MODELS:
+        yield f"a model's own registry converts it to fp8, and torchtitan has none for {model.name}"
+
+
+def _own(plan: Plan) -> dict[str, Any]:
+    return {"fused_ops": False} if plan.pp > 1 and plan.schedule in _SPLIT_BACKWARD else {}
+
+
+def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
+    package, config, flavor = MODELS.get(model.name, ("", "", ""))
+    imports = ["from torchtitan.config import CompileConfig, ParallelismConfig"]
+    if plan.recompute == "selective":
+        imports = [
+            "from dataclasses import dataclass",
+            "",
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
+            "from torch.utils.checkpoint import create_selective_checkpoint_contexts",
+            *imports,
+            "from torchtitan.distributed.activation_checkpoint import SelectiveAC",
+        ]
+    elif plan.recompute != "none":
+        imports.append(f"from torchtitan.distributed.activation_checkpoint import {_POLICIES[plan.recompute]}")
+    losses = "ChunkedLossWrapper, CrossEntropyLoss" if plan.fused_loss else "ChunkedLossWrapper"
+    imports.insert(len(imports) - (plan.recompute != "none"), f"from torchtitan.components.loss import {losses}")
+    if plan.dtype == "fp8":
+        imports.append("from torchtitan.components.quantization import Float8LinearConverter")
+    if package:
+        imports.append(f"from torchtitan.models.{package} import config_registry, model_registry")
+    imports.append("from torchtitan.trainer import Trainer")
+    parts = ["\n".join(imports), _KEEP_PRODUCTS if plan.recompute == "selective" else "", _with_plan(model, plan)]
+    if package:
+        parts.append(_planned(config, flavor, plan))
+    return f'"""{model.name}: {plan.describe()}"""\n\n' + "".join(parts)
+
+
+def _with_plan(model: Model, plan: Plan) -> str:
+    training = {
+        # A pipeline takes all its micro-batches in one batch; without one, the rest is gradient accumulation.
+        "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
+        "global_batch_size": plan.global_batch,
+        "seq_len": model.sequence,
+        "mixed_precision_param": "float32" if plan.dtype == "fp32" else "bfloat16",
+        "enable_cpu_offload": plan.offload != "none",
+    }
+    if plan.pp > 1 or plan.ep > 1:
+        training["disable_cuda_graphs"] = True
+    recompute = f"{_POLICIES[plan.recompute]}.Config()" if plan.recompute != "none" else "None"
+    lines = [
+        "",
+        "",
+        "def with_plan(config: Trainer.Config) -> Trainer.Config:",
+        '    """The configuration of a run, made to follow the plan."""',
+        *(f"    config.training.{name} = {_literal(value)}" for name, value in training.items()),
+        "    config.parallelism = ParallelismConfig(",
+        *(f"        {name}={_literal(value)}," for name, value in _parallelism(model, plan).items()),
+        "    )",
+        f"    config.activation_checkpoint = {recompute}",
+        f"    config.compile = CompileConfig(enable={plan.fused_ops})",
+    ]
+    if plan.fused_loss:
+        lines += [
+            "    if isinstance(config.loss, CrossEntropyLoss.Config):",
+            "        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)",
+        ]
+    else:
+        lines += [
+            "    if isinstance(config.loss, ChunkedLossWrapper.Config):",
+            "        config.loss = config.loss.loss_fn",
+        ]
+    return "\n".join([*lines, "    return config", ""])
+
+
+def _parallelism(model: Model, plan: Plan) -> dict[str, Any]:
+    sharded = plan.zero > 0
+    out: dict[str, Any] = {
+        "data_parallel_replicate_degree": 1 if sharded else plan.dp,
+        "data_parallel_shard_degree": plan.dp if sharded else 1,
+        "fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never",
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "pipeline_parallel_degree": plan.pp,
+        "expert_parallel_degree": plan.ep,
+    }
+    if plan.pp > 1:
+        stages = [[f"layers.{layer}" for layer in layers] for layers in chunk_layers(model, plan)]
+        stages[0].insert(0, "tok_embeddings")
+        stages[-1] += ["norm", "lm_head"]
+        out |= {
+            "pipeline_parallel_schedule": SCHEDULES[plan.schedule],
+            "pipeline_parallel_microbatch_size": plan.micro_batch,
+            "module_fqns_per_model_part": stages,
+        }
+    return out
+
+
+def _planned(config: str, flavor: str, plan: Plan) -> str:
+    converter = f"Float8LinearConverter.Config(model_compile_enabled={plan.fused_ops})"
+    converters = f", converters=[{converter}]" if plan.dtype == "fp8" else ""
+    lines = [
+        "",
+        "",
+        "def planned() -> Trainer.Config:",
+        f"    config = with_plan(config_registry.{config}())",
+        f'    config.model_spec = model_registry("{flavor}"{converters})',
+        *(['    config.hf_assets_path = "./assets/hf/Llama-3.1-405B"'] if flavor == "405B" else []),
+        # The checks of Trainer.Config run again.
+        "    config.__post_init__()",
+        "    return config",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _literal(value: Any) -> str:
+    """Python source of a value; a list of lists has one line for each."""
+    if not isinstance(value, list):
+        return f'"{value}"' if isinstance(value, str) else repr(value)
+    rows = ("            [" + ", ".join(f'"{name}"' for name in row) + "]," for row in value)
+    return "\n".join(["[", *rows, "        ]"])
+
+
+TORCHTITAN = Target(
+    name="torchtitan",
+    write=_write,
+    limits={
+        "zero": ((0, 2, 3), "it shards gradients with the optimizer: ZeRO 0, 2 or 3"),
+        "schedule": (tuple(SCHEDULES), f"it has {', '.join(SCHEDULES)}"),
+        "cp_kind": (("ring",), "its context parallelism is a ring"),
+        "dtype": (("bf16", "fp8", "fp32"), "it trains in bf16, fp8 or fp32"),
+        "grad_dtype": (("fp32",), "it reduces gradients in fp32"),
+        "offload": (("none", "optimizer"), "it offloads parameters and optimizer"),
+        "flash_attention": ((True,), "its attention stores no scores"),
+        "overlap": ((True,), "FSDP overlaps its communication"),
+        "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+    },
+    problems=_problems,
+    own=_own,
+)

@@ -1,0 +1,258 @@
+"""A schedule as a program that can be run with any times of its passes.
+
+A rank runs its actions in order, each as soon as the rank is free and what it depends on has arrived. A message between
+ranks takes the time of its link and occupies neither rank; stages on the same rank hand over at once. The order fixes
+all times, so the outcome is exact, and its cost is linear in the number of actions.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel_ops.planner.schedules.action import Action
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What the passes of one micro-batch take, in any one unit of time.
+
+    Each is one number for all stages or a sequence with one for each stage: the last stage has the logits, and a
+    cluster may have two generations of GPUs. With v stages on a rank, each has 1/v of the rank's layers and time.
+
+    Attributes:
+        forward: F.
+        input_grad: I, with the recomputation of activations if there is one.
+        weight_grad: W. B takes I + W.
+        link: from a stage to the next or back, if they are on different ranks; a sequence has ``stages - 1`` entries.
+        pair: F and B of a DualPipe pair run together, as one number; F + I + W of their stages where None.
+
+    Raises:
+        ValueError: a time is negative or not finite.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    link: PerStage = 0.0
+    pair: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input_grad", "weight_grad", "link", "pair"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, Sequence) else (value,):
+                if number is not None and not (math.isfinite(number) and number >= 0):
+                    raise ValueError(f"Times: {name} must be finite and not negative, got {number}")
+
+    def per_stage(self, name: str, count: int) -> list[float]:
+        """One of the times, written out for ``count`` stages (or links)."""
+        value = getattr(self, name)
+        if not isinstance(value, Sequence):
+            return [float(value)] * count
+        if len(value) != count:
+            raise ValueError(f"Times: {name} has {len(value)} entries; the schedule needs {count}, or one number")
+        return [float(number) for number in value]
+
+
+def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[int]]:
+    """Number of stages, number of micro-batches, and the rank of each stage, of a schedule that lacks nothing.
+
+    Raises:
+        ValueError: a pass is missing or doubled, a stage is on two ranks, a pair is not F and B, or a rank has nothing.
+    """
+    if not actions or not all(actions):
+        raise ValueError("simulate: every rank needs at least one action")
+    stages = 1 + max(action.stage for order in actions for action in order)
+    micro_batches = 1 + max(action.micro_batch for order in actions for action in order)
+    owners = [-1] * stages
+    seen = {kind: bytearray(stages * micro_batches) for kind in "FIW"}
+    for rank, order in enumerate(actions):
+        for position, action in enumerate(order):
+            kind, micro_batch, stage, paired = action
+            if stage < 0 or micro_batch < 0 or kind not in ("F", "I", "W", "B"):
+                raise ValueError(f"simulate: rank {rank} has {action}; kinds are F, I, W, B and numbers start at 0")
+            if owners[stage] not in (-1, rank):
+                raise ValueError(f"simulate: stage {stage} is on rank {owners[stage]} and on rank {rank}")
+            owners[stage] = rank
+            for one in "IW" if kind == "B" else kind:
+                if seen[one][stage * micro_batches + micro_batch]:
+                    raise ValueError(f"simulate: {one}{micro_batch} of stage {stage} runs twice")
+                seen[one][stage * micro_batches + micro_batch] = 1
+            if paired and (kind != "F" or position + 1 == len(order) or order[position + 1].kind != "B"):
+                raise ValueError(f"simulate: rank {rank} pairs {action} with no B after it")
+    for one, flags in seen.items():
+        if (missing := flags.find(0)) >= 0:
+            stage, micro_batch = divmod(missing, micro_batches)
+            raise ValueError(f"simulate: {one}{micro_batch} of stage {stage} is missing")
+    return stages, micro_batches, owners
+
+
+class _Entry(NamedTuple):
+    """One pass, or a pair, of a program: on which rank, how long (an index of the durations), and after the end of
+    which entries over which links. What runs earlier on the same rank needs no mention."""
+
+    rank: int
+    duration: int
+    after: int
+    link: int
+    also_after: int
+    also_link: int
+
+
+class Program:
+    """The passes of a schedule in an order in which each comes after all that it needs.
+
+    It does not depend on what the passes take, so that it can be run with many times.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+
+    def __init__(self, actions: Sequence[Sequence[Action]]) -> None:
+        self._actions = actions
+        self._stages, micro_batches, self._owners = check_complete(actions)
+        self._entries: list[_Entry] = []
+        # Stages of F and B of each kind of pair; their durations come after those of single passes.
+        self._pairs: dict[tuple[int, int], int] = {}
+        # The entries that compute F and I (or B) of each stage and micro-batch.
+        self._forward = [[-1] * micro_batches for _ in range(self._stages)]
+        self._backward = [[-1] * micro_batches for _ in range(self._stages)]
+        self._done = [0] * len(actions)
+        waiting = deque(range(len(actions)))
+        queued = [True] * len(actions)
+        while waiting:
+            rank = waiting.popleft()
+            queued[rank] = False
+            for other in self._advance(rank):
+                if not queued[other]:
+                    queued[other] = True
+                    waiting.append(other)
+        if any(done < len(order) for done, order in zip(self._done, actions, strict=True)):
+            raise ValueError(self._deadlock())
+
+    def run(self, times: Times) -> tuple[list[float], list[float], list[float]]:
+        """Start and end of each entry, and how long each rank computes."""
+        durations, links = self._durations(times), self._links(times)
+        starts: list[float] = []
+        ends: list[float] = []
+        clocks, busy = [0.0] * len(self._actions), [0.0] * len(self._actions)
+        for rank, which, after, link, also_after, also_link in self._entries:
+            start = clocks[rank]
+            if after >= 0 and (ready := ends[after] + links[link]) > start:
+                start = ready
+            if also_after >= 0 and (ready := ends[also_after] + links[also_link]) > start:
+                start = ready
+            duration = durations[which]
+            starts.append(start)
+            ends.append(start + duration)
+            clocks[rank] = start + duration
+            busy[rank] += duration
+        return starts, ends, busy
+
+    def step_time(self, times: Times, *, barrier: bool) -> float:
+        """``Simulation.step_time`` or ``step_time_without_barrier``, without the rest."""
+        starts, ends, _ = self.run(times)
+        if barrier:
+            return max(ends) - min(starts)
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for entry, start, end in zip(self._entries, starts, ends, strict=True):
+            first.setdefault(entry.rank, start)
+            last[entry.rank] = end
+        return max(last[rank] - first[rank] for rank in last)
+
+    def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
+        """Starts and ends of entries as those of the actions of each rank."""
+        out: tuple[list[list[float]], list[list[float]]] = [[] for _ in self._actions], [[] for _ in self._actions]
+        for entry, start, end in zip(self._entries, starts, ends, strict=True):
+            members = 2 if entry.duration >= 4 * self._stages else 1
+            out[0][entry.rank] += [start] * members
+            out[1][entry.rank] += [end] * members
+        return out
+
+    def _durations(self, times: Times) -> list[float]:
+        forward, input_grad, weight_grad = (
+            times.per_stage(name, self._stages) for name in ("forward", "input_grad", "weight_grad")
+        )
+        whole = [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
+        pairs = [forward[f] + whole[b] if times.pair is None else times.pair for f, b in self._pairs]
+        return [*forward, *input_grad, *weight_grad, *whole, *pairs]
+
+    def _links(self, times: Times) -> list[float]:
+        links = times.per_stage("link", self._stages - 1)
+        owners = self._owners
+        return [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
+
+    def _group(self, rank: int) -> Sequence[Action]:
+        """The next action of a rank, with its partner."""
+        order, position = self._actions[rank], self._done[rank]
+        return order[position : position + 2] if order[position].paired else order[position : position + 1]
+
+    def _advance(self, rank: int) -> set[int]:
+        """Adds entries of the rank until it has to wait; returns the ranks that may go on because of it."""
+        woken: set[int] = set()
+        order, stages = self._actions[rank], self._stages
+        while self._done[rank] < len(order):
+            group = self._group(rank)
+            needs = []
+            for action in group:
+                need = self._need(action)
+                if need is None:
+                    return woken
+                needs.append(need)
+            first, second = needs[0], needs[1] if len(needs) == 2 else (-1, 0)
+            if len(group) == 2:
+                pair = group[0].stage, group[1].stage
+                duration = 4 * stages + self._pairs.setdefault(pair, len(self._pairs))
+            else:
+                duration = "FIWB".index(group[0].kind) * stages + group[0].stage
+            for kind, micro_batch, stage, _ in group:
+                if kind == "W":
+                    continue
+                ended, follower = (
+                    (self._forward, min(stage + 1, stages - 1)) if kind == "F" else (self._backward, max(stage - 1, 0))
+                )
+                ended[stage][micro_batch] = len(self._entries)
+                if self._owners[follower] != rank:
+                    woken.add(self._owners[follower])
+            self._entries.append(_Entry(rank, duration, *first, *second))
+            self._done[rank] += len(group)
+        return woken
+
+    def _need(self, action: Action) -> tuple[int, int] | None:
+        """The entry on another stage that the action comes after, and the link from there; ``None`` where something
+        that it needs has not run. -1 where nothing but this stage matters."""
+        kind, mb, stage, _ = action
+        if kind == "F":
+            entry, link = (-1, 0) if stage == 0 else (self._forward[stage - 1][mb], stage - 1)
+            return None if stage and entry < 0 else (entry, link)
+        own = self._backward[stage][mb] if kind == "W" else self._forward[stage][mb]
+        if own < 0:
+            return None
+        if kind == "W" or stage == self._stages - 1:
+            return -1, 0
+        behind = self._backward[stage + 1][mb]
+        return None if behind < 0 else (behind, stage)
+
+    def _deadlock(self) -> str:
+        waits = []
+        for rank, order in enumerate(self._actions):
+            if self._done[rank] == len(order):
+                continue
+            action = next(action for action in self._group(rank) if self._need(action) is None)
+            waits.append(f"rank {rank} waits at action {self._done[rank]} ({action}) for {self._missing(action)}")
+        more = f"; and {len(waits) - 4} more ranks" if len(waits) > 4 else ""
+        return "simulate: deadlock: " + "; ".join(waits[:4]) + more
+
+    def _missing(self, action: Action) -> str:
+        kind, mb, stage, _ = action
+        if kind == "F":
+            needed = Action("F", mb, stage - 1)
+        elif kind == "W" or self._forward[stage][mb] < 0:
+            needed = Action("I" if kind == "W" else "F", mb, stage)
+        else:
+            needed = Action("I", mb, stage + 1)
+        return f"{needed} on rank {self._owners[needed.stage]}"

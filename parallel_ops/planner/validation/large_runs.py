@@ -1,0 +1,103 @@
+"""Runs of Llama 3.1 with torchtitan, of Llama 3 405B and of DeepSeek-V3, and their plans."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.validation.measurement import Measurement, table
+
+
+def titan_setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
+    """Model, cluster and plan of a row of torchtitan's tables."""
+    dp, tp, pp, cp = (row.get(name, 1) for name in ("dp", "tp", "pp", "cp"))
+    model = presets.model(row["model"])
+    virtual_stages, micro_batch = row.get("virtual_stages", 1), row.get("micro_batch", 1)
+    plan = Plan(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        zero=2 if pp > 1 else 3,
+        sequence_parallel=tp > 1,
+        schedule="interleaved" if virtual_stages > 1 else "1f1b",
+        virtual_stages=virtual_stages,
+        micro_batch=micro_batch,
+        global_batch=dp * micro_batch * row.get("micro_batches", 1),
+        recompute=row["recompute"],
+        dtype=row["dtype"],
+        fused_ops=row["fused"],
+    )
+    model = replace(model, sequence=row.get("sequence", model.sequence))
+    return model, replace(presets.cluster("h100-96"), gpus=plan.gpus), plan
+
+
+def titan() -> Iterator[Measurement]:
+    for row in table("torchtitan")["rows"]:
+        model, cluster, plan = titan_setting(row)
+        yield Measurement(
+            source=table("torchtitan")["source"],
+            table="torchtitan",
+            name=f"table {row['table']}, {row['model']}, {model.sequence} tokens: {plan.describe()}, {plan.dtype}",
+            model=model,
+            cluster=cluster,
+            plan=plan,
+            seconds=plan.global_batch * model.sequence / (row["rate"] * plan.gpus),
+        )
+
+
+def llama() -> Iterator[Measurement]:
+    for row in table("other_generations")["llama 3"]:
+        plan = Plan(
+            dp=row["dp"],
+            tp=8,
+            pp=16,
+            cp=row["cp"],
+            zero=1,
+            sequence_parallel=True,
+            schedule="interleaved",
+            virtual_stages=8,
+            global_batch=row["batch"],
+            layers_per_chunk=(0, *[1] * 126, 0),
+        )
+        model = replace(presets.model("llama3-405b"), sequence=row["sequence"])
+        flops = 3 * row["batch"] * model.sequence * model.forward_flops
+        yield Measurement(
+            source=table("other_generations")["source"],
+            table="llama 3",
+            name=row["row"],
+            model=model,
+            cluster=replace(presets.cluster("llama3-cluster"), gpus=row["gpus"]),
+            plan=plan,
+            seconds=flops / (row["tflops"] * 1e12 * row["gpus"]),
+        )
+
+
+def deepseek() -> Iterator[Measurement]:
+    for row in table("other_generations")["deepseek-v3"]:
+        plan = Plan(
+            dp=row["dp"],
+            pp=16,
+            ep=64,
+            zero=1,
+            schedule="dualpipe-v",
+            virtual_stages=2,
+            global_batch=15360,
+            recompute="selective",
+            dtype="fp8",
+        )
+        model = presets.model("deepseek-v3")
+        steps = 14.8e12 / (plan.global_batch * model.sequence)
+        yield Measurement(
+            source=table("other_generations")["source"],
+            table="deepseek-v3",
+            name=row["row"],
+            model=model,
+            cluster=replace(presets.cluster("deepseek-v3-cluster"), gpus=row["gpus"]),
+            plan=plan,
+            seconds=row["gpu_hours"] * 1e6 * 3600 / row["gpus"] / steps,
+            fitted=False,
+        )

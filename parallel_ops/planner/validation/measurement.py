@@ -1,0 +1,55 @@
+"""What a measured step is, and the files of this folder."""
+
+import csv
+import functools
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.efficiency import Efficiency, efficiency
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One measured step.
+
+    ``group``: rows of the same model, batch and GPUs, of which a search would pick the fastest. ``fitted``: whether the
+    constants were fitted to it.
+    """
+
+    source: str
+    table: str
+    name: str
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    seconds: float
+    group: str = ""
+    fitted: bool = True
+
+    def predicted(self, constants: Efficiency | None = None, *, exact: bool = True) -> float:
+        """The planner's seconds, also of plans that a search refuses, such as tensor parallelism over two nodes.
+
+        ``exact``: simulate the pipeline, however long it is.
+        """
+        step = Step(self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation))
+        return step.simulated_seconds() if exact else step.seconds()
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    """The content of a JSON file of this folder."""
+    data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def rows(name: str) -> tuple[str, list[dict[str, str]]]:
+    """Source and rows of a CSV file of this folder, whose first line is a comment with the source."""
+    first, *lines = files(__package__).joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    lines[0] = lines[0].removeprefix("# ")
+    return first.removeprefix("# "), list(csv.DictReader(lines))
