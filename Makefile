@@ -35,7 +35,6 @@ demo: venv
 
 test: venv
 	$(TEST_ENV) $(PYTEST)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/kernels
 
 # Launches, and every kernel compiled for one GPU: what depends on Triton itself.
 test-oldest-triton: venv

@@ -1,4 +1,4 @@
-import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,12 +14,29 @@ settings.register_profile(
 settings.load_profile("parallel_ops")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpreted kernels need their own run, since Triton decides at import; either run names what it left out."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    for item in items:
-        if interpreted != bool(item.get_closest_marker("interpret")):
-            reason = (
-                "only interpreted kernels run under TRITON_INTERPRET=1" if interpreted else "needs TRITON_INTERPRET=1"
-            )
-            item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--executor",
+        choices=("quick", "full"),
+        default="quick",
+        help="tests that execute the PTX of kernels: as compiled for sm_90, or for sm_80, sm_90 and sm_100",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if any(m.name == "executed" for m in metafunc.definition.iter_markers()):
+        full = metafunc.config.getoption("--executor") == "full"
+        capabilities = (80, 90, 100) if full else (90,)
+        metafunc.parametrize("_kernels_are_executed", capabilities, indirect=True, ids=lambda c: f"on sm_{c}")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_executed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests with the marker, kernels that are launched on CPU tensors have their PTX executed."""
+    if not hasattr(request, "param"):
+        yield
+        return
+    from support.ptx.execution import executed
+
+    with executed(request.param):
+        yield

@@ -4,14 +4,13 @@ The launchers run as they are, on tensors of the meta device; launches are recor
 compiled and inspected is what a GPU would get: the same block sizes, warps, constants and alignment hints.
 """
 
-import collections
 import contextlib
 import dataclasses
-import linecache
+import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ _TYPES = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
 }
-_OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[int, ...]
     options: tuple[tuple[str, int], ...]
+    call: Any = dataclasses.field(default=None, compare=False, repr=False)  # (arguments, keywords, grid), if recorded
 
     @property
     def name(self) -> str:
@@ -66,15 +66,7 @@ class Compiled:
     local_bytes: int
     shared_bytes: int
     spill_instructions: tuple[str, ...]
-    access_bits: dict[str, list[int]]  # by operand, the width of each access to global memory, in bits
-
-    def wide_share(self, beside: Collection[str] = ()) -> float:
-        """The share of the bytes loaded and stored per pass that moves 128 bits at a time.
-
-        Operands in ``beside`` are no bulk data: they do not count.
-        """
-        widths = [w for operand, bits in self.access_bits.items() if operand not in beside for w in bits]
-        return sum(w for w in widths if w == 128) / max(1, sum(widths))
+    sass: str = dataclasses.field(repr=False)
 
 
 @contextlib.contextmanager
@@ -83,7 +75,7 @@ def recorded() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch = _specialise(self, args, kwargs)
+        launch = dataclasses.replace(specialise(self, args, dict(kwargs)), call=(args, kwargs, grid))
         assert all(1 <= g < 2**31 for g in grid[:1]) and all(1 <= g <= 65535 for g in grid[1:]), (str(launch), grid)
         if launch not in launches:
             launches.append(launch)
@@ -96,8 +88,8 @@ def recorded() -> Iterator[list[Launch]]:
         JITFunction.run = original
 
 
-def _specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    options = {k: kwargs.pop(k) for k in _OPTIONS if k in kwargs}
+def specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    options = {k: kwargs.pop(k) for k in OPTIONS if k in kwargs}
     bound = kernel.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     signature, constants, aligned = {}, {}, []
@@ -110,7 +102,8 @@ def _specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, An
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
-            aligned.append(index)  # torch's allocator aligns to 512 bytes
+            if value.storage_offset() * value.element_size() % 16 == 0:  # torch's allocator aligns to 512 bytes
+                aligned.append(index)
         elif isinstance(value, int):
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
@@ -128,7 +121,7 @@ def _specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def _compile(launch: Launch, capability: int) -> Any:
+def compiled(launch: Launch, capability: int) -> Any:
     source = ASTSource(
         launch.kernel,
         dict(launch.signature),
@@ -140,13 +133,14 @@ def _compile(launch: Launch, capability: int) -> Any:
 
 def assembly(launch: Launch, capability: int) -> str:
     """The PTX of ``launch`` for ``sm_<capability>``."""
-    text: str = _compile(launch, capability).asm["ptx"]
+    text: str = compiled(launch, capability).asm["ptx"]
     return text
 
 
+@functools.cache
 def compile_for(launch: Launch, capability: int) -> Compiled:
     """Compiles ``launch`` for ``sm_<capability>`` and reads the machine code."""
-    kernel = _compile(launch, capability)
+    kernel = compiled(launch, capability)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
@@ -159,35 +153,10 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
         local_bytes=numbers["LOCAL"],
         shared_bytes=max(numbers["SHARED"], kernel.metadata.shared),
         spill_instructions=tuple(re.findall(r"\b(?:LDL|STL)\b[^;]*", sass)),
-        access_bits=_accesses(kernel.asm["ptx"], Path(launch.kernel.fn.__code__.co_filename).parent),
+        sass=sass,
     )
 
 
 def _cuobjdump(flag: str, cubin: Path) -> str:
     tool = triton.knobs.nvidia.cuobjdump.path
     return subprocess.run([tool, flag, str(cubin)], check=True, capture_output=True, text=True).stdout
-
-
-_ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
-_ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\s[^;]*\], 0x(\w+)")
-_POINTERS = (re.compile(r"(\w+)_ptr\b"), re.compile(r"\btl\.(?:load|store)\((\w+)"))
-_FRAME = re.compile(r"([\w.]+\.py):(\d+)")
-
-
-def _accesses(ptx: str, folder: Path) -> dict[str, list[int]]:
-    """The width of each access, by the name of the pointer on the source line that asked for it, without its _ptr.
-
-    An access within an inlined function has its callers' lines too; the outermost that names a pointer counts.
-    """
-    accesses: dict[str, list[int]] = collections.defaultdict(list)
-    operand = "?"
-    for line in ptx.splitlines():
-        if ".loc" in line:
-            texts = [linecache.getline(str(folder / file), int(number)) for file, number in _FRAME.findall(line)]
-            names = [name for pattern in _POINTERS for text in reversed(texts) for name in pattern.findall(text)]
-            operand = names[0] if names else "?"
-        elif access := _ACCESS.search(line):
-            accesses[operand].append(int(access[1] or 1) * int(access[2]))
-        elif copy := _ASYNC_COPY.search(line):
-            accesses[operand].append(8 * int(copy[1], 16))
-    return dict(accesses)

@@ -1,12 +1,11 @@
 """What every kernel test file shares: launches compiled ahead of time, launchers made differentiable."""
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-
 import pytest
 import torch
 
 from support import aot
+from support.ptx.execution import rerun, unwritten
+from support.ptx.report import SECTOR, Report
 from support.suite import DTYPES
 
 
@@ -32,18 +31,10 @@ def interpreted_cases(*shapes: tuple[int, ...]) -> list:
 SMALL = {"_column_sum_kernel", "_merge_kernel", "_combine_kernel"}
 
 
-def check_compiled(
-    launches: list[aot.Launch],
-    cols: int,
-    capability: int,
-    *,
-    per_row: Collection[str] = (),
-    per_program: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> None:
-    """No spills, no local memory, shared memory within the chip's limit, bulk loads and stores 128 bits wide.
+def check_compiled(launches: list[aot.Launch], cols: int, capability: int, *, passes: float = 1.0) -> None:
+    """No spills, no local memory, shared memory within the chip's limit, and data moved as it should be.
 
-    ``per_row``: pointers of the kernels, without their _ptr, to one value a row, beside the bulk of the data.
-    ``per_program``: by kernel, pointers to what a program reads or writes once while it walks over many rows.
+    ``passes``: how often a program may read and write what it touches.
     """
     assert launches, "nothing was launched"
     for launch in launches:
@@ -52,9 +43,33 @@ def check_compiled(
         assert code.stack_bytes == 0, f"{launch} uses the stack: {code}"
         limit = aot.SHARED_MEMORY_LIMIT[capability]
         assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
-        if cols % 16 == 0 and launch.name not in SMALL:
-            beside = {*per_row, *per_program.get(launch.name, ())}
-            assert code.wide_share(beside) >= 0.9, f"{launch} moves bulk data in narrow pieces: {code.access_bits}"
+        if launch.name not in SMALL:
+            check_transfers(rerun(launch, capability, programs=1), cols, passes)
+
+
+def check_transfers(report: Report, cols: int, passes: float = 1.0) -> None:
+    """Bulk data moves once, in whole sectors, 128 bits a thread where rows of ``cols`` elements begin at 16 bytes.
+
+    Counted over what one program executes, so loops weigh as much as they run.
+    """
+    operands = {
+        **{f"load of {k}": t for k, t in report.loads.items()},
+        **{f"store of {k}": t for k, t in report.stores.items()},
+    }
+    moved = sum(t.bytes for t in operands.values())
+    name = f"{report.specialised}"
+    for operand, t in operands.items():
+        if t.bytes < 0.1 * moved:
+            continue
+        item = min(report.element_bytes[operand.rpartition(" ")[2]], 16)
+        narrow = sum(n for width, n in t.widths.items() if width < 128)
+        if cols * item % 16 == 0:
+            assert narrow <= 0.1 * t.bytes, f"{name}: {operand} moves in narrow pieces: {dict(t.widths)} bytes by bits"
+            assert t.sectors <= 1.1 * t.least, f"{name}: {operand} takes {t.sectors} sectors where {t.least} would do"
+        distinct = max(t.distinct_per_program(), 1)
+        assert SECTOR * t.least <= 1.1 * passes * distinct, (
+            f"{name}: {operand} moves {SECTOR * t.least} bytes where {distinct} are touched"
+        )
 
 
 class _Kernels(torch.autograd.Function):
@@ -77,4 +92,4 @@ def differentiable(forward, backward):
 
 def poisoned(shape, like: torch.Tensor) -> torch.Tensor:
     """An output full of NaN, so that an element that no program writes is seen."""
-    return torch.full(tuple(shape), torch.nan, dtype=like.dtype)
+    return unwritten(tuple(shape), like.dtype)

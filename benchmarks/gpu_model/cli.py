@@ -1,0 +1,68 @@
+"""The command line: ``python -m benchmarks.gpu_model``."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.gpu_model import devices, table
+from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, rows
+from parallel_ops import _command_line as command_line
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+_RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main() -> None:
+    """Runs the command line."""
+    command_line.run(app, "python -m benchmarks.gpu_model", errors=(OSError, ValueError))
+
+
+@app.command()
+def command(
+    op: Annotated[list[str] | None, typer.Option(help="The ops; all by default. Repeatable.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Sizes such as 2048x4x4096, instead of the op's own.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 (the default) or float32; repeatable.")] = None,
+    device: Annotated[list[str] | None, typer.Option(help="GPUs; all by default. Repeatable.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for the rows; those of the same cases are replaced.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--table", help="File for the page made of all rows.")] = None,
+) -> None:
+    """What the kernels should reach on GPUs that need not be there, from their compiled code."""
+    gpus = devices.load()
+    for given, known in ((op, list(SHAPES)), (dtype, list(DTYPES)), (device, [d.name for d in gpus])):
+        for name in given or []:
+            if name not in known:
+                command_line.fail(f"unknown {name!r}; choose from {', '.join(known)}")
+    known_rows = _read(json_file) if json_file else {}
+    measurements = table.measured(_RESULTS)
+    for name in op or SHAPES:
+        sizes = [tuple(int(n) for n in s.split("x")) for s in shape] if shape else SHAPES[name]
+        for size in sizes:
+            for kind in dtype or ["bfloat16"]:
+                for row in rows(name, size, kind, [d for d in gpus if d.name in (device or [d.name])]):
+                    known_rows[row.key] = row
+                    _show(row, measurements.get(row.key))
+                if json_file:
+                    json_file.write_text(json.dumps([dataclasses.asdict(r) for r in known_rows.values()], indent=1))
+    if page:
+        page.write_text(table.page(list(known_rows.values()), gpus, measurements))
+
+
+def _read(path: Path) -> dict[tuple[str, ...], Row]:
+    found = [Row(**fields) for fields in json.loads(path.read_text())] if path.exists() else []
+    return {row.key: row for row in found}
+
+
+def _show(row: Row, real: float | None) -> None:
+    typer.echo(
+        f"{row.op} {row.direction} {row.shape} {row.dtype} {row.device}: "
+        f"{row.share:.0%} of clone, limited by {row.limit}{'' if real is None else f', measured {real:.0%}'}; "
+        f"bytes {row.bytes_to_least:.2f} of the least, {row.instructions:.1f} instructions an element "
+        f"({row.issue_share:.0%} of issue), {row.registers} registers, {row.resident} programs a multiprocessor, "
+        f"{row.waves:.1f} waves ({row.wave_efficiency:.0%}), {row.barriers:.0f} barriers, "
+        f"sectors {row.sectors_to_least:.2f}, narrow {row.narrow:.0%}"
+    )

@@ -1,0 +1,147 @@
+"""What a launch does: counted by the executor on a sample of its programs, and read from its machine code."""
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.spec import Benchmark, Provider, Shape
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support import aot
+from support.ptx import machine_code
+from support.ptx.execution import compiled, executed, ops_launch_kernels
+from support.ptx.report import Report
+
+# Programs of a launch that are run: enough that first, last and those between count (causal rows differ in length).
+SAMPLE = 6
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Loads or stores of one tensor, all programs together; bytes are whole sectors of 32."""
+
+    name: str
+    stored: bool
+    requested: float  # each instruction of each warp for itself
+    by_program: float  # each sector once for each program that touches it
+    once: float  # each sector once
+    size: int
+    ratio: float  # sectors moved per warp against the least that could hold the bytes
+    narrow: float  # share of the bytes that moves in less than 128 bits a thread
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One launch."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    programs: int
+    warps: int
+    registers: int
+    shared_bytes: int
+    spills: bool
+    instructions: float  # machine instructions a warp
+    special: float  # those of them for the special function unit
+    trips: float  # of the main loop; 0: there is none
+    barriers: float  # an iteration of the main loop, or a program without one
+    phases: float  # loads that wait for each other: one outside loops, and one a trip unless copies run ahead
+    operands: tuple[Operand, ...]
+
+
+def facts(report: Report, capability: int) -> Facts:
+    code = aot.compile_for(report.specialised, capability)
+    program = compiled(report.specialised, capability)[0]
+    issued = machine_code.issued(code.sass, program, report)
+    programs = report.grid[0] * report.grid[1] * report.grid[2]
+    scale = programs / report.programs
+    operands = []
+    for stored, side in ((False, report.loads), (True, report.stores)):
+        for name, t in side.items():
+            by_program = t.distinct_per_program() * scale
+            once = min(by_program, report.sizes[name])
+            narrow = sum(n for width, n in t.widths.items() if width < 128) / max(1, t.bytes)
+            ratio = t.sectors / max(1, t.least)
+            operands.append(
+                Operand(name, stored, 32 * t.sectors * scale, by_program, once, report.sizes[name], ratio, narrow)
+            )
+    loops = machine_code.memory_phases(program, report)
+    main = max(loops, key=lambda loop: loop.trips, default=None)
+    return Facts(
+        kernel=report.name,
+        grid=report.grid,
+        programs=programs,
+        warps=report.warps,
+        registers=code.registers,
+        shared_bytes=max(code.shared_bytes, report.shared_bytes),
+        spills=bool(code.spill_instructions or code.local_bytes or code.stack_bytes),
+        instructions=issued.all,
+        special=issued.count("MUFU"),
+        trips=main.trips if main else 0.0,
+        barriers=main.barriers if main else report.barriers / report.programs,
+        phases=1.0 + sum(loop.trips for loop in loops if loop.loads and not loop.copies_ahead),
+        operands=tuple(operands),
+    )
+
+
+@contextlib.contextmanager
+def _multiprocessors(count: int) -> Iterator[None]:
+    """Launchers that ask how many multiprocessors there are get this answer."""
+    from parallel_ops.triton_kernels import _common
+
+    original = getattr(_common, "multiprocessors", None)
+    users: list[Any] = [m for name, m in sys.modules.items() if name.startswith("parallel_ops.triton_kernels.")]
+    replaced = [m for m in users if original is not None and getattr(m, "multiprocessors", None) is original]
+    for module in replaced:
+        module.multiprocessors = lambda device: count
+    try:
+        yield
+    finally:
+        for module in replaced:
+            module.multiprocessors = original
+
+
+def directions(
+    benchmark: Benchmark, shape: Shape, dtype: torch.dtype, capability: int, multiprocessors: int,
+    op: Provider | None = None,
+) -> dict[str, list[Facts]]:  # fmt: skip
+    """The launches of forward and backward at ``shape``, of ``op`` instead of the benchmark's own if given."""
+    run = functools.partial(executed, capability, exact=True, programs=SAMPLE)
+    reports = _run(benchmark, shape, dtype, multiprocessors, op, run)
+    return {direction: [facts(r, capability) for r in found] for direction, found in reports.items()}
+
+
+def launched(
+    benchmark: Benchmark, shape: Shape, dtype: torch.dtype, capability: int, multiprocessors: int
+) -> dict[str, list[tuple[str, int, tuple[int, int, int]]]]:
+    """(kernel, programs, (registers, warps, bytes of shared memory)) of the launches, without running them."""
+    found = _run(benchmark, shape, dtype, multiprocessors, None, aot.recorded)
+    return {direction: [_use(launch, capability) for launch in launches] for direction, launches in found.items()}
+
+
+def _use(launch: Any, capability: int) -> tuple[str, int, tuple[int, int, int]]:
+    code = aot.compile_for(launch, capability)
+    warps = compiled(launch, capability)[1]
+    return launch.name, math.prod(launch.call[2]), (code.registers, warps, code.shared_bytes)
+
+
+def _run(
+    benchmark: Benchmark, shape: Shape, dtype: torch.dtype, multiprocessors: int, op: Provider | None,
+    watched: Callable[[], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """What ``watched`` sees of the launches of each direction."""
+    with _multiprocessors(multiprocessors), ops_launch_kernels():
+        inputs = benchmark.build(shape, dtype, torch.device("meta"))
+        with watched() as forward:
+            y = (op or benchmark.ours)(*inputs)
+        with watched() as backward:
+            y.backward(torch.empty_like(y))
+    return {"forward": forward, "backward": backward}

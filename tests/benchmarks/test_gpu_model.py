@@ -1,0 +1,160 @@
+"""What the kernels must need at most, held by the static model: bytes, instructions, barriers, occupancy, waves.
+
+A few sizes on an H200; ``python -m benchmarks.gpu_model`` has all. About a minute of one core.
+"""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from benchmarks.gpu_model import devices, table
+from benchmarks.gpu_model.cases import Row, benchmark
+from benchmarks.gpu_model.facts import directions, launched
+from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
+from parallel_ops import vocab_parallel_cross_entropy
+
+pytestmark = pytest.mark.aot
+
+GPUS = {d.name: d for d in devices.load()}
+BF16 = torch.bfloat16
+NORMS = ("layer_norm", "rms_norm")
+SOFTMAXES = ("scaled_causal_softmax", "scaled_masked_softmax")
+
+
+@functools.cache
+def model(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16, gpu: str = "H200") -> dict[str, Prediction]:
+    bench, device = benchmark(op), GPUS[gpu]
+    launches = directions(bench, shape, dtype, device.capability, device.multiprocessors)
+    traffic = bench.traffic(shape, dtype)
+    return {d: predict(f, device, traffic.of(d), math.prod(shape)) for d, f in launches.items()}
+
+
+def test_occupancy():
+    """As the occupancy calculator gives it, for each of the four limits."""
+    h100 = GPUS["H100 SXM"]
+    assert h100.resident(registers=64, warps=8, shared_bytes=0) == 4  # registers
+    assert h100.resident(registers=33, warps=4, shared_bytes=0) == 12  # registers, given in units of 256 a warp
+    assert h100.resident(registers=16, warps=4, shared_bytes=0) == 16  # warps
+    assert h100.resident(registers=16, warps=1, shared_bytes=0) == 32  # programs
+    assert h100.resident(registers=32, warps=4, shared_bytes=100 * 1024) == 2  # shared memory, with a KiB each
+
+
+def test_the_page_shows_measurements_beside_predictions():
+    fields = {"direction": "forward", "shape": "8x16", "dtype": "bfloat16", "kernel": "_kernel", "limit": "bytes"}
+    numbers = dict.fromkeys([f.name for f in dataclasses.fields(Row) if f.type in (float, "float")], 1.0)
+    counts = {"registers": 32, "shared_bytes": 0, "resident": 4}
+    rows = [Row(**fields, **{**numbers, "share": 0.5}, **counts, op="gelu", device=name) for name in ("A100", "H200")]
+    page = table.page(rows, list(GPUS.values()), {rows[1].key: 0.45})
+    assert "| forward 8x16 bfloat16 | 50% bytes |  |  | 50% bytes, measured 45% |  | 1.00 | 1.0 | 32 | 4 |" in page
+
+
+def test_wave_efficiency():
+    assert wave_efficiency(128, 108, 1) == 1.0  # as one ends the next begins: its tail is counted in time
+    assert wave_efficiency(128, 108, 2) == pytest.approx(128 / 216)
+    assert wave_efficiency(264, 132, 2) == 1.0
+
+
+@pytest.mark.parametrize("cols", [12288, 16384])
+@pytest.mark.parametrize("op", NORMS)
+def test_wide_backward_of_norms_reads_once(op, cols):
+    backward = model(op, (2048, 4, cols))["backward"]
+    assert backward.bytes <= 3.2 / 3 * backward.least
+    assert not any(x.facts.spills for x in backward.launches)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("op", NORMS)
+def test_backward_of_norms_fills_every_gpu(op, gpu):
+    device = GPUS[gpu]
+    launches = launched(benchmark(op), (2048, 4, 4096), BF16, device.capability, device.multiprocessors)["backward"]
+    kernel, programs, resident = max(
+        ((name, n, device.resident(*use)) for name, n, use in launches), key=lambda x: -x[1]
+    )
+    rounds = -(-programs // (device.multiprocessors * resident))
+    slots = device.multiprocessors * (resident * rounds if rounds > 1 else -(-programs // device.multiprocessors))
+    assert programs / slots >= 0.9, f"{kernel}: {programs} programs, {resident} a multiprocessor"
+
+
+def test_backward_of_layer_norm():
+    backward = model("layer_norm", (2048, 4, 4096))["backward"]
+    assert backward.main.facts.barriers <= 3
+    assert backward.main.resident >= 2
+    assert sum("column_sum" in x.facts.kernel for x in backward.launches) == 1
+
+
+@pytest.mark.parametrize("op", [*NORMS, *SOFTMAXES])
+def test_forward_reads_long_rows_once(op):
+    shape = (512, 1, 65536) if op in NORMS else (1, 4, 512, 65536)
+    forward = model(op, shape)["forward"]
+    assert forward.bytes <= 1.05 * forward.least
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "direction", "most"),
+    [
+        ("bias_gelu", (2048, 4, 4096), "forward", 13),
+        ("vocab_parallel_cross_entropy", (8192, 131072), "forward", 10),
+        ("bias_dropout_add", (2048, 4, 4096), "forward", 20),
+    ],
+)
+def test_instructions_an_element(op, shape, direction, most):
+    assert model(op, shape)[direction].instructions <= most
+
+
+def test_causal_softmax_computes_what_is_visible():
+    square, last = (model("scaled_causal_softmax", (1, 8, rows, 4096))["forward"] for rows in (4096, 32))
+    assert square.instructions <= 0.65 * last.instructions
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        ("bias_gelu", (2048, 4, 4096)),
+        ("bias_swiglu", (2048, 4, 8192)),
+        ("bias_dropout_add", (2048, 4, 4096)),
+        ("layer_norm", (2048, 4, 4096)),
+        ("rms_norm", (2048, 4, 4096)),
+        ("rotary_embedding", (2048, 4, 32, 128)),
+        ("scaled_causal_softmax", (4, 32, 2048, 2048)),
+        ("scaled_masked_softmax", (4, 32, 2048, 2048)),
+        ("vocab_parallel_cross_entropy", (8192, 131072)),
+    ],
+)
+def test_issue_slots(op, shape, direction):
+    """No op needs more than three quarters of the issue slots of an H200 at the speed of a clone."""
+    assert model(op, shape)[direction].issue_share <= 0.75
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        *((op, (2048, 4, 4104)) for op in ("bias_gelu", "bias_dropout_add", *NORMS)),
+        ("bias_swiglu", (2048, 4, 8208)),
+        *((op, (4, 8, 1032, 1032)) for op in SOFTMAXES),
+        ("vocab_parallel_cross_entropy", (8192, 4008)),
+    ],
+)
+def test_columns_that_16_does_not_divide_move_128_bits(op, shape):
+    for prediction in model(op, shape).values():
+        main = prediction.main.facts
+        moved = sum(o.requested for o in main.operands)
+        assert sum(o.narrow * o.requested for o in main.operands) <= 0.1 * moved
+        assert sum(o.ratio * o.requested for o in main.operands) <= 1.1 * moved
+
+
+@pytest.mark.parametrize(("op", "shape"), [("bias_gelu", (2048, 4, 1024)), ("bias_swiglu", (2048, 4, 2 * 1792))])
+def test_backward_at_small_widths_has_three_programs_a_multiprocessor(op, shape):
+    main = model(op, shape)["backward"].main
+    assert min(main.resident, main.facts.programs / GPUS["H200"].multiprocessors) >= 3
+
+
+def test_a_loss_that_makes_its_gradient_in_the_forward_passes_twice_over_the_logits():
+    bench, shape, device = benchmark("vocab_parallel_cross_entropy"), (8192, 131072), GPUS["H200"]
+    loss = functools.partial(vocab_parallel_cross_entropy, gradient_in_forward=True)
+    launches = directions(bench, shape, BF16, device.capability, device.multiprocessors, op=loss)
+    both = predict([*launches["forward"], *launches["backward"]], device, 2 * 2 * math.prod(shape), math.prod(shape))
+    assert both.bytes <= 1.05 * both.least
