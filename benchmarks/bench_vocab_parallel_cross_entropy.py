@@ -23,6 +23,10 @@ def inplace() -> Provider:
     return functools.partial(vocab_parallel_cross_entropy, inplace_backward=True)
 
 
+def gradient_in_forward() -> Provider:
+    return functools.partial(vocab_parallel_cross_entropy, gradient_in_forward=True, inplace_backward=True)
+
+
 def liger() -> Provider:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -53,6 +57,7 @@ BENCHMARK = Benchmark(
     # What writes over the logits can go back once only: forward and backward together.
     peers={
         "inplace": Peer(inplace, devices=("cpu", "cuda"), directions=("full",)),
+        "in_forward": Peer(gradient_in_forward, devices=("cpu", "cuda"), directions=("full",)),
         "liger": Peer(liger, directions=("full",)),
     },
 )

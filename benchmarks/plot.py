@@ -14,6 +14,7 @@ from benchmarks.spec import DIRECTIONS
 _COLORS = {
     "parallel_ops": "#0b6e4f",
     "inplace": "#7cc3a4",
+    "in_forward": "#4d9e7c",
     "eager": "#b8bfc6",
     "compile": "#6b9bd1",
     "torch": "#8a6fb3",
@@ -22,6 +23,7 @@ _COLORS = {
 }
 _LABELS = {
     "inplace": "parallel_ops, in place",
+    "in_forward": "parallel_ops, gradient in the forward",
     "eager": "PyTorch eager",
     "compile": "torch.compile",
     "torch": "PyTorch's own fused op",

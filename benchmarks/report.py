@@ -9,7 +9,8 @@ from rich.table import Table
 
 from benchmarks.results import PROVIDERS, Row
 
-_RIVALS = tuple(p for p in PROVIDERS if p not in ("parallel_ops", "inplace", "clone"))
+WAYS = ("inplace", "in_forward")  # other ways to call the op itself
+_RIVALS = tuple(p for p in PROVIDERS if p not in ("parallel_ops", *WAYS, "clone"))
 
 Group = dict[str, Row]  # the providers of one case
 
@@ -32,10 +33,13 @@ def print_op(console: Console, rows: Sequence[Row]) -> None:
     """The table of one op: a section a shape and dtype, a line a direction."""
     present = {row.provider for row in rows}
     rivals = [p for p in _RIVALS if p in present]
-    inplace = ["inplace"] if "inplace" in present else []
+    ways = [p for p in WAYS if p in present]
     table = Table(title=rows[0].op, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
-    times = [f"{name}\nms" for name in ("ours", *("in\nplace" for _ in inplace), *rivals, "clone")]
+    times = [
+        f"{name}\nms"
+        for name in ("ours", *(p.replace("_", "\n").replace("inplace", "in\nplace") for p in ways), *rivals, "clone")
+    ]
     for name in (*times, "ours\nGB/s", "of\nclone", *(f"vs\n{p}" for p in rivals), "ours\nMiB", "eager\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
     section = None
@@ -47,7 +51,7 @@ def print_op(console: Console, rows: Sequence[Row]) -> None:
         ours, eager = group.get("parallel_ops"), group.get("eager")
         table.add_row(
             f"  {any_row.direction}",
-            *(_time(group.get(p)) for p in ("parallel_ops", *inplace, *rivals, "clone")),
+            *(_time(group.get(p)) for p in ("parallel_ops", *ways, *rivals, "clone")),
             _column(ours, "gb_per_s", ".1f"),
             _column(ours, "percent_of_clone", ".0f", "%"),
             *(_number(speedup(group, p), ".2f", "x") for p in rivals),

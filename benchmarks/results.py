@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 from benchmarks.environment import Environment
 
 # The providers, in the order in which tables and charts show them.
-PROVIDERS = ("parallel_ops", "inplace", "eager", "compile", "torch", "liger", "cce", "clone")
+PROVIDERS = ("parallel_ops", "inplace", "in_forward", "eager", "compile", "torch", "liger", "cce", "clone")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,40 +8,65 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
   m.def(
-      "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, SymInt index_offset)"
-      " -> Tensor");
+      "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, ScalarType dtype, float p, Tensor? seed, SymInt "
+      "index_offset) -> Tensor");
   m.def(
-      "bias_dropout_add_backward(Tensor grad, bool bias, float p, Tensor? seed, SymInt index_offset)"
+      "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, SymInt "
+      "index_offset) -> (Tensor, Tensor)");
+  m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights) -> Tensor");
+  m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights) -> (Tensor, Tensor, Tensor)");
+  m.def("silu_mul(Tensor gate, Tensor up, Tensor? weights) -> Tensor");
+  m.def("silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights) -> (Tensor, Tensor, Tensor)");
+  m.def("gelu_mul(Tensor gate, Tensor up, Tensor? weights, bool tanh) -> Tensor");
+  m.def(
+      "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, bool tanh)"
+      " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "scaled_masked_softmax(Tensor scores, Tensor? mask, Tensor? sink, float scale) -> (Tensor y, Tensor sink_share)");
+  m.def("scaled_masked_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "scaled_causal_softmax(Tensor scores, Tensor? sink, float scale, int? window) -> (Tensor y, Tensor sink_share)");
+  m.def(
+      "scaled_causal_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale, int? window)"
       " -> (Tensor, Tensor)");
-  m.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
-  m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
-  m.def("scaled_masked_softmax(Tensor scores, Tensor? mask, float scale) -> Tensor");
-  m.def("scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale) -> Tensor");
-  m.def("scaled_causal_softmax(Tensor scores, float scale, int? window) -> Tensor");
-  m.def("scaled_causal_softmax_backward(Tensor grad, Tensor y, float scale, int? window) -> Tensor");
   m.def(
-      "cross_entropy_statistics(Tensor logits, Tensor target, int start, int vocab, int ignore_index, float softcap, "
-      "bool smoothing) -> (Tensor, Tensor)");
+      "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float z_loss, float "
+      "softcap, int ignore_index, bool ignore_invalid, int reduction, bool inplace_backward) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
+      "cross_entropy_with_gradient(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float "
+      "z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction) -> (Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
+      "cross_entropy_with_gradient_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float label_smoothing, "
+      "float z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
+  m.def("cross_entropy_scale_(Tensor(a!) gradient, Tensor factor) -> ()");
+  m.def(
+      "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? class_weight, int start, int vocab, int "
+      "ignore_index, bool ignore_invalid, float softcap, bool smoothing) -> (Tensor, Tensor)");
   m.def(
       "cross_entropy_combine(Tensor statistics, Tensor column, float label_smoothing, float z_loss) -> (Tensor, "
       "Tensor)");
   m.def(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor column, Tensor saved, float label_smoothing, float "
-      "z_loss, float softcap) -> Tensor");
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor? class_weight, Tensor column, Tensor saved, float "
+      "label_smoothing, float z_loss, float softcap) -> Tensor");
   m.def(
-      "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor column, Tensor saved, float label_smoothing, "
-      "float z_loss, float softcap) -> ()");
+      "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor? class_weight, Tensor column, Tensor saved, "
+      "float label_smoothing, float z_loss, float softcap) -> ()");
   m.def(
-      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str? group, float label_smoothing, float z_loss, "
-      "float softcap, int ignore_index, bool inplace_backward) -> (Tensor, Tensor, Tensor)");
+      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, str group, float "
+      "label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_invalid, bool inplace_backward) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def(
       "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, str? group, "
-      "float label_smoothing, float z_loss, float softcap, int ignore_index, bool per_row, int parts, int chunk_bytes, "
+      "float label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_invalid, bool per_row, int "
+      "parts, int chunk_bytes, "
       "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor "
       "column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
-      "per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
+      "ignore_invalid, bool per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs) -> Tensor[]");
@@ -56,20 +81,26 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "overlap, "
       "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
-      "layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
       " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor mean, Tensor rstd,"
-      " bool has_bias, bool zero_centered) -> (Tensor, Tensor, Tensor)");
+      "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
+      " Tensor rstd, bool zero_centered) -> (Tensor dx, Tensor narrow_dx, Tensor dweight, Tensor dbias)");
   m.def(
-      "rms_norm(Tensor x, Tensor weight, Tensor? residual, float eps, bool zero_centered)"
+      "rms_norm(Tensor x, Tensor? weight, Tensor? residual, float eps, bool zero_centered)"
       " -> (Tensor y, Tensor sum, Tensor rstd)");
   m.def(
-      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor rstd, bool zero_centered)"
-      " -> (Tensor, Tensor)");
-  m.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
+      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd, bool zero_centered)"
+      " -> (Tensor dx, Tensor narrow_dx, Tensor dweight)");
   m.def(
-      "rotary_embedding_backward(Tensor grad, Tensor cos, Tensor sin, Tensor? positions, bool interleaved) -> Tensor");
+      "rotary_embedding(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, bool "
+      "interleaved, bool heads_first) -> (Tensor, Tensor)");
+  m.def(
+      "rotary_embedding_backward(Tensor grad_q, Tensor? grad_k, Tensor cos, Tensor sin, Tensor? positions, Tensor? "
+      "cu_seqlens, bool interleaved, bool heads_first) -> (Tensor, Tensor)");
+  m.def(
+      "rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, "
+      "bool interleaved) -> ()");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");

@@ -13,9 +13,11 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.bias_gelu import bias_gelu
     from parallel_ops.ops.bias_swiglu import bias_swiglu
+    from parallel_ops.ops.cross_entropy import cross_entropy
+    from parallel_ops.ops.gated import gelu_mul, silu_mul
     from parallel_ops.ops.layer_norm import layer_norm
     from parallel_ops.ops.rms_norm import rms_norm
-    from parallel_ops.ops.rotary_embedding import rotary_embedding
+    from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk
     from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax
     from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax
     from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -30,12 +32,16 @@ __all__ = [
     "bias_dropout_add",
     "bias_gelu",
     "bias_swiglu",
+    "cross_entropy",
+    "gelu_mul",
     "layer_norm",
     "linear_reduce_scatter",
     "rms_norm",
     "rotary_embedding",
+    "rotary_embedding_qk",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
+    "silu_mul",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

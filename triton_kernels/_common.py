@@ -1,5 +1,8 @@
 """What the launchers share: tensors as rows, block sizes, and the column sum behind every bias gradient."""
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +14,9 @@ from parallel_ops.triton_kernels._launch import launch
 # 4,096 and more keep an H200's 132 multiprocessors four programs deep, and cost 2% of the backward's traffic at
 # 8,192 rows. A constant, not the multiprocessor count, so that every GPU gives the same bits.
 ROW_SPLITS = 128
+
+# Triton's interpreter knows no assembly.
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,9 +59,45 @@ def _row_stride(t: Tensor) -> int | None:
     return t.shape[-1] if merged is None else merged
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; those of an H100 for tensors elsewhere, whose kernels are compiled or interpreted, not run."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 def vector_cols(dtype: torch.dtype, num_warps: int) -> int:
     """Columns that ``num_warps`` warps cover when each thread moves 16 bytes, the widest access there is."""
     return 32 * num_warps * 16 // dtype.itemsize
+
+
+def unit_of(*counts: int) -> int:
+    """The largest power of two up to 16 that divides all of ``counts``: columns, and strides of rows in elements."""
+    return math.gcd(16, *counts)
+
+
+@triton.jit
+def aligned(n, UNIT: tl.constexpr):
+    """``n``, which is a multiple of ``UNIT``, for a compiler that sees by itself only whether 16 divides ``n``.
+
+    Accesses of 128 bits need 8 columns of 16 bits: without the hint a vocabulary shard of 4,008 is read element by
+    element.
+    """
+    if UNIT == 1:
+        return n
+    else:
+        shift: tl.constexpr = 1 if UNIT == 2 else 2 if UNIT == 4 else 3 if UNIT == 8 else 4
+        return n >> shift << shift  # a division would look at the sign
+
+
+@triton.jit
+def tile_of(program, col_blocks):
+    """(row block, column block) of a program. Unsigned: a signed division looks at signs, eight instructions more."""
+    program, col_blocks = tl.cast(program, tl.uint32), tl.cast(col_blocks, tl.uint32)
+    row_block = program // col_blocks
+    return row_block.to(tl.int32), (program - row_block * col_blocks).to(tl.int32)
 
 
 @triton.jit
@@ -63,41 +105,88 @@ def to_acc(x):
     """fp32 for fp32, fp16 and bf16; fp64 for fp64."""
     if x.dtype == tl.float64:
         return x
+    elif COMPILED and x.dtype == tl.bfloat16 and len(x.shape) > 0:
+        # Two elements of a register in two instructions; the compiler's own conversion of the upper one takes two more.
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
     else:
         return x.to(tl.float32)
 
 
 @triton.jit
-def sigmoid(x):
-    """The logistic function and its derivative, in exp(-|x|): 1 - s would lose its digits where s is near 1."""
-    t = tl.exp(-tl.abs(x))
-    r = 1.0 / (1.0 + t)
-    return tl.where(x < 0.0, t * r, r), t * r * r
+def quotient(a, b):
+    """a / b, rounded correctly: the fp32 division that Triton takes otherwise is off by up to two units."""
+    if a.dtype == tl.float64:
+        return a / b
+    else:
+        return tl.div_rn(a, tl.cast(b, tl.float32))
 
 
 @triton.jit
-def _column_sum_kernel(partial_ptr, out_ptr, splits, cols, BLOCK_SPLITS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    split = tl.arange(0, BLOCK_SPLITS)
-    offsets = split[:, None].to(tl.int64) * cols + col[None, :]
-    mask = (split[:, None] < splits) & (col[None, :] < cols)
-    total = tl.sum(tl.load(partial_ptr + offsets, mask=mask, other=0.0), axis=0)
+def reread(x):
+    """``x`` from where it was loaded to, for another use: 16-bit values wait there in pairs, one register for two.
+
+    Without it the compiler widens them once and keeps the wide ones, twice as many registers, until their last use.
+    """
+    if not COMPILED or x.dtype.primitive_bitwidth != 16:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _sum_columns(partial_ptr, out_ptr, splits, cols, BLOCK_SPLITS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    sums = tl.zeros((BLOCK_SPLITS, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)[:, None]
+        mask = (split < splits) & (col < cols)
+        sums += tl.load(partial_ptr + split.to(tl.int64) * cols + col, mask=mask, other=0.0)
+    total = tl.sum(sums, axis=0, keep_dims=True)
     tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < cols)
 
 
-def column_sum(partial: Tensor, out: Tensor) -> None:
-    """``out[j] = sum_i partial[i, j]`` in a fixed order; ``partial`` has at most ``ROW_SPLITS`` rows."""
+@triton.jit
+def _column_sum_kernel(
+    partial_ptr, out_ptr, second_partial_ptr, second_out_ptr, splits, cols,
+    BLOCK_SPLITS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    _sum_columns(partial_ptr, out_ptr, splits, cols, BLOCK_SPLITS, BLOCK_COLS)
+    if second_out_ptr is not None:
+        _sum_columns(second_partial_ptr, second_out_ptr, splits, cols, BLOCK_SPLITS, BLOCK_COLS)
+
+
+def column_sum(
+    partial: Tensor, out: Tensor, second_partial: Tensor | None = None, second_out: Tensor | None = None
+) -> None:
+    """``out[j] = sum_i partial[i, j]`` in a fixed order; a second sum of the same shape in the same launch."""
     splits, cols = partial.shape
     block_cols = 32
     launch(
         _column_sum_kernel, (cdiv(cols, block_cols),),
-        partial, out, splits, cols, BLOCK_SPLITS=ROW_SPLITS, BLOCK_COLS=block_cols, num_warps=4,
+        partial, out, second_partial, second_out, splits, cols,
+        BLOCK_SPLITS=128, BLOCK_COLS=block_cols, num_warps=4,
     )  # fmt: skip
 
 
 def row_splits(rows: int, block_rows: int) -> int:
     """How many programs share the rows: ``ROW_SPLITS``, or fewer where there is not a block for each."""
     return min(ROW_SPLITS, cdiv(rows, block_rows))
+
+
+def bias_gradient_cols(cols: int, dtype: torch.dtype, num_warps: int) -> int:
+    """Columns of a program that sums over rows: four such blocks or more, so that narrow rows fill a GPU too.
+
+    Four times ``ROW_SPLITS`` programs are at least three for each of up to 170 multiprocessors.
+    """
+    return min(vector_cols(dtype, num_warps), max(64, next_power_of_2(cdiv(cols, 4))))
+
+
+@triton.jit
+def sum_within_threads(x, GROUPS: tl.constexpr):
+    """The sums of every ``GROUPS``-th row, ``[GROUPS, cols]``: each thread adds what it holds, none waits."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // GROUPS, GROUPS, x.shape[1])), axis=0)
 
 
 def partial_sums(cols: int, like: Tensor, splits: int = ROW_SPLITS) -> Tensor:

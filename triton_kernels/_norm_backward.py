@@ -1,9 +1,9 @@
 """Backward of layer_norm and rms_norm.
 
-Up to ``MAX_BACKWARD`` columns, ``ROW_SPLITS`` programs walk over the rows with the weight's and bias's gradients in
-registers and loads running ahead through shared memory: x and the incoming gradients are read once. Past that width one
-kernel takes the rows' two dot products, and a second, over blocks of columns, has all gradients: x and the gradient are
-read twice. The order of summation is set by the shape alone.
+Programs, as many as run at once, walk over the rows with the gradients of weight and bias in registers and loads
+running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
+row, one kernel takes the rows' dot products and a second, over blocks of columns, has all gradients: x and the gradient
+are read twice. The order of summation is set by the shape and the GPU.
 """
 
 import torch
@@ -11,112 +11,170 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, cdiv, column_sum, partial_sums, row_splits, vector_cols
+from parallel_ops.triton_kernels._common import (
+    aligned,
+    as_rows,
+    cdiv,
+    column_sum,
+    multiprocessors,
+    partial_sums,
+    quotient,
+    reread,
+    row_splits,
+    to_acc,
+    unit_of,
+    vector_cols,
+)
 from parallel_ops.triton_kernels._launch import launch
-from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, blocks, load
+from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, blocks, load, scaled
 
-# Columns up to which the backward keeps a row, its gradient and the parameters' gradients in registers: at twice as
-# many LayerNorm and RMSNorm both spill.
-MAX_BACKWARD = 8192
-# Elements of a backward tile: 8 a thread at 16 warps. At 16 a thread several narrow rows a tile spill.
-BACKWARD_TILE = 4096
+# Bytes of a row that fits beside the sums, and columns where there is a bias, which takes as many registers again.
+MAX_BACKWARD = 32 * 1024
+MAX_BACKWARD_BIAS = 12288
+# Elements of a chunk of a row, or of a tile of several rows: 8 a thread, one 16-byte load of bf16.
+WARPS = 8
+CHUNK = 2048
+# Columns up to which a program takes half of a multiprocessor's registers, so that two run at once.
+NARROW = 4096
+# Columns up to which the weight stays in registers too.
+MAX_KEPT_WEIGHT = 8192
 # One 16-byte load a thread, operand and row, two rows at a time.
 WIDE_BACKWARD_WARPS = 4
 
 
-def _backward_stages(x: Tensor, tile: int) -> int:
-    """Stages of the backward's loads: 64 KiB of x and the gradient under way while a tile is worked on.
-
-    An H200 needs 25 KiB in flight on each multiprocessor (4.8 TB/s, 700 ns), where one program runs; the incoming
-    gradient of the sum adds half as much again, which an A100's 163 KiB of shared memory still holds.
-    """
-    return 1 + max(1, 65536 // (2 * tile * x.dtype.itemsize))
+@triton.jit
+def _add_both(a, b, other_a, other_b):
+    return a + other_a, b + other_b
 
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    rows, cols, grad_stride, grad_sum_stride, x_stride, HAS_SUM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr, dbias_ptr,
+    rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    KEEP_WEIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
+    grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
     split = tl.program_id(0)
-    col = tl.arange(0, BLOCK_COLS)[None, :]
-    in_cols = col < cols
-    weight = load(weight_ptr, col, in_cols)
-    if ZERO_CENTERED:
-        weight += 1.0
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
     # Summed over a tile's rows only at the end: until then each thread adds to its own.
-    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=dweight_ptr.dtype.element_ty)
-    if HAS_BIAS:
-        dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=dweight_ptr.dtype.element_ty)
+    dweight = ()
+    dbias = ()
+    weights = ()
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        dweight += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
+        dbias += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
+        if KEEP_WEIGHT:
+            weights += (tl.load(weight_ptr + col, mask=col < cols, other=0.0),)
     for first in tl.range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        mask = (row < rows) & in_cols
-        grad = load(grad_ptr, row * grad_stride + col, mask)
-        xhat = load(x_ptr, row * x_stride + col, mask)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-        if CENTRED:
-            xhat = tl.where(in_cols, xhat - tl.load(mean_ptr + row, mask=row < rows, other=0.0), 0.0)
-        xhat *= rstd
-        g = grad * weight
-        dx = g - xhat * (tl.sum(g * xhat, axis=1, keep_dims=True) / cols)
-        if CENTRED:
-            dx -= tl.sum(g, axis=1, keep_dims=True) / cols
-        dx *= rstd
-        if HAS_SUM:
-            dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
-        tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        dweight += grad * xhat
-        if HAS_BIAS:
-            dbias += grad
-    offset = split.to(tl.int64) * cols + col
-    tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=in_cols)
-    if HAS_BIAS:
-        tl.store(dbias_ptr + offset, tl.sum(dbias, axis=0, keep_dims=True), mask=in_cols)
+        in_rows = row < rows
+        grads = ()
+        xs = ()
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            mask = in_rows & (col < cols)
+            grads += (tl.load(grad_ptr + row * grad_stride + col, mask=mask, other=0.0),)
+            xs += (tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0),)
+        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
+
+        dots = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+        totals = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            kept = weights[chunk] if KEEP_WEIGHT else None
+            g = scaled(to_acc(grads[chunk]), kept, weight_ptr, col, col < cols, ZERO_CENTERED)
+            x = to_acc(xs[chunk])
+            if mean_ptr is not None:
+                x -= mean
+                totals += g
+            dots += g * x
+        if mean_ptr is not None:
+            dot, total = tl.reduce((dots, totals), 1, _add_both, keep_dims=True)
+            mean_g = quotient(total, cols)
+        else:
+            dot = tl.sum(dots, axis=1, keep_dims=True)
+        mean_g_xhat = quotient(dot * rstd, cols)
+
+        new_dweight = ()
+        new_dbias = ()
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            mask = in_rows & (col < cols)
+            grad, xhat = to_acc(reread(grads[chunk])), to_acc(reread(xs[chunk]))
+            if mean_ptr is not None:
+                xhat -= mean
+            xhat *= rstd
+            kept = weights[chunk] if KEEP_WEIGHT else None
+            dx = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED) - xhat * mean_g_xhat
+            if mean_ptr is not None:
+                dx -= mean_g
+            dx *= rstd
+            if grad_sum_ptr is not None:
+                dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
+            tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if narrow_dx_ptr is not None:
+                tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
+            new_dweight += (dweight[chunk] + grad * xhat if dweight_ptr is not None else dweight[chunk],)
+            new_dbias += (dbias[chunk] + grad if dbias_ptr is not None else dbias[chunk],)
+        dweight = new_dweight
+        dbias = new_dbias
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        offset = split.to(tl.int64) * cols + col
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + offset, tl.sum(dweight[chunk], axis=0, keep_dims=True), mask=col < cols)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + offset, tl.sum(dbias[chunk], axis=0, keep_dims=True), mask=col < cols)
 
 
 @triton.jit
 def _wide_dots_kernel(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, rows, cols, grad_stride, x_stride,
-    CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, rows, cols, grad_stride, x_stride, UNIT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: mean(g xhat) and, where centred, mean(g)."""
+    """One row a program: mean(g xhat) and, where the mean was subtracted, mean(g)."""
+    cols, grad_stride, x_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT), aligned(x_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
-    dot = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
-    total = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
-    mean = tl.load(mean_ptr + row) if CENTRED else rstd * 0.0
+    dots = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
+    totals = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
     for first in range(0, cols, BLOCK_COLS):
         col = first + tl.arange(0, BLOCK_COLS)
         mask = col < cols
-        weight = load(weight_ptr, col, mask)
-        if ZERO_CENTERED:
-            weight += 1.0
-        g = load(grad_ptr, row * grad_stride + col, mask) * weight
-        dot += g * (tl.where(mask, load(x_ptr, row * x_stride + col, mask) - mean, 0.0) * rstd)
-        total += g
-    tl.store(dots_ptr + row, tl.sum(dot) / cols)
-    if CENTRED:
-        tl.store(dots_ptr + rows + row, tl.sum(total) / cols)
+        grad = load(grad_ptr, row * grad_stride + col, mask)
+        g = scaled(grad, None, weight_ptr, col, mask, ZERO_CENTERED)
+        x = load(x_ptr, row * x_stride + col, mask)
+        if mean_ptr is not None:
+            x -= mean
+            totals += g
+        dots += g * x
+    tl.store(dots_ptr + row, quotient(tl.sum(dots) * rstd, cols))
+    if mean_ptr is not None:
+        tl.store(dots_ptr + rows + row, quotient(tl.sum(totals), cols))
 
 
 @triton.jit
 def _wide_backward_kernel(
-    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    rows, cols, grad_stride, grad_sum_stride, x_stride, HAS_SUM: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr,
+    dbias_ptr, rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """A block of columns a program: with the rows' dot products known, nothing ties columns together any more."""
+    cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
+    grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
     split = tl.program_id(0)
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     in_cols = col < cols
-    weight = load(weight_ptr, col, in_cols)
-    if ZERO_CENTERED:
-        weight += 1.0
-    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=dweight_ptr.dtype.element_ty)
-    if HAS_BIAS:
-        dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=dweight_ptr.dtype.element_ty)
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+    dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
     for first in range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         in_rows = row < rows
@@ -124,75 +182,96 @@ def _wide_backward_kernel(
         grad = load(grad_ptr, row * grad_stride + col, mask)
         xhat = load(x_ptr, row * x_stride + col, mask)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-        if CENTRED:
+        if mean_ptr is not None:
             xhat -= tl.load(mean_ptr + row, mask=in_rows, other=0.0)
         xhat *= rstd
-        dx = grad * weight - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
-        if CENTRED:
+        g = scaled(grad, None, weight_ptr, col, in_cols, ZERO_CENTERED)
+        dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
+        if mean_ptr is not None:
             dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
         dx *= rstd
-        if HAS_SUM:
+        if grad_sum_ptr is not None:
             dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
         tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if narrow_dx_ptr is not None:
+            tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
         dweight += grad * xhat
-        if HAS_BIAS:
-            dbias += grad
+        dbias += grad
     offset = split.to(tl.int64) * cols + col
-    tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=in_cols)
-    if HAS_BIAS:
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=in_cols)
+    if dbias_ptr is not None:
         tl.store(dbias_ptr + offset, tl.sum(dbias, axis=0, keep_dims=True), mask=in_cols)
 
 
-def _partial(x: Tensor, rows: int, cols: int, block_rows: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial sums of the weight's and the bias's gradients, one row for each program that has rows to sum."""
-    splits = row_splits(rows, block_rows)
-    return partial_sums(cols, x, splits), partial_sums(cols, x, splits) if has_bias else None
+def fits_beside_sums(cols: int, itemsize: int, has_bias: bool) -> bool:
+    """Whether a row of x and one of the gradient fit on chip beside the parameters' gradients."""
+    return cols * itemsize <= MAX_BACKWARD and (not has_bias or itemsize > 2 or cols <= MAX_BACKWARD_BIAS)
+
+
+def _stages(tile_bytes: int, programs: int) -> int:
+    """Stages of the loads: 64 KiB of x and the gradient under way on each multiprocessor while a tile is worked on.
+
+    An H200 needs 25 KiB in flight on each (4.8 TB/s, 700 ns); the incoming gradient of the sum adds half as much again,
+    which an A100's 163 KiB of shared memory still holds.
+    """
+    return 1 + max(1, 65536 // (programs * tile_bytes))
 
 
 def backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
-    dx: Tensor, dweight: Tensor, dbias: Tensor | None, *, zero_centered: bool,
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of the input, the weight and, where ``dbias`` is given, the bias; ``x`` is what was normalised."""
+    """Gradients of what was normalised, of the weight and of the bias; without a ``mean``, RMSNorm.
+
+    ``narrow_dx``, where there is one, gets what ``dx`` gets in its own dtype.
+    """
     if x.numel() == 0:
-        dweight.zero_()
-        if dbias is not None:
-            dbias.zero_()
+        for parameter in (dweight, dbias):
+            if parameter is not None:
+                parameter.zero_()
         return
     x, rows, cols, x_stride = as_rows(x)
     grad, _, _, grad_stride = as_rows(grad)
     grad_sum_stride = 0
     if grad_sum is not None:
         grad_sum, _, _, grad_sum_stride = as_rows(grad_sum)
-    weight = weight.contiguous()
-    has_bias, centred = dbias is not None, mean is not None
-    if cols > MAX_BACKWARD:
+    weight = None if weight is None else weight.contiguous()
+    sizes = (rows, cols, grad_stride, grad_sum_stride, x_stride)
+    flags = {"UNIT": unit_of(*sizes[1:]), "ZERO_CENTERED": zero_centered}
+
+    def partial(splits: int, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else partial_sums(cols, x, splits)
+
+    if fits_beside_sums(cols, x.dtype.itemsize, dbias is not None):
+        block_rows, block_cols = blocks(cols, CHUNK, CHUNK)
+        programs = 2 if cols <= NARROW else 1
+        splits = min(cdiv(rows, block_rows), programs * multiprocessors(x.device))
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        chunks = cdiv(cols, block_cols)
+        launch(
+            _backward_kernel, (splits,),
+            grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
+            KEEP_WEIGHT=weight is not None and cols <= MAX_KEPT_WEIGHT, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            CHUNKS=chunks, STAGES=_stages(2 * block_rows * block_cols * chunks * x.dtype.itemsize, programs),
+            num_warps=WARPS,
+        )  # fmt: skip
+    else:
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
-        partial_weight, partial_bias = _partial(x, rows, cols, block_rows, has_bias)
+        splits = row_splits(rows, block_rows)
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
         dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
         launch(
             _wide_dots_kernel, (rows,),
-            grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride,
-            CENTRED=centred, ZERO_CENTERED=zero_centered, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
+            grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,
+            BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
         )  # fmt: skip
         launch(
-            _wide_backward_kernel, (len(partial_weight), cdiv(cols, block_cols)),
-            grad, grad_sum, x, weight, mean, rstd, dots, dx, partial_weight, partial_bias,
-            rows, cols, grad_stride, grad_sum_stride, x_stride,
-            HAS_SUM=grad_sum is not None, HAS_BIAS=has_bias, CENTRED=centred, ZERO_CENTERED=zero_centered,
+            _wide_backward_kernel, (splits, cdiv(cols, block_cols)),
+            grad, grad_sum, x, weight, mean, rstd, dots, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
             BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=WIDE_BACKWARD_WARPS,
         )  # fmt: skip
-    else:
-        block_rows, block_cols, num_warps = blocks(cols, BACKWARD_TILE, per_thread=8)
-        partial_weight, partial_bias = _partial(x, rows, cols, block_rows, has_bias)
-        launch(
-            _backward_kernel, (len(partial_weight),),
-            grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias,
-            rows, cols, grad_stride, grad_sum_stride, x_stride,
-            HAS_SUM=grad_sum is not None, HAS_BIAS=has_bias, CENTRED=centred, ZERO_CENTERED=zero_centered,
-            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, STAGES=_backward_stages(x, block_rows * block_cols),
-            num_warps=num_warps,
-        )  # fmt: skip
-    column_sum(partial_weight, dweight)
-    if dbias is not None and partial_bias is not None:
+    if dweight is not None and partial_weight is not None:
+        column_sum(partial_weight, dweight, partial_bias, dbias)
+    elif dbias is not None and partial_bias is not None:
         column_sum(partial_bias, dbias)

@@ -1,21 +1,31 @@
 """Forward of layer_norm and rms_norm: RMSNorm is LayerNorm with the mean held at zero and no bias (``CENTRED=False``).
 
-Rows of up to ``MAX_FORWARD`` columns stay in registers, several rows a program where they are narrow, so that x and the
-residual are read once. Wider rows are read twice, the second time from the second-level cache: 132 programs with rows
-of 128 KiB are 17 MiB.
+Rows of up to ``MAX_FORWARD`` bytes stay in registers, several rows a program where they are narrow, so that x and the
+residual are read once; between one use and the next they wait in their own dtype. Wider rows are read twice.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, to_acc
+from parallel_ops.triton_kernels._common import (
+    aligned,
+    as_rows,
+    cdiv,
+    next_power_of_2,
+    quotient,
+    reread,
+    to_acc,
+    unit_of,
+)
 from parallel_ops.triton_kernels._launch import launch
 
-# Columns that stay on chip in the forward: 16 warps hold 32 fp32 values a thread beside as many weights in flight.
-MAX_FORWARD = 16384
+# Bytes of a row, and of its residual, that stay on chip: 64 registers a thread at 16 warps, half of what there is.
+MAX_FORWARD = 128 * 1024
 # Elements of a forward tile: 16 a thread at 4 warps, two or four independent 16-byte loads each.
 FORWARD_TILE = 2048
+# Columns of a row that are worked on together: 16 a thread at 16 warps.
+MAX_CHUNK = 8192
 # Columns a step of the kernels for wide rows: 8 warps with 16 values a thread.
 WIDE_BLOCK = 4096
 WIDE_WARPS = 8
@@ -27,92 +37,131 @@ def load(ptr, offset, mask):
 
 
 @triton.jit
+def scaled(x, kept, weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
+    """``x`` times the weight, ``kept`` or loaded, or one more where it is zero-centred; ``x`` without a weight."""
+    if weight_ptr is None:
+        return x
+    else:
+        weight = load(weight_ptr, col, mask) if kept is None else to_acc(reread(kept))
+        return x * (weight + 1.0 if ZERO_CENTERED else weight)
+
+
+@triton.jit
+def reciprocal_root(x):
+    """1 / sqrt(x), both rounded correctly: fp32's fast forms are off by up to 4 units in the last place together."""
+    if x.dtype == tl.float64:
+        return 1.0 / tl.sqrt(x)
+    else:
+        return tl.div_rn(1.0, tl.sqrt_rn(x))
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
-    rows, cols, x_stride, residual_stride, eps, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    rows, cols, x_stride, residual_stride, eps: tl.float64, UNIT: tl.constexpr,
     CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
+    cols, x_stride = aligned(cols, UNIT), aligned(x_stride, UNIT)
+    residual_stride = aligned(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    col = tl.arange(0, BLOCK_COLS)[None, :]
-    in_cols = col < cols
-    mask = (row < rows) & in_cols
-    x = load(x_ptr, row * x_stride + col, mask)
-    if HAS_RESIDUAL:
-        x += load(residual_ptr, row * residual_stride + col, mask)
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * cols + col, rounded, mask=mask)
-        x = to_acc(rounded)
+    in_rows = row < rows
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
+    kept = ()
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        mask = in_rows & (col < cols)
+        x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+        if residual_ptr is not None:
+            # Rounded before it is normalised, so that what is returned is what was normalised.
+            wide = to_acc(x) + load(residual_ptr, row * residual_stride + col, mask)
+            x = reread(wide.to(sum_ptr.dtype.element_ty))
+            tl.store(sum_ptr + row * cols + col, x, mask=mask)
+        kept += (x,)
+        sums += to_acc(x) if CENTRED else to_acc(x) * to_acc(x)
+    mean = quotient(tl.sum(sums, axis=1, keep_dims=True), cols)
+    variance = mean
     if CENTRED:
-        mean = tl.sum(x, axis=1, keep_dims=True) / cols
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-        x = tl.where(in_cols, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / cols + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    weight = load(weight_ptr, col, in_cols)
-    if ZERO_CENTERED:
-        weight += 1.0
-    y = x * rstd * weight
-    if HAS_BIAS:
-        y += load(bias_ptr, col, in_cols)
-    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + row, mean, mask=in_rows)
+        squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            x = tl.where(col < cols, to_acc(reread(kept[chunk])) - mean, 0.0)
+            squares += x * x
+        variance = quotient(tl.sum(squares, axis=1, keep_dims=True), cols)
+    rstd = reciprocal_root(variance + tl.cast(eps, acc))
+    tl.store(rstd_ptr + row, rstd, mask=in_rows)
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        in_cols = col < cols
+        x = to_acc(reread(kept[chunk]))
+        if CENTRED:
+            x -= mean
+        y = scaled(x * rstd, None, weight_ptr, col, in_cols, ZERO_CENTERED)
+        if bias_ptr is not None:
+            y += load(bias_ptr, col, in_cols)
+        tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=in_rows & in_cols)
 
 
 @triton.jit
 def _wide_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, cols, x_stride, residual_stride, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
+    cols, x_stride, residual_stride, eps: tl.float64, UNIT: tl.constexpr,
+    CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """One row a program. The blocks' means and squares are joined by the formula of Chan, Golub and LeVeque."""
+    cols, x_stride = aligned(cols, UNIT), aligned(x_stride, UNIT)
+    residual_stride = aligned(residual_stride, UNIT)
     row = tl.program_id(0).to(tl.int64)
-    mean = tl.zeros((), dtype=mean_ptr.dtype.element_ty if CENTRED else rstd_ptr.dtype.element_ty)
-    squares = tl.zeros((), dtype=rstd_ptr.dtype.element_ty)
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
+    mean = tl.zeros((), dtype=acc)
+    squares = tl.zeros((), dtype=acc)
     for first in range(0, cols, BLOCK_COLS):
         col = first + tl.arange(0, BLOCK_COLS)
         mask = col < cols
         x = load(x_ptr, row * x_stride + col, mask)
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             x += load(residual_ptr, row * residual_stride + col, mask)
             rounded = x.to(sum_ptr.dtype.element_ty)
             tl.store(sum_ptr + row * cols + col, rounded, mask=mask)
             x = to_acc(rounded)
         if CENTRED:
             count = tl.minimum(BLOCK_COLS, cols - first)
-            block_mean = tl.sum(x) / count
+            block_mean = quotient(tl.sum(x), count)
             delta = block_mean - mean
             x = tl.where(mask, x - block_mean, 0.0)
-            share = count.to(mean.dtype) / (first + count)
+            share = quotient(count.to(acc), first + count)
             squares += delta * delta * share * first
             mean += delta * share
         squares += tl.sum(x * x)
-    rstd = 1.0 / tl.sqrt(squares / cols + eps)
+    rstd = reciprocal_root(quotient(squares, cols) + tl.cast(eps, acc))
     if CENTRED:
         tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         tl.debug_barrier()  # other threads of this program wrote what is read back here
     for first in range(0, cols, BLOCK_COLS):
         col = first + tl.arange(0, BLOCK_COLS)
         mask = col < cols
-        x = load(sum_ptr, row * cols + col, mask) if HAS_RESIDUAL else load(x_ptr, row * x_stride + col, mask)
-        weight = load(weight_ptr, col, mask)
-        if ZERO_CENTERED:
-            weight += 1.0
-        y = (x - mean) * rstd * weight
-        if HAS_BIAS:
+        if residual_ptr is not None:
+            x = load(sum_ptr, row * cols + col, mask)
+        else:
+            x = load(x_ptr, row * x_stride + col, mask)
+        y = scaled((x - mean) * rstd, None, weight_ptr, col, mask, ZERO_CENTERED)
+        if bias_ptr is not None:
             y += load(bias_ptr, col, mask)
         tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def blocks(cols: int, tile: int, per_thread: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile of about ``tile`` elements that holds whole rows, and its warps."""
-    block_cols = max(16, next_power_of_2(cols))
-    block_rows = max(1, tile // block_cols)
-    return block_rows, block_cols, min(16, max(4, block_rows * block_cols // (32 * per_thread)))
+def blocks(cols: int, tile: int, chunk: int) -> tuple[int, int]:
+    """Rows and columns of a tile of about ``tile`` elements: whole rows, or ``chunk`` columns of one."""
+    block_cols = min(chunk, max(16, next_power_of_2(cols)))
+    return max(1, tile // block_cols), block_cols
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, total: Tensor,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, y: Tensor, total: Tensor,
     mean: Tensor | None, rstd: Tensor, *, eps: float, zero_centered: bool,
 ) -> None:  # fmt: skip
     """``y`` from ``x + residual``, which goes to ``total``; without a ``mean`` to write to, RMSNorm."""
@@ -122,23 +171,17 @@ def forward(
     residual_stride = 0
     if residual is not None:
         residual, _, _, residual_stride = as_rows(residual)
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     tensors = (x, residual, weight, bias, y, total, mean, rstd)
-    flags = {
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_BIAS": bias is not None,
-        "CENTRED": mean is not None,
-        "ZERO_CENTERED": zero_centered,
-    }
-    if cols > MAX_FORWARD:
-        launch(
-            _wide_forward_kernel, (rows,),
-            *tensors, cols, x_stride, residual_stride, eps, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
-        )  # fmt: skip
+    sizes = (cols, x_stride, residual_stride, eps)
+    flags = {"UNIT": unit_of(*sizes[:3]), "CENTRED": mean is not None, "ZERO_CENTERED": zero_centered}
+    itemsize = x.dtype.itemsize if residual is None else 2 * total.dtype.itemsize
+    if cols * itemsize > MAX_FORWARD:
+        launch(_wide_forward_kernel, (rows,), *tensors, *sizes, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS)
         return
-    block_rows, block_cols, num_warps = blocks(cols, FORWARD_TILE, per_thread=16)
+    block_rows, block_cols = blocks(cols, FORWARD_TILE, MAX_CHUNK)
+    num_warps = max(4, block_rows * block_cols // 512)
     launch(
-        _forward_kernel, (cdiv(rows, block_rows),),
-        *tensors, rows, cols, x_stride, residual_stride, eps, **flags,
-        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=num_warps,
+        _forward_kernel, (cdiv(rows, block_rows),), *tensors, rows, *sizes, **flags,
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, CHUNKS=cdiv(cols, block_cols), num_warps=num_warps,
     )  # fmt: skip

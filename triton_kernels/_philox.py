@@ -9,12 +9,13 @@ import triton.language as tl
 
 
 @triton.jit
-def philox4x32(seed, counter):
-    """Four blocks of uint32 for an int64 block of counters."""
+def philox4x32(seed, first, step):
+    """Four blocks of uint32 for the counters ``first + step``: int64, and less than 2^31."""
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    c0 = counter.to(tl.uint32)
-    c1 = (counter >> 32).to(tl.uint32)
+    low = first.to(tl.uint32)
+    c0 = low + step.to(tl.uint32)
+    c1 = (first >> 32).to(tl.uint32) + (c0 < low).to(tl.uint32)
     c2 = tl.zeros_like(c0)
     c3 = tl.zeros_like(c0)
     for _ in tl.static_range(10):
@@ -31,9 +32,9 @@ def philox4x32(seed, counter):
 
 
 @triton.jit
-def _four_words(seed, counter):
+def _four_words(seed, first, step):
     """The words of a counter in order along two new dimensions of two."""
-    w0, w1, w2, w3 = philox4x32(seed, counter)
+    w0, w1, w2, w3 = philox4x32(seed, first, step)
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 
@@ -48,14 +49,15 @@ def keep_block(seed, first, last_dropped, BLOCK_COLS: tl.constexpr, BY_FOUR: tl.
     if BY_FOUR:
         if VECTOR == 8:
             # Both draws of eight elements in the thread that loads them, so that no word crosses threads.
-            counter = (first >> 2) + tl.arange(0, BLOCK_COLS // 8)[None, :] * 2
-            words = tl.join(_four_words(seed, counter), _four_words(seed, counter + 1)).permute(0, 1, 4, 2, 3)
+            step = tl.arange(0, BLOCK_COLS // 8)[None, :] * 2
+            words = tl.join(_four_words(seed, first >> 2, step), _four_words(seed, first >> 2, step + 1))
+            words = words.permute(0, 1, 4, 2, 3)
         else:
-            words = _four_words(seed, (first >> 2) + tl.arange(0, BLOCK_COLS // 4)[None, :])
+            words = _four_words(seed, first >> 2, tl.arange(0, BLOCK_COLS // 4)[None, :])
         words = words.reshape(first.shape[0], BLOCK_COLS)
     else:
         index = first + tl.arange(0, BLOCK_COLS)[None, :]
-        w0, w1, w2, w3 = philox4x32(seed, index >> 2)
+        w0, w1, w2, w3 = philox4x32(seed, index >> 2, tl.zeros_like(index))
         lane = index & 3
         words = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
     return words > last_dropped.to(tl.uint32)

@@ -1,27 +1,35 @@
-"""bias_dropout_add: one pass each way; the mask is drawn in registers, dbias summed on the way."""
+"""bias_dropout_add: one pass each way; the mask is drawn in registers, dbias summed on the way.
+
+Every operand may have a dtype of its own; arithmetic is in fp32, or in fp64 where the output is.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import (
+    aligned,
     as_rows,
+    bias_gradient_cols,
     cdiv,
     column_sum,
     partial_sums,
     row_splits,
+    sum_within_threads,
+    tile_of,
     to_acc,
+    unit_of,
     vector_cols,
 )
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._philox import keep_block
 
 NUM_WARPS = 4
-# Rows a program: four independent 16-byte loads in flight per thread, two rows of x and residual, four of the gradient;
-# two where blocks start before the tensor, whose masks take registers (Triton 3.6 spills at four).
-FORWARD_ROWS = 2
+# Rows of a tile with all threads side by side: 16-byte loads in flight per thread and operand; two where blocks start
+# before the tensor, whose masks take registers (Triton 3.6 spills at four).
+FORWARD_ROWS = 4
 BACKWARD_ROWS = 4
-SHIFTED_BACKWARD_ROWS = 2
+SHIFTED_ROWS = 2
 
 # Values that change from call to call must not compile a kernel each.
 _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
@@ -29,27 +37,31 @@ _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _forward_kernel(
-    x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, rows, cols, x_stride, residual_stride,
+    x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, rows, cols, col_blocks, x_stride, residual_stride,
     scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr, VECTOR: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    col_blocks = tl.cdiv(cols + SHIFT, BLOCK_COLS)
-    row = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    start = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_COLS - SHIFT
+    cols = aligned(cols, UNIT)
+    row_block, col_block = tile_of(tl.program_id(0), col_blocks)
+    row = row_block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    start = col_block * BLOCK_COLS - SHIFT
     col = start + tl.arange(0, BLOCK_COLS)[None, :]
     in_cols = (col >= 0) & (col < cols)
     mask = (row < rows) & in_cols
-    z = to_acc(tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0))
+    z = to_acc(tl.load(x_ptr + row * aligned(x_stride, UNIT) + col, mask=mask))
+    y = to_acc(tl.load(residual_ptr + row * aligned(residual_stride, UNIT) + col, mask=mask))
+    acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    z, y = z.to(acc), y.to(acc)
     if HAS_BIAS:
-        z += to_acc(tl.load(bias_ptr + col, mask=in_cols, other=0.0))
-    y = to_acc(tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0))
+        z += tl.load(bias_ptr + col, mask=in_cols).to(acc)
     if DROPOUT:
-        vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-        first = index_offset + row * cols + start
-        keep = keep_block(tl.load(seed_ptr), first, last_dropped, BLOCK_COLS, BY_FOUR, vector)
-        # Chosen, not multiplied by zero: a dropped element is the residual whatever x holds.
-        y = tl.where(keep, y + z * tl.cast(scale, z.dtype), y)
+        keep = keep_block(
+            tl.load(seed_ptr), index_offset + row * cols + start, last_dropped, BLOCK_COLS, BY_FOUR, VECTOR
+        )
+        # Chosen, not multiplied by zero, and of the sign that leaves every residual as it is: a dropped element is the
+        # residual whatever x holds.
+        y += tl.where(keep, z, -0.0) * tl.cast(scale, acc)
     else:
         y += z
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -57,33 +69,49 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _backward_kernel(
-    grad_ptr, dx_ptr, partial_ptr, seed_ptr, rows, cols, splits, grad_stride,
+    grad_ptr, dx_ptr, partial_ptr, seed_ptr, rows, cols, col_blocks, splits, grad_stride,
     scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr, VECTOR: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    cols = aligned(cols, UNIT)
+    split, col_block = tile_of(tl.program_id(0), col_blocks)
+    start = col_block * BLOCK_COLS - SHIFT
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+    if HAS_BIAS:
+        total = tl.zeros((GROUPS, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
+        for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
+            dx = _backward_tile(
+                grad_ptr, dx_ptr, seed, first, start, rows, cols, grad_stride, scale, last_dropped, index_offset,
+                DROPOUT, BY_FOUR, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+            total += sum_within_threads(dx.to(total.dtype), GROUPS)
+        col = start + tl.arange(0, BLOCK_COLS)[None, :]
+        partial_ptr += split.to(tl.int64) * cols
+        tl.store(partial_ptr + col, tl.sum(total, axis=0, keep_dims=True), mask=(col >= 0) & (col < cols))
+    else:
+        _backward_tile(
+            grad_ptr, dx_ptr, seed, split.to(tl.int64) * BLOCK_ROWS, start, rows, cols, grad_stride,
+            scale, last_dropped, index_offset, DROPOUT, BY_FOUR, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_tile(
+    grad_ptr, dx_ptr, seed, first, start, rows, cols, grad_stride, scale, last_dropped, index_offset,
+    DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    # Column blocks on the first axis of the grid, the only one that may be longer than 65,535.
-    split = tl.program_id(1)
-    start = tl.program_id(0).to(tl.int64) * BLOCK_COLS - SHIFT
+    """Writes the tile of dx and returns it, zero outside of the tensor."""
+    row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
     col = start + tl.arange(0, BLOCK_COLS)[None, :]
-    in_cols = (col >= 0) & (col < cols)
-    vector: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
+    mask = (row < rows) & (col >= 0) & (col < cols)
+    dx = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask, other=0.0))
     if DROPOUT:
-        seed = tl.load(seed_ptr)
-    if HAS_BIAS:
-        total = tl.zeros((1, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
-    for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        mask = (row < rows) & in_cols
-        dx = to_acc(tl.load(grad_ptr + row * grad_stride + col, mask=mask, other=0.0))
-        if DROPOUT:
-            keep = keep_block(seed, index_offset + row * cols + start, last_dropped, BLOCK_COLS, BY_FOUR, vector)
-            dx = tl.where(keep, dx * tl.cast(scale, dx.dtype), 0.0)
-            tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if HAS_BIAS:
-            total += tl.sum(tl.where(mask, dx, 0.0), axis=0, keep_dims=True)
-    if HAS_BIAS:
-        tl.store(partial_ptr + split.to(tl.int64) * cols + col, total, mask=in_cols)
+        keep = keep_block(seed, index_offset + row * cols + start, last_dropped, BLOCK_COLS, BY_FOUR, VECTOR)
+        dx = tl.where(keep, dx * tl.cast(scale, dx.dtype), 0.0)
+        tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    return dx
 
 
 def _dropout(p: float, seed: Tensor | None, index_offset: int, cols: int) -> dict[str, object]:
@@ -113,13 +141,16 @@ def forward(
     x, rows, cols, x_stride = as_rows(x)
     residual, _, _, residual_stride = as_rows(residual)
     bias = None if bias is None else bias.contiguous()
-    block_cols = vector_cols(x.dtype, NUM_WARPS)
+    narrow = min(x.dtype, residual.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+    block_cols = vector_cols(narrow, NUM_WARPS)
     dropout = _dropout(p, seed, index_offset, cols)
-    grid = (cdiv(rows, FORWARD_ROWS) * cdiv(cols + dropout["SHIFT"], block_cols),)
+    block_rows = SHIFTED_ROWS if dropout["SHIFT"] else FORWARD_ROWS
+    col_blocks = cdiv(cols + dropout["SHIFT"], block_cols)
     launch(
-        _forward_kernel, grid,
-        x, bias, residual, y, seed, rows, cols, x_stride, residual_stride,
-        HAS_BIAS=bias is not None, BLOCK_ROWS=FORWARD_ROWS, BLOCK_COLS=block_cols, num_warps=NUM_WARPS, **dropout,
+        _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
+        x, bias, residual, y, seed, rows, cols, col_blocks, x_stride, residual_stride,
+        HAS_BIAS=bias is not None, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, x_stride, residual_stride),
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
 
 
@@ -128,18 +159,24 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
     if grad.numel() == 0:
         dbias.zero_()
         return
+    has_bias = dbias.numel() > 0
+    if seed is None and not has_bias:
+        return
     grad, rows, cols, grad_stride = as_rows(grad)
     dropout = _dropout(p, seed, index_offset, cols)
-    block_rows = SHIFTED_BACKWARD_ROWS if dropout["SHIFT"] else BACKWARD_ROWS
-    splits = row_splits(rows, block_rows)
-    partial = partial_sums(cols, grad, splits) if dbias.numel() else None
-    block_cols = vector_cols(grad.dtype, NUM_WARPS)
-    grid = (cdiv(cols + dropout["SHIFT"], block_cols), splits)
+    narrow = grad.dtype if seed is None else min(grad.dtype, dx.dtype, key=lambda dtype: dtype.itemsize)
+    widest = vector_cols(narrow, NUM_WARPS)
+    block_cols = bias_gradient_cols(cols, narrow, NUM_WARPS) if has_bias else widest
+    groups = widest // block_cols
+    block_rows = groups * (SHIFTED_ROWS if dropout["SHIFT"] else BACKWARD_ROWS)
+    col_blocks = cdiv(cols + dropout["SHIFT"], block_cols)
+    splits = row_splits(rows, block_rows) if has_bias else cdiv(rows, block_rows)
+    partial = partial_sums(cols, grad, splits) if has_bias else None
     launch(
-        _backward_kernel, grid,
-        grad, dx, partial, seed, rows, cols, splits, grad_stride,
-        HAS_BIAS=partial is not None, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-        num_warps=NUM_WARPS, **dropout,
+        _backward_kernel, (col_blocks * splits,),
+        grad, dx, partial, seed, rows, cols, col_blocks, splits, grad_stride,
+        HAS_BIAS=has_bias, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, grad_stride),
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
     if partial is not None:
         column_sum(partial, dbias)

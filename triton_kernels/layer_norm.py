@@ -6,7 +6,7 @@ from parallel_ops.triton_kernels import _norm_backward, _norm_forward
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     y: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, *, eps: float, zero_centered: bool,
 ) -> None:  # fmt: skip
     """``y``, ``mean`` and ``rstd`` of ``x``, or of ``x + residual``, which goes to ``total``."""
@@ -14,9 +14,10 @@ def forward(
 
 
 def backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
-    dx: Tensor, dweight: Tensor, dbias: Tensor, *, zero_centered: bool,
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of what was normalised, the weight and, unless ``dbias`` is empty, the bias."""
-    bias = dbias if dbias.shape == dweight.shape else None
-    _norm_backward.backward(grad, grad_sum, x, weight, mean, rstd, dx, dweight, bias, zero_centered=zero_centered)
+    """Gradients of what was normalised, once more in a narrower dtype if asked, and of the parameters there are."""
+    _norm_backward.backward(
+        grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, dweight, dbias, zero_centered=zero_centered
+    )

@@ -6,7 +6,7 @@ from parallel_ops.triton_kernels import _norm_backward, _norm_forward
 
 
 def forward(
-    x: Tensor, weight: Tensor, residual: Tensor | None, y: Tensor, total: Tensor, rstd: Tensor, *,
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, y: Tensor, total: Tensor, rstd: Tensor, *,
     eps: float, zero_centered: bool,
 ) -> None:  # fmt: skip
     """``y`` and ``rstd`` of ``x``, or of ``x + residual``, which goes to ``total``."""
@@ -14,8 +14,10 @@ def forward(
 
 
 def backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, *,
-    zero_centered: bool,
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
+    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of what was normalised and of the weight."""
-    _norm_backward.backward(grad, grad_sum, x, weight, None, rstd, dx, dweight, None, zero_centered=zero_centered)
+    """Gradients of what was normalised, once more in a narrower dtype if asked, and of the weight if there is one."""
+    _norm_backward.backward(
+        grad, grad_sum, x, weight, None, rstd, dx, narrow_dx, dweight, None, zero_centered=zero_centered
+    )

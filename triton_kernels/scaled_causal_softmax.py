@@ -4,16 +4,22 @@ from torch import Tensor
 
 from parallel_ops.triton_kernels import _softmax
 
-NO_MASK = (1, 1, 0, 0, 0, 0)
 
+def forward(scores: Tensor, sink: Tensor | None, y: Tensor, share: Tensor, *, scale: float, window: int | None) -> None:
+    """``y = softmax(scale * scores)`` over the keys that each query sees, zero elsewhere; ``y`` is contiguous.
 
-def forward(scores: Tensor, y: Tensor, *, scale: float, window: int | None) -> None:
-    """``y = softmax(scale * scores)`` over the keys that each query sees, zero elsewhere; ``y`` is contiguous."""
+    ``share`` gets each row's probability of ``sink``, where there is one.
+    """
     if scores.numel() == 0:
         return
-    _softmax.launch_forward(scores, None, NO_MASK, y, scale, kind="none", causal=True, window=window)
+    _softmax.launch_forward(
+        scores, None, _softmax.NO_MASK, sink, y, share, scale, kind="none", causal=True, window=window
+    )
 
 
-def backward(grad: Tensor, y: Tensor, dx: Tensor, *, scale: float, window: int | None) -> None:
-    """``dx = scale * y * (grad - sum(grad * y))`` over the keys that each query sees; ``dx`` is contiguous."""
-    _softmax.launch_backward(grad, y, dx, scale, causal=True, window=window)
+def backward(
+    grad: Tensor, y: Tensor, share: Tensor | None, dx: Tensor, sink_grad: Tensor | None, *,
+    scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """``dx`` of the scores, over the keys that each query sees, and each row's gradient of its sink."""
+    _softmax.launch_backward(grad, y, share, dx, sink_grad, scale, causal=True, window=window)

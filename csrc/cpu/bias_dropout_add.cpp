@@ -1,7 +1,10 @@
 // bias_dropout_add on the CPU: y = residual + keep * (x + bias) / (1 - p); dx = keep * dy / (1 - p),
 // dbias = sum of dx over the rows. The keep mask is drawn again from the seed in backward.
+#include <algorithm>
+#include <functional>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 #include <torch/csrc/stable/library.h>
 
@@ -43,10 +46,11 @@ Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int
 
 // A dropped element is the residual's own bits whatever x holds: chosen, not multiplied by zero.
 template <class T>
-PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const T* __restrict bias, const T* __restrict residual,
-                                      T* __restrict y, int64_t n, const Dropout& d, uint64_t index) {
+PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const acc_t<T>* __restrict bias,
+                                      const T* __restrict residual, T* __restrict y, int64_t n, const Dropout& d,
+                                      uint64_t index) {
   if (!d.on) {
-    for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(to_acc(residual[i]) + (to_acc(x[i]) + to_acc(bias[i])));
+    for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(to_acc(residual[i]) + (to_acc(x[i]) + bias[i]));
     return;
   }
   PhiloxWords buffer;
@@ -55,7 +59,7 @@ PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const T* __restrict
   const uint32_t last_dropped = d.last_dropped;
   for (int64_t i = 0; i < n; ++i) {
     const acc_t<T> r = to_acc(residual[i]);
-    const acc_t<T> kept = r + (to_acc(x[i]) + to_acc(bias[i])) * scale;
+    const acc_t<T> kept = r + (to_acc(x[i]) + bias[i]) * scale;
     y[i] = from_acc<T>(words[i] > last_dropped ? kept : r);
   }
 }
@@ -87,59 +91,108 @@ PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, T* __restrict dx,
   }
 }
 
-#define DEFINE_TILES(T)                                                                                        \
-  PARALLEL_OPS_MULTIVERSION void forward_tile(const T* x, const T* bias, const T* residual, T* y, int64_t n,   \
-                                              const Dropout& d, uint64_t index) {                              \
-    forward_loop(x, bias, residual, y, n, d, index);                                                           \
-  }                                                                                                            \
-  PARALLEL_OPS_MULTIVERSION void backward_tile(const T* dy, T* dx, acc_t<T>* sum, int64_t n, const Dropout& d, \
-                                               uint64_t index) {                                               \
-    backward_loop(dy, dx, sum, n, d, index);                                                                   \
+#define DEFINE_TILES(T)                                                                                             \
+  PARALLEL_OPS_MULTIVERSION void forward_tile(const T* x, const acc_t<T>* bias, const T* residual, T* y, int64_t n, \
+                                              const Dropout& d, uint64_t index) {                                   \
+    forward_loop(x, bias, residual, y, n, d, index);                                                                \
+  }                                                                                                                 \
+  PARALLEL_OPS_MULTIVERSION void backward_tile(const T* dy, T* dx, acc_t<T>* sum, int64_t n, const Dropout& d,      \
+                                               uint64_t index) {                                                    \
+    backward_loop(dy, dx, sum, n, d, index);                                                                        \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
 #undef DEFINE_TILES
 
-Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, double p,
+// Reads tiles of a tensor of any floating-point dtype as T.
+template <class T>
+class Converted {
+ public:
+  explicit Converted(const Tensor& t) {
+    dispatch("bias_dropout_add", t.scalar_type(), [&](auto tag) {
+      using From = decltype(tag);
+      read_ = [rows = Rows<From>(t)](int64_t row, int64_t col, int64_t n, T* to) -> const T* {
+        Scratch<From> scratch;
+        const From* from = rows.tile(row, col, n, scratch.data);
+        if constexpr (std::is_same_v<From, T>) {
+          std::copy_n(from, n, to);
+        } else {
+          for (int64_t i = 0; i < n; ++i) to[i] = from_acc<T>(static_cast<acc_t<T>>(to_acc(from[i])));
+        }
+        return to;
+      };
+    });
+  }
+  const T* tile(int64_t row, int64_t col, int64_t n, T* to) const { return read_(row, col, n, to); }
+
+ private:
+  std::function<const T*(int64_t, int64_t, int64_t, T*)> read_;
+};
+
+// x and residual give tiles of T, whatever their dtypes; y is of T.
+template <class T, class Reader>
+void add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, const Dropout& drop, T* out) {
+  const Reader xs(x), residuals(residual);
+  const Bias<acc_t<T>> biases(bias);
+  const bool flat = !bias && x.is_contiguous() && residual.is_contiguous();
+  const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
+  for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
+    Scratch<T> sx, sr;
+    const int64_t index = row * shape.cols + col;
+    forward_tile(xs.tile(row, col, n, sx.data), biases.tile(col), residuals.tile(row, col, n, sr.data), out + index, n,
+                 drop, static_cast<uint64_t>(index));
+  });
+}
+
+// y has the wider dtype of x and residual, as their sum in PyTorch.
+Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, ScalarType dtype, double p,
                const std::optional<Tensor>& seed, int64_t index_offset) {
   check_bias("bias_dropout_add", x, bias);
-  check_like("bias_dropout_add", "residual", residual, x);
+  check_shape("bias_dropout_add", "residual", residual, x);
   const Dropout drop = dropout("bias_dropout_add", p, seed, index_offset);
-  Tensor y = empty_output(x, x.sizes());
-  dispatch("bias_dropout_add", x.scalar_type(), [&](auto tag) {
+  Tensor y = empty_output(dtype, x.sizes());
+  dispatch("bias_dropout_add", dtype, [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> xs(x), residuals(residual);
-    const BiasTiles<T> biases(bias);
     T* out = static_cast<T*>(y.mutable_data_ptr());
-    const bool flat = !bias && x.is_contiguous() && residual.is_contiguous();
-    const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
-    for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
-      Scratch<T> sx, sb, sr;
-      const int64_t index = row * shape.cols + col;
-      forward_tile(xs.tile(row, col, n, sx.data), biases.tile(col, n, sb.data), residuals.tile(row, col, n, sr.data),
-                   out + index, n, drop, static_cast<uint64_t>(index));
-    });
+    if (x.scalar_type() == dtype && residual.scalar_type() == dtype) {
+      add<T, Rows<T>>(x, bias, residual, drop, out);
+    } else {
+      add<T, Converted<T>>(x, bias, residual, drop, out);
+    }
   });
   return y;
 }
 
+// Writes n elements of T to a contiguous tensor of any floating-point dtype, from `index` on.
+template <class T>
+void convert(const T* from, int64_t n, const Tensor& out, int64_t index) {
+  dispatch("bias_dropout_add_backward", out.scalar_type(), [&](auto tag) {
+    using To = decltype(tag);
+    To* to = static_cast<To*>(out.mutable_data_ptr()) + index;
+    for (int64_t i = 0; i < n; ++i) to[i] = from_acc<To>(static_cast<acc_t<To>>(to_acc(from[i])));
+  });
+}
+
 // Without dropout dx is dy, which the caller has: an empty tensor stands for it. Without a bias, dbias is empty.
-std::tuple<Tensor, Tensor> backward(const Tensor& dy, bool bias, double p, const std::optional<Tensor>& seed,
-                                    int64_t index_offset) {
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, ScalarType dtype, std::optional<ScalarType> bias_dtype, double p,
+                                    const std::optional<Tensor>& seed, int64_t index_offset) {
   const Dropout drop = dropout("bias_dropout_add_backward", p, seed, index_offset);
+  const bool bias = bias_dtype.has_value();
   const Shape2d shape = !bias && dy.is_contiguous() ? Shape2d{1, dy.numel()} : rows_and_cols(dy);
-  Tensor dx = seed ? empty_output(dy, dy.sizes()) : empty_tensor({0}, dy.scalar_type());
-  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, dy.scalar_type());
+  Tensor dx = seed ? empty_output(dtype, dy.sizes()) : empty_tensor({0}, dtype);
+  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, bias ? *bias_dtype : dtype);
+  const bool same = dtype == dy.scalar_type();
   dispatch("bias_dropout_add_backward", dy.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> dys(dy);
-    T* out = static_cast<T*>(dx.mutable_data_ptr());
+    T* out = same ? static_cast<T*>(dx.mutable_data_ptr()) : nullptr;
     const auto tile = [&](int64_t row, int64_t col, int64_t n, acc_t<T>* sum) {
-      Scratch<T> sdy;
+      Scratch<T> sdy, sdx;
       const int64_t index = row * shape.cols + col;
-      backward_tile(dys.tile(row, col, n, sdy.data), drop.on ? out + index : out, sum, n, drop,
-                    static_cast<uint64_t>(index));
+      T* to = same && drop.on ? out + index : sdx.data;
+      backward_tile(dys.tile(row, col, n, sdy.data), to, sum, n, drop, static_cast<uint64_t>(index));
+      if (!same && drop.on) convert(to, n, dx, index);
     };
-    for_each_tile_summing_columns_if(bias, shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
+    for_each_tile_summing_columns_if<T>(bias, shape, dbias, tile);
   });
   return {dx, dbias};
 }

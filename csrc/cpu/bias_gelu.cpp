@@ -14,57 +14,36 @@
 namespace parallel_ops::cpu {
 namespace {
 
-// gelu(z) = z s and its derivative. tanh form: s = sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3), which is
-// (1 + tanh u) / 2 without the cancellation for negative z. Exact form: s is the normal cdf.
-template <class A>
-struct Gelu {
-  A value;
-  A slope;
-};
-
-template <bool kTanh, class A>
-PARALLEL_OPS_INLINE Gelu<A> gelu(A z) {
-  if constexpr (kTanh) {
-    constexpr A k0 = A(1.5957691216057308);    // 2 sqrt(2/pi)
-    constexpr A k1 = A(0.071354816272600416);  // k0 * 0.044715
-    const A z2 = z * z;
-    const auto s = sigmoid(z * (k0 + k1 * z2));
-    return {z * s.value, s.value + z * (k0 + A(3) * k1 * z2) * s.slope};
-  } else {
-    const auto [cdf, pdf] = normal(z);
-    return {z * cdf, cdf + z * pdf};
-  }
+template <bool kTanh, class T>
+PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const acc_t<T>* __restrict bias, T* __restrict y,
+                                      int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(gelu<kTanh>(to_acc(x[i]) + bias[i]).value);
 }
 
 template <bool kTanh, class T>
-PARALLEL_OPS_INLINE void forward_loop(const T* __restrict x, const T* __restrict bias, T* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(gelu<kTanh>(to_acc(x[i]) + to_acc(bias[i])).value);
-}
-
-template <bool kTanh, class T>
-PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, const T* __restrict x, const T* __restrict bias,
+PARALLEL_OPS_INLINE void backward_loop(const T* __restrict dy, const T* __restrict x, const acc_t<T>* __restrict bias,
                                        T* __restrict dx, acc_t<T>* __restrict dbias, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const acc_t<T> g = to_acc(dy[i]) * gelu<kTanh>(to_acc(x[i]) + to_acc(bias[i])).slope;
+    const acc_t<T> g = to_acc(dy[i]) * gelu<kTanh>(to_acc(x[i]) + bias[i]).slope;
     dx[i] = from_acc<T>(g);
     dbias[i] += g;
   }
 }
 
-#define DEFINE_TILES(T)                                                                                     \
-  PARALLEL_OPS_MULTIVERSION void forward_tanh(const T* x, const T* bias, T* y, int64_t n) {                 \
-    forward_loop<true>(x, bias, y, n);                                                                      \
-  }                                                                                                         \
-  PARALLEL_OPS_MULTIVERSION void forward_erf(const T* x, const T* bias, T* y, int64_t n) {                  \
-    forward_loop<false>(x, bias, y, n);                                                                     \
-  }                                                                                                         \
-  PARALLEL_OPS_MULTIVERSION void backward_tanh(const T* dy, const T* x, const T* bias, T* dx, acc_t<T>* db, \
-                                               int64_t n) {                                                 \
-    backward_loop<true>(dy, x, bias, dx, db, n);                                                            \
-  }                                                                                                         \
-  PARALLEL_OPS_MULTIVERSION void backward_erf(const T* dy, const T* x, const T* bias, T* dx, acc_t<T>* db,  \
-                                              int64_t n) {                                                  \
-    backward_loop<false>(dy, x, bias, dx, db, n);                                                           \
+#define DEFINE_TILES(T)                                                                                            \
+  PARALLEL_OPS_MULTIVERSION void forward_tanh(const T* x, const acc_t<T>* bias, T* y, int64_t n) {                 \
+    forward_loop<true>(x, bias, y, n);                                                                             \
+  }                                                                                                                \
+  PARALLEL_OPS_MULTIVERSION void forward_erf(const T* x, const acc_t<T>* bias, T* y, int64_t n) {                  \
+    forward_loop<false>(x, bias, y, n);                                                                            \
+  }                                                                                                                \
+  PARALLEL_OPS_MULTIVERSION void backward_tanh(const T* dy, const T* x, const acc_t<T>* bias, T* dx, acc_t<T>* db, \
+                                               int64_t n) {                                                        \
+    backward_loop<true>(dy, x, bias, dx, db, n);                                                                   \
+  }                                                                                                                \
+  PARALLEL_OPS_MULTIVERSION void backward_erf(const T* dy, const T* x, const acc_t<T>* bias, T* dx, acc_t<T>* db,  \
+                                              int64_t n) {                                                         \
+    backward_loop<false>(dy, x, bias, dx, db, n);                                                                  \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
 #undef DEFINE_TILES
@@ -75,16 +54,15 @@ Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
   dispatch("bias_gelu", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> xs(x);
-    const BiasTiles<T> biases(bias);
+    const Bias<acc_t<T>> biases(bias);
     T* out = static_cast<T*>(y.mutable_data_ptr());
     // Contiguous rows without a bias are one long row, so that a narrow last dimension costs nothing.
     const Shape2d shape = !bias && x.is_contiguous() ? Shape2d{1, x.numel()} : rows_and_cols(x);
     for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
-      Scratch<T> sx, sb;
+      Scratch<T> sx;
       const T* xt = xs.tile(row, col, n, sx.data);
-      const T* bt = biases.tile(col, n, sb.data);
       T* yt = out + row * shape.cols + col;
-      tanh ? forward_tanh(xt, bt, yt, n) : forward_erf(xt, bt, yt, n);
+      tanh ? forward_tanh(xt, biases.tile(col), yt, n) : forward_erf(xt, biases.tile(col), yt, n);
     });
   });
   return y;
@@ -96,21 +74,21 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
   check_like("bias_gelu_backward", "grad", dy, x);
   const Shape2d shape = !bias && x.is_contiguous() && dy.is_contiguous() ? Shape2d{1, x.numel()} : rows_and_cols(x);
   Tensor dx = empty_output(x, x.sizes());
-  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, x.scalar_type());
+  Tensor dbias = empty_tensor({bias ? shape.cols : 0}, bias ? bias->scalar_type() : x.scalar_type());
   dispatch("bias_gelu_backward", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     const Rows<T> dys(dy), xs(x);
-    const BiasTiles<T> biases(bias);
+    const Bias<acc_t<T>> biases(bias);
     T* out = static_cast<T*>(dx.mutable_data_ptr());
     const auto tile = [&](int64_t row, int64_t col, int64_t n, acc_t<T>* sum) {
-      Scratch<T> sdy, sx, sb;
+      Scratch<T> sdy, sx;
       const T* dyt = dys.tile(row, col, n, sdy.data);
       const T* xt = xs.tile(row, col, n, sx.data);
-      const T* bt = biases.tile(col, n, sb.data);
       T* dxt = out + row * shape.cols + col;
-      tanh ? backward_tanh(dyt, xt, bt, dxt, sum, n) : backward_erf(dyt, xt, bt, dxt, sum, n);
+      tanh ? backward_tanh(dyt, xt, biases.tile(col), dxt, sum, n)
+           : backward_erf(dyt, xt, biases.tile(col), dxt, sum, n);
     };
-    for_each_tile_summing_columns_if(bias.has_value(), shape, static_cast<T*>(dbias.mutable_data_ptr()), tile);
+    for_each_tile_summing_columns_if<T>(bias.has_value(), shape, dbias, tile);
   });
   return {dx, dbias};
 }

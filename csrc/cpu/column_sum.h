@@ -46,11 +46,11 @@ void add_chunks(const acc_t<T>* partial, int64_t chunks, int64_t stride, int64_t
 }
 
 // Calls f(row, col, n, acc) for every tile of a rows x cols array, in parallel; f adds the n values it
-// wants summed to acc[0..n). The sums over all rows go to out[0..cols). An op whose tile gives several column
+// wants summed to acc[0..n). The sums over all rows go to out, of cols elements. An op whose tile gives several column
 // blocks (gate and up of SwiGLU) asks for kBlocks: block b is added to acc[b * kTileCols ..) and its sums go
 // to out[b * cols ..).
 template <class T, int kBlocks = 1, class F>
-void for_each_tile_summing_columns(Shape2d shape, T* out, const F& f) {
+void for_each_tile_summing_columns(Shape2d shape, Tensor& out, const F& f) {
   using A = acc_t<T>;
   if (shape.cols == 0) return;
   const int64_t sums = kBlocks * shape.cols;
@@ -77,7 +77,9 @@ void for_each_tile_summing_columns(Shape2d shape, T* out, const F& f) {
     }
   });
 
-  add_chunks(partial.data(), chunks.count, sums, sums, out);
+  std::vector<A> total(static_cast<size_t>(sums));
+  add_chunks<A>(partial.data(), chunks.count, sums, sums, total.data());
+  store_values(total.data(), out);
 }
 
 // The same for a row that needs a pass of its own before its values are known: calls f(row, acc) for whole rows; f adds
@@ -110,7 +112,7 @@ void for_each_row_summing_columns(Shape2d shape, const std::vector<T*>& out, con
 
 // The same where the sums may not be wanted: without `wanted`, f adds to an accumulator that nobody reads.
 template <class T, int kBlocks = 1, class F>
-void for_each_tile_summing_columns_if(bool wanted, Shape2d shape, T* out, const F& f) {
+void for_each_tile_summing_columns_if(bool wanted, Shape2d shape, Tensor& out, const F& f) {
   if (wanted) return for_each_tile_summing_columns<T, kBlocks>(shape, out, f);
   for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
     alignas(64) acc_t<T> unread[kBlocks * kTileCols];

@@ -15,10 +15,14 @@ constexpr int64_t kOnAnotherShard = -1;
 constexpr int64_t kIgnored = -2;
 constexpr int64_t kInvalid = -3;
 
-// Rows of the statistics tensor; without label smoothing only the first three are there.
-enum Statistic { kMax, kSumExp, kTarget, kSum, kCount };
-constexpr int64_t kPlain = 3;
-constexpr int64_t kSmoothed = 5;
+// Rows of the statistics tensor. Without label smoothing only the first three are there, without class weights only the
+// first five; with class weights kSum is the weighted sum.
+enum Statistic { kMax, kSumExp, kTarget, kSum, kCount, kTargetWeight, kWeightSum };
+// Rows of the saved tensor, which has the first three, the first four, or all.
+enum Saved { kSavedMax, kSavedLogSumExp, kSavedTarget, kSavedCount, kSavedTargetWeight, kSavedWeightSum };
+
+inline int64_t statistics_rows(bool smooth, bool weighted) { return weighted ? 7 : smooth ? 5 : 3; }
+inline int64_t saved_rows(bool smooth, bool weighted) { return weighted ? 6 : smooth ? 4 : 3; }
 
 // Fewer rows than this are cut into column blocks, so that several threads share a row.
 constexpr int64_t kFewRows = 16;
@@ -34,19 +38,23 @@ struct Part {
   A exps = 0;
   A sum = 0;
   A count = 0;
+  A weight_sum = 0;
 
-  PARALLEL_OPS_INLINE void add(A other_max, A other_exps, A other_sum, A other_count) {
-    const A joint = other_max > max ? other_max : max;
+  PARALLEL_OPS_INLINE void add(const Part& other) {
+    const A joint = other.max > max ? other.max : max;
     const A base = joint == kAbsent<A> ? A(0) : joint;  // -inf - -inf would be NaN
-    exps = exps * exp_nonpositive(max - base) + other_exps * exp_nonpositive(other_max - base);
+    exps = exps * exp_nonpositive(max - base) + other.exps * exp_nonpositive(other.max - base);
     max = joint;
-    sum += other_sum;
-    count += other_count;
+    sum += other.sum;
+    count += other.count;
+    weight_sum += other.weight_sum;
   }
 };
 
+// `weights`, where there are any, are those of the tile's columns.
 template <bool kCap, bool kSmooth, class T>
-PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_t n, acc_t<T> cap) {
+PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_t n, acc_t<T> cap,
+                                                   const acc_t<T>* weights) {
   using A = acc_t<T>;
   alignas(64) A z[kTileCols];
   alignas(64) A largest[kExpLanes], exps[kExpLanes] = {}, sums[kExpLanes] = {}, counts[kExpLanes] = {};
@@ -73,6 +81,12 @@ PARALLEL_OPS_INLINE Part<acc_t<T>> tile_statistics(const T* __restrict x, int64_
   if constexpr (kSmooth) {
     part.sum = sum_of_lanes<kExpLanes>(sums);
     part.count = sum_of_lanes<kExpLanes>(counts);
+    if (weights) {
+      part.sum =
+          sum_lanes<A>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return z[i] == kAbsent<A> ? A(0) : weights[i] * z[i]; });
+      part.weight_sum =
+          sum_lanes<A>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return z[i] == kAbsent<A> ? A(0) : weights[i]; });
+    }
   }
   return part;
 }
@@ -84,6 +98,7 @@ struct RowGradient {
   A log_exps;
   A grad;
   A z_loss;   // grad 2 z_loss lse
+  A share;    // of p: 1, or what the class weights make of it
   A uniform;  // label_smoothing / count
   A cap;
 };
@@ -95,19 +110,24 @@ PARALLEL_OPS_INLINE A gradient(A x, const RowGradient<A>& row, A weight) {
   Softcap<A> z{x, A(1)};
   if constexpr (kCap) z = softcap(z.value, row.cap);
   const A p = exp_nonpositive((z.value - row.max) - row.log_exps);
-  const A g = row.grad * (p - (z.value == kAbsent<A> ? A(0) : weight)) + row.z_loss * p;
+  const A g = row.grad * (p * row.share - (z.value == kAbsent<A> ? A(0) : weight)) + row.z_loss * p;
   return kCap ? g * z.slope : g;
 }
 
-// dx may be x itself. The arithmetic reads and writes the arithmetic type alone: GCC 12 turns a loop over 16-bit
-// elements that does everything at once into shuffles.
+// dx may be x itself; `weights`, where there are any, are those of the tile's columns. The arithmetic reads and writes
+// the arithmetic type alone: GCC 12 turns a loop over 16-bit elements that does everything at once into shuffles.
 template <bool kCap, bool kSmooth, class T>
-PARALLEL_OPS_INLINE void tile_gradient(const T* x, T* dx, int64_t n, const RowGradient<acc_t<T>>& row) {
+PARALLEL_OPS_INLINE void tile_gradient(const T* x, T* dx, int64_t n, const RowGradient<acc_t<T>>& row,
+                                       const acc_t<T>* weights) {
   using A = acc_t<T>;
   const RowGradient<A> r = row;
   alignas(64) A z[kTileCols];
   for (int64_t i = 0; i < n; ++i) z[i] = to_acc(x[i]);
-  for (int64_t i = 0; i < n; ++i) z[i] = gradient<kCap>(z[i], r, kSmooth ? r.uniform : A(0));
+  if (kSmooth && weights) {
+    for (int64_t i = 0; i < n; ++i) z[i] = gradient<kCap>(z[i], r, r.uniform * weights[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) z[i] = gradient<kCap>(z[i], r, kSmooth ? r.uniform : A(0));
+  }
   for (int64_t i = 0; i < n; ++i) dx[i] = from_acc<T>(z[i]);
 }
 

@@ -10,21 +10,20 @@ namespace parallel_ops::cpu {
 namespace {
 
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
-                                                   const std::optional<Tensor>& bias,
-                                                   const std::optional<Tensor>& residual, double eps,
-                                                   bool zero_centered) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Optional& weight, const Optional& bias,
+                                                   const Optional& residual, double eps, bool zero_centered) {
   const auto out = norm_forward({"layer_norm", true, zero_centered}, x, weight, bias, residual, eps);
   return {out.y, out.sum, out.mean, out.rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
-                                            const Tensor& weight, const Tensor& mean, const Tensor& rstd, bool has_bias,
-                                            bool zero_centered) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const Optional& grad_sum, const Tensor& x,
+                                                    const Optional& weight, const Optional& bias, const Tensor& mean,
+                                                    const Tensor& rstd, bool zero_centered) {
   const auto out =
-      norm_backward({"layer_norm_backward", true, zero_centered}, grad, grad_sum, x, weight, mean, rstd, has_bias);
-  return {out.dx, out.dweight, out.dbias};
+      norm_backward({"layer_norm_backward", true, zero_centered}, grad, grad_sum, x, weight, bias, mean, rstd);
+  return {out.dx, out.narrow_dx, out.dweight, out.dbias};
 }
 
 }  // namespace

@@ -122,4 +122,33 @@ PARALLEL_OPS_INLINE Normal<double> normal(double x) {
   return {0.5 * std::erfc(-x * 0.70710678118654752440), std::exp(-0.5 * x * x) * 0.39894228040143267794};
 }
 
+// An activation and its derivative.
+template <class A>
+struct Activation {
+  A value;
+  A slope;
+};
+
+template <class A>
+PARALLEL_OPS_INLINE Activation<A> silu(A z) {
+  const auto s = sigmoid(z);
+  return {z * s.value, s.value + z * s.slope};
+}
+
+// gelu(z) = z s. tanh form: s = sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3), which is (1 + tanh u) / 2 without the
+// cancellation for negative z. Exact form: s is the normal cdf.
+template <bool kTanh, class A>
+PARALLEL_OPS_INLINE Activation<A> gelu(A z) {
+  if constexpr (kTanh) {
+    constexpr A k0 = A(1.5957691216057308);    // 2 sqrt(2/pi)
+    constexpr A k1 = A(0.071354816272600416);  // k0 * 0.044715
+    const A z2 = z * z;
+    const auto s = sigmoid(z * (k0 + k1 * z2));
+    return {z * s.value, s.value + z * (k0 + A(3) * k1 * z2) * s.slope};
+  } else {
+    const auto [cdf, pdf] = normal(z);
+    return {z * cdf, cdf + z * pdf};
+  }
+}
+
 }  // namespace parallel_ops::cpu

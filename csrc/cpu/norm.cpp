@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
@@ -24,100 +26,118 @@ namespace {
 // What the loops over a row's tiles need to know of the row.
 template <class A>
 struct Row {
-  A offset;  // added to the weight: 1 where it is zero-centred
   A mean;
   A rstd;
   A mean_g;
   A mean_g_xhat;
 };
 
-// The sum is rounded to T before it is normalised, so that what is returned is what was normalised.
-template <class T>
-PARALLEL_OPS_INLINE void add_loop(const T* __restrict x, const T* __restrict residual, T* __restrict sum, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) sum[i] = from_acc<T>(to_acc(x[i]) + to_acc(residual[i]));
+// T is the dtype of x and y, S that of what is normalised: the wider one of x and its residual. The sum is rounded to S
+// before it is normalised, so that what is returned is what was normalised. Weight and bias come widened.
+template <class T, class S>
+PARALLEL_OPS_INLINE void add_loop(const T* __restrict x, const S* __restrict residual, S* __restrict sum, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] = from_acc<S>(to_acc(x[i]) + to_acc(residual[i]));
 }
 
-template <class T>
-PARALLEL_OPS_INLINE acc_t<T> total_loop(const T* __restrict x, int64_t n) {
-  return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(x[i]); });
+template <class S>
+PARALLEL_OPS_INLINE acc_t<S> total_loop(const S* __restrict x, int64_t n) {
+  return sum_lanes<acc_t<S>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(x[i]); });
 }
 
-template <class T>
-PARALLEL_OPS_INLINE acc_t<T> squares_loop(const T* __restrict x, acc_t<T> mean, int64_t n) {
-  return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
-    const acc_t<T> d = to_acc(x[i]) - mean;
+template <class S>
+PARALLEL_OPS_INLINE acc_t<S> squares_loop(const S* __restrict x, acc_t<S> mean, int64_t n) {
+  return sum_lanes<acc_t<S>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
+    const acc_t<S> d = to_acc(x[i]) - mean;
     return d * d;
   });
 }
 
-template <class T>
-PARALLEL_OPS_INLINE void normalise_loop(const T* __restrict x, const T* __restrict weight, const T* __restrict bias,
-                                        Row<acc_t<T>> row, T* __restrict y, int64_t n) {
+template <class T, class S>
+PARALLEL_OPS_INLINE void normalise_loop(const S* __restrict x, const acc_t<T>* __restrict weight,
+                                        const acc_t<T>* __restrict bias, Row<acc_t<T>> row, T* __restrict y,
+                                        int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const acc_t<T> xhat = (to_acc(x[i]) - row.mean) * row.rstd;
-    y[i] = from_acc<T>(xhat * (to_acc(weight[i]) + row.offset) + to_acc(bias[i]));
+    y[i] = from_acc<T>(xhat * weight[i] + bias[i]);
   }
 }
 
 template <class T>
-PARALLEL_OPS_INLINE acc_t<T> dot_g_loop(const T* __restrict dy, const T* __restrict weight, acc_t<T> offset,
-                                        int64_t n) {
-  return sum_lanes<acc_t<T>>(
-      n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(dy[i]) * (to_acc(weight[i]) + offset); });
+PARALLEL_OPS_INLINE acc_t<T> dot_g_loop(const T* __restrict dy, const acc_t<T>* __restrict weight, int64_t n) {
+  return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(dy[i]) * weight[i]; });
 }
 
-template <class T>
-PARALLEL_OPS_INLINE acc_t<T> dot_g_xhat_loop(const T* __restrict dy, const T* __restrict x, const T* __restrict weight,
-                                             Row<acc_t<T>> row, int64_t n) {
+template <class T, class S>
+PARALLEL_OPS_INLINE acc_t<T> dot_g_xhat_loop(const T* __restrict dy, const S* __restrict x,
+                                             const acc_t<T>* __restrict weight, Row<acc_t<T>> row, int64_t n) {
   return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
-    return to_acc(dy[i]) * (to_acc(weight[i]) + row.offset) * ((to_acc(x[i]) - row.mean) * row.rstd);
+    return to_acc(dy[i]) * weight[i] * ((to_acc(x[i]) - row.mean) * row.rstd);
   });
 }
 
-template <bool kBias, class T>
-PARALLEL_OPS_INLINE void gradient_loop(const T* __restrict dy, const T* __restrict x, const T* __restrict weight,
-                                       const T* __restrict dsum, Row<acc_t<T>> row, T* __restrict dx,
-                                       acc_t<T>* __restrict dweight, acc_t<T>* __restrict dbias, int64_t n) {
+// dx in S and, where that is another dtype, in T too. kSums: 0 for neither parameter's gradient, 1 for the weight's.
+template <int kSums, class T, class S>
+PARALLEL_OPS_INLINE void gradient_loop(const T* __restrict dy, const S* __restrict x, const acc_t<T>* __restrict weight,
+                                       const S* __restrict dsum, Row<acc_t<T>> row, S* __restrict dx,
+                                       T* __restrict narrow_dx, acc_t<T>* __restrict dweight,
+                                       acc_t<T>* __restrict dbias, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const acc_t<T> d = to_acc(dy[i]);
-    const acc_t<T> g = d * (to_acc(weight[i]) + row.offset);
     const acc_t<T> xhat = (to_acc(x[i]) - row.mean) * row.rstd;
-    dx[i] = from_acc<T>(row.rstd * (g - row.mean_g - xhat * row.mean_g_xhat) + to_acc(dsum[i]));
-    dweight[i] += d * xhat;
-    if constexpr (kBias) dbias[i] += d;
+    const acc_t<T> v = row.rstd * (d * weight[i] - row.mean_g - xhat * row.mean_g_xhat) + to_acc(dsum[i]);
+    dx[i] = from_acc<S>(v);
+    if constexpr (!std::is_same_v<S, T>) narrow_dx[i] = from_acc<T>(v);
+    if constexpr (kSums > 0) dweight[i] += d * xhat;
+    if constexpr (kSums > 1) dbias[i] += d;
   }
 }
 
-#define DEFINE_TILES(T)                                                                                          \
-  PARALLEL_OPS_MULTIVERSION void add(const T* x, const T* residual, T* sum, int64_t n) {                         \
-    add_loop(x, residual, sum, n);                                                                               \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION acc_t<T> total(const T* x, int64_t n) { return total_loop(x, n); }                   \
-  PARALLEL_OPS_MULTIVERSION acc_t<T> squares(const T* x, acc_t<T> mean, int64_t n) {                             \
-    return squares_loop(x, mean, n);                                                                             \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION void normalise(const T* x, const T* w, const T* b, const Row<acc_t<T>>& row, T* y,   \
-                                           int64_t n) {                                                          \
-    normalise_loop(x, w, b, row, y, n);                                                                          \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g(const T* dy, const T* w, acc_t<T> offset, int64_t n) {                \
-    return dot_g_loop(dy, w, offset, n);                                                                         \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g_xhat(const T* dy, const T* x, const T* w, const Row<acc_t<T>>& row,   \
-                                                int64_t n) {                                                     \
-    return dot_g_xhat_loop(dy, x, w, row, n);                                                                    \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const T* x, const T* w, const T* dsum,                    \
-                                          const Row<acc_t<T>>& row, T* dx, acc_t<T>* dw, int64_t n) {            \
-    gradient_loop<false>(dy, x, w, dsum, row, dx, dw, static_cast<acc_t<T>*>(nullptr), n);                       \
-  }                                                                                                              \
-  PARALLEL_OPS_MULTIVERSION void gradient_with_bias(const T* dy, const T* x, const T* w, const T* dsum,          \
-                                                    const Row<acc_t<T>>& row, T* dx, acc_t<T>* dw, acc_t<T>* db, \
-                                                    int64_t n) {                                                 \
-    gradient_loop<true>(dy, x, w, dsum, row, dx, dw, db, n);                                                     \
+#define DEFINE_TILES(T)                                                                                                \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> total(const T* x, int64_t n) { return total_loop(x, n); }                         \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> squares(const T* x, acc_t<T> mean, int64_t n) {                                   \
+    return squares_loop(x, mean, n);                                                                                   \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g(const T* dy, const acc_t<T>* w, int64_t n) { return dot_g_loop(dy, w, n); } \
+  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* from, acc_t<T> offset, acc_t<T>* to, int64_t n) {     \
+    for (int64_t i = 0; i < n; ++i) to[i] = to_acc(from[i]) + offset;                                                  \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
 #undef DEFINE_TILES
+
+#define DEFINE_STREAM_TILES(T, S)                                                                                      \
+  PARALLEL_OPS_MULTIVERSION void add(const T* x, const S* residual, S* sum, int64_t n) {                               \
+    add_loop(x, residual, sum, n);                                                                                     \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void normalise(const S* x, const acc_t<T>* w, const acc_t<T>* b, const Row<acc_t<T>>& row, \
+                                           T* y, int64_t n) {                                                          \
+    normalise_loop(x, w, b, row, y, n);                                                                                \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g_xhat(const T* dy, const S* x, const acc_t<T>* w, const Row<acc_t<T>>& row,  \
+                                                int64_t n) {                                                           \
+    return dot_g_xhat_loop(dy, x, w, row, n);                                                                          \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, int64_t n) {                        \
+    acc_t<T>* none = nullptr;                                                                                          \
+    gradient_loop<0>(dy, x, w, dsum, row, dx, ndx, none, none, n);                                                     \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, acc_t<T>* dw, int64_t n) {          \
+    acc_t<T>* none = nullptr;                                                                                          \
+    gradient_loop<1>(dy, x, w, dsum, row, dx, ndx, dw, none, n);                                                       \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, acc_t<T>* dw, acc_t<T>* db,         \
+                                          int64_t n) {                                                                 \
+    gradient_loop<2>(dy, x, w, dsum, row, dx, ndx, dw, db, n);                                                         \
+  }
+DEFINE_STREAM_TILES(float, float)
+DEFINE_STREAM_TILES(double, double)
+DEFINE_STREAM_TILES(Half, Half)
+DEFINE_STREAM_TILES(BFloat16, BFloat16)
+DEFINE_STREAM_TILES(Half, float)
+DEFINE_STREAM_TILES(BFloat16, float)
+#undef DEFINE_STREAM_TILES
 
 // Calls f(col, n) for the tiles of one row.
 template <class F>
@@ -125,17 +145,50 @@ void for_each_tile_of_row(int64_t cols, const F& f) {
   for (int64_t col = 0; col < cols; col += kTileCols) f(col, std::min(kTileCols, cols - col));
 }
 
+// Calls f with values of the element types of `narrow` (x, y) and of what is normalised, `stream`.
+template <class F>
+void dispatch_stream(const char* op, ScalarType narrow, ScalarType stream, const F& f) {
+  dispatch(op, narrow, [&](auto tag) {
+    using T = decltype(tag);
+    if (stream == narrow) return f(tag, tag);
+    if constexpr (sizeof(T) == 2) {
+      if (stream == ScalarType::Float) return f(tag, float{});
+    }
+    STD_TORCH_CHECK(false, op, ": a residual stream must be of the dtype of x, or float32 for 16-bit x");
+  });
+}
+
+// A parameter in the dtype of the arithmetic, plus `offset`; `otherwise` throughout where there is none.
+template <class A>
+std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, int64_t cols, A offset, A otherwise) {
+  std::vector<A> out(static_cast<size_t>(cols), otherwise);
+  if (!parameter) return out;
+  dispatch(op, parameter->scalar_type(), [&](auto tag) {
+    using P = decltype(tag);
+    if constexpr (std::is_same_v<acc_t<P>, A>) {
+      const Rows<P> rows(*parameter);
+      Scratch<P> scratch;
+      for_each_tile_of_row(cols, [&](int64_t col, int64_t n) {
+        widen(rows.tile(0, col, n, scratch.data), offset, out.data() + col, n);
+      });
+    } else {
+      STD_TORCH_CHECK(false, op, ": float64 parameters go with float64 x alone");
+    }
+  });
+  return out;
+}
+
 // The dtype of the statistics: that of the arithmetic.
 ScalarType statistics_dtype(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-void check_weight(const char* op, const Tensor& x, const Tensor& weight) {
+void check_parameter(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& t) {
   STD_TORCH_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
-  STD_TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == x.scalar_type(), op,
-                  ": weight must be on the same device and of the same dtype as x");
-  STD_TORCH_CHECK(weight.dim() == 1 && weight.size(0) == last_dim(x), op,
-                  ": weight must have one element for each element of the last dimension of x");
+  if (!t) return;
+  STD_TORCH_CHECK(t->is_cpu(), op, ": ", name, " must be on the same device as x");
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == last_dim(x), op, ": ", name,
+                  " must have one element for each element of the last dimension of x");
 }
 
 void check_statistics(const char* op, const char* name, const Tensor& t, const Tensor& x, int64_t rows) {
@@ -153,38 +206,46 @@ Shape2d norm_shape(const Tensor& x) {
 
 }  // namespace
 
-NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const Tensor& weight,
+NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std::optional<Tensor>& weight,
                          const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double eps) {
-  check_weight(options.op, x, weight);
-  check_bias(options.op, x, bias);
-  if (residual) check_like(options.op, "residual", *residual, x);
+  check_parameter(options.op, "weight", x, weight);
+  check_parameter(options.op, "bias", x, bias);
+  if (residual) check_shape(options.op, "residual", *residual, x);
   const Shape2d shape = norm_shape(x);
   const auto statistics = [&](int64_t n) { return empty_tensor({n}, statistics_dtype(x)); };
   NormOutputs out{empty_output(x, x.sizes()),
-                  residual ? empty_output(x, x.sizes()) : empty_tensor({0}, x.scalar_type()),
+                  residual ? empty_output(*residual, x.sizes()) : empty_tensor({0}, x.scalar_type()),
                   statistics(options.centred ? shape.rows : 0), statistics(shape.rows)};
-  dispatch(options.op, x.scalar_type(), [&](auto tag) {
+  const ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
+  dispatch_stream(options.op, x.scalar_type(), stream, [&](auto tag, auto stream_tag) {
     using T = decltype(tag);
+    using S = decltype(stream_tag);
     using A = acc_t<T>;
-    const Rows<T> xs(x), residuals(residual ? *residual : x), weights(weight);
-    const BiasTiles<T> biases(bias);
+    const Rows<T> xs(x);
+    const std::optional<Rows<S>> residuals = residual ? std::optional<Rows<S>>(*residual) : std::nullopt;
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0), A(1));
+    const auto biases = widened<A>(options.op, bias, shape.cols, A(0), A(0));
     T* y = static_cast<T*>(out.y.mutable_data_ptr());
-    T* sum = residual ? static_cast<T*>(out.sum.mutable_data_ptr()) : nullptr;
+    S* sum = residual ? static_cast<S*>(out.sum.mutable_data_ptr()) : nullptr;
     A* mean = static_cast<A*>(out.mean.mutable_data_ptr());
     A* rstd = static_cast<A*>(out.rstd.mutable_data_ptr());
     const A scale = A(1) / static_cast<A>(shape.cols);
 
     const auto normalise_row = [&](int64_t r) {
-      Scratch<T> sx, sr, sw, sb;
-      const auto tile = [&](int64_t col, int64_t n) {
-        return sum ? sum + r * shape.cols + col : xs.tile(r, col, n, sx.data);
+      Scratch<T> sx;
+      Scratch<S> sr;
+      const auto tile = [&](int64_t col, int64_t n) -> const S* {
+        if constexpr (std::is_same_v<S, T>) {
+          if (!sum) return xs.tile(r, col, n, sx.data);
+        }
+        return sum + r * shape.cols + col;
       };
       if (sum) {
         for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
-          add(xs.tile(r, col, n, sx.data), residuals.tile(r, col, n, sr.data), sum + r * shape.cols + col, n);
+          add(xs.tile(r, col, n, sx.data), residuals->tile(r, col, n, sr.data), sum + r * shape.cols + col, n);
         });
       }
-      Row<A> row{options.zero_centered ? A(1) : A(0), A(0), A(0), A(0), A(0)};
+      Row<A> row{A(0), A(0), A(0), A(0)};
       if (options.centred) {
         for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) { row.mean += total(tile(col, n), n); });
         mean[r] = row.mean *= scale;
@@ -193,8 +254,7 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const Tens
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) { variance += squares(tile(col, n), row.mean, n); });
       rstd[r] = row.rstd = A(1) / std::sqrt(variance * scale + static_cast<A>(eps));
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
-        const T* wt = weights.tile(0, col, n, sw.data);
-        normalise(tile(col, n), wt, biases.tile(col, n, sb.data), row, y + r * shape.cols + col, n);
+        normalise(tile(col, n), weights.data() + col, biases.data() + col, row, y + r * shape.cols + col, n);
       });
     };
     const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, shape.cols));
@@ -206,53 +266,79 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const Tens
 }
 
 NormGradients norm_backward(const NormOptions& options, const Tensor& grad, const std::optional<Tensor>& grad_sum,
-                            const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean,
-                            const Tensor& rstd, bool has_bias) {
+                            const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& mean, const Tensor& rstd) {
   const Shape2d shape = norm_shape(x);
-  check_weight(options.op, x, weight);
-  check_like(options.op, "grad", grad, x);
+  check_parameter(options.op, "weight", x, weight);
+  check_parameter(options.op, "bias", x, bias);
+  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), options.op,
+                  ": bias must be of the dtype of weight");
+  check_shape(options.op, "grad", grad, x);
   if (grad_sum) check_like(options.op, "grad_sum", *grad_sum, x);
   if (mean) check_statistics(options.op, "mean", *mean, x, shape.rows);
   check_statistics(options.op, "rstd", rstd, x, shape.rows);
-  NormGradients out{empty_output(x, x.sizes()), empty_tensor({shape.cols}, x.scalar_type()),
-                    empty_tensor({has_bias ? shape.cols : 0}, x.scalar_type())};
-  dispatch(options.op, x.scalar_type(), [&](auto tag) {
+  const bool narrow = grad.scalar_type() != x.scalar_type();
+  const auto like = [&](const std::optional<Tensor>& parameter) {
+    return parameter ? empty_tensor({shape.cols}, parameter->scalar_type()) : empty_tensor({0}, x.scalar_type());
+  };
+  NormGradients out{empty_output(x, x.sizes()),
+                    narrow ? empty_output(grad, x.sizes()) : empty_tensor({0}, x.scalar_type()), like(weight),
+                    like(bias)};
+  dispatch_stream(options.op, grad.scalar_type(), x.scalar_type(), [&](auto tag, auto stream_tag) {
     using T = decltype(tag);
+    using S = decltype(stream_tag);
     using A = acc_t<T>;
-    const Rows<T> dys(grad), dsums(grad_sum ? *grad_sum : x), xs(x), weights(weight);
+    const Rows<T> dys(grad);
+    const Rows<S> dsums(grad_sum ? *grad_sum : x), xs(x);
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0), A(1));
     const A* means = mean ? static_cast<const A*>(mean->const_data_ptr()) : nullptr;
     const A* rstds = static_cast<const A*>(rstd.const_data_ptr());
-    T* dx = static_cast<T*>(out.dx.mutable_data_ptr());
+    S* dx = static_cast<S*>(out.dx.mutable_data_ptr());
+    T* narrow_dx = narrow ? static_cast<T*>(out.narrow_dx.mutable_data_ptr()) : nullptr;
     const A scale = A(1) / static_cast<A>(shape.cols);
 
-    // The row's own sums go to acc[0..cols) for the weight and acc[cols..2 cols) for the bias.
+    // The row's own sums go to acc[0..cols) for the weight, if there is one, and to what follows for the bias.
     const auto row_gradient = [&](int64_t r, A* acc) {
-      Scratch<T> sdy, sx, sw, sdsum;
-      Row<A> row{options.zero_centered ? A(1) : A(0), means ? means[r] : A(0), rstds[r], A(0), A(0)};
+      Scratch<T> sdy;
+      Scratch<S> sx, sdsum;
+      alignas(64) A unread[kTileCols];
+      Row<A> row{means ? means[r] : A(0), rstds[r], A(0), A(0)};
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
         const T* dyt = dys.tile(r, col, n, sdy.data);
-        const T* wt = weights.tile(0, col, n, sw.data);
+        const A* wt = weights.data() + col;
         row.mean_g_xhat += dot_g_xhat(dyt, xs.tile(r, col, n, sx.data), wt, row, n);
-        if (options.centred) row.mean_g += dot_g(dyt, wt, row.offset, n);
+        if (options.centred) row.mean_g += dot_g(dyt, wt, n);
       });
       row.mean_g *= scale;
       row.mean_g_xhat *= scale;
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
         const T* dyt = dys.tile(r, col, n, sdy.data);
-        const T* xt = xs.tile(r, col, n, sx.data);
-        const T* wt = weights.tile(0, col, n, sw.data);
-        const T* dsumt = grad_sum ? dsums.tile(r, col, n, sdsum.data) : kZeroTile<T>.data;
-        T* dxt = dx + r * shape.cols + col;
-        if (has_bias) {
-          gradient_with_bias(dyt, xt, wt, dsumt, row, dxt, acc + col, acc + shape.cols + col, n);
+        const S* xt = xs.tile(r, col, n, sx.data);
+        const A* wt = weights.data() + col;
+        const S* dsumt = grad_sum ? dsums.tile(r, col, n, sdsum.data) : kZeroTile<S>.data;
+        S* dxt = dx + r * shape.cols + col;
+        T* ndxt = narrow ? narrow_dx + r * shape.cols + col : nullptr;
+        if (bias) {
+          if (!weight) std::fill_n(unread, n, A(0));
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, weight ? acc + col : unread,
+                   acc + (weight ? shape.cols : 0) + col, n);
+        } else if (weight) {
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, acc + col, n);
         } else {
-          gradient(dyt, xt, wt, dsumt, row, dxt, acc + col, n);
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, n);
         }
       });
     };
-    std::vector<T*> sums{static_cast<T*>(out.dweight.mutable_data_ptr())};
-    if (has_bias) sums.push_back(static_cast<T*>(out.dbias.mutable_data_ptr()));
-    for_each_row_summing_columns(shape, sums, row_gradient);
+    const ScalarType parameters = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x.scalar_type();
+    dispatch(options.op, parameters, [&](auto parameter_tag) {
+      using P = decltype(parameter_tag);
+      if constexpr (std::is_same_v<acc_t<P>, A>) {
+        std::vector<P*> sums;
+        if (weight) sums.push_back(static_cast<P*>(out.dweight.mutable_data_ptr()));
+        if (bias) sums.push_back(static_cast<P*>(out.dbias.mutable_data_ptr()));
+        for_each_row_summing_columns(shape, sums, row_gradient);
+      }
+    });
   });
   return out;
 }

@@ -16,25 +16,29 @@ struct NormOptions {
 
 struct NormOutputs {
   torch::stable::Tensor y;
-  torch::stable::Tensor sum;   // x + residual, empty without a residual
+  torch::stable::Tensor sum;   // x + residual in the wider dtype of the two, empty without a residual
   torch::stable::Tensor mean;  // per row, empty unless centred
   torch::stable::Tensor rstd;  // per row
 };
 
+// The weight and the bias may be of any dtype with the same arithmetic, the residual of the dtype of x or float32.
 NormOutputs norm_forward(const NormOptions& options, const torch::stable::Tensor& x,
-                         const torch::stable::Tensor& weight, const std::optional<torch::stable::Tensor>& bias,
+                         const std::optional<torch::stable::Tensor>& weight,
+                         const std::optional<torch::stable::Tensor>& bias,
                          const std::optional<torch::stable::Tensor>& residual, double eps);
 
 struct NormGradients {
-  torch::stable::Tensor dx;  // also the gradient of the residual
-  torch::stable::Tensor dweight;
-  torch::stable::Tensor dbias;  // empty without a bias
+  torch::stable::Tensor dx;         // in the dtype of x: also the gradient of the residual
+  torch::stable::Tensor narrow_dx;  // the same in the dtype of grad, empty where that is the dtype of x
+  torch::stable::Tensor dweight;    // empty without a weight
+  torch::stable::Tensor dbias;      // empty without a bias
 };
 
 // `x` is what was normalised: the input, or its sum with the residual, whose own gradient is then `grad_sum`.
 NormGradients norm_backward(const NormOptions& options, const torch::stable::Tensor& grad,
                             const std::optional<torch::stable::Tensor>& grad_sum, const torch::stable::Tensor& x,
-                            const torch::stable::Tensor& weight, const std::optional<torch::stable::Tensor>& mean,
-                            const torch::stable::Tensor& rstd, bool has_bias);
+                            const std::optional<torch::stable::Tensor>& weight,
+                            const std::optional<torch::stable::Tensor>& bias,
+                            const std::optional<torch::stable::Tensor>& mean, const torch::stable::Tensor& rstd);
 
 }  // namespace parallel_ops::cpu

@@ -51,12 +51,16 @@ inline torch::stable::Tensor empty_tensor(torch::headeronly::IntHeaderOnlyArrayR
   return torch::stable::Tensor(handle);
 }
 
-// An output that may be large: of the given sizes, in the dtype of `like`.
-inline torch::stable::Tensor empty_output(const torch::stable::Tensor& like,
+// An output that may be large: of the given sizes, in the given dtype or that of `like`.
+inline torch::stable::Tensor empty_output(torch::headeronly::ScalarType dtype,
                                           torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  auto out = empty_tensor(sizes, like.scalar_type());
+  auto out = empty_tensor(sizes, dtype);
   advise_huge_pages(out.mutable_data_ptr(), out.numel() * static_cast<int64_t>(out.element_size()));
   return out;
+}
+inline torch::stable::Tensor empty_output(const torch::stable::Tensor& like,
+                                          torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  return empty_output(like.scalar_type(), sizes);
 }
 
 }  // namespace parallel_ops::cpu

@@ -10,18 +10,19 @@ namespace parallel_ops::cpu {
 namespace {
 
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& residual,
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Optional& weight, const Optional& residual,
                                            double eps, bool zero_centered) {
   const auto out = norm_forward({"rms_norm", false, zero_centered}, x, weight, std::nullopt, residual, eps);
   return {out.y, out.sum, out.rstd};
 }
 
-std::tuple<Tensor, Tensor> backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
-                                    const Tensor& weight, const Tensor& rstd, bool zero_centered) {
-  const auto out =
-      norm_backward({"rms_norm_backward", false, zero_centered}, grad, grad_sum, x, weight, std::nullopt, rstd, false);
-  return {out.dx, out.dweight};
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Optional& grad_sum, const Tensor& x,
+                                            const Optional& weight, const Tensor& rstd, bool zero_centered) {
+  const auto out = norm_backward({"rms_norm_backward", false, zero_centered}, grad, grad_sum, x, weight, std::nullopt,
+                                 std::nullopt, rstd);
+  return {out.dx, out.narrow_dx, out.dweight};
 }
 
 }  // namespace

@@ -83,6 +83,46 @@ inline Shape2d rows_and_cols(const Tensor& t) {
   return {cols == 0 ? 0 : t.numel() / cols, cols};
 }
 
+// The elements of a tensor of any floating-point dtype, in order and as A: what every row shares, such as a bias. Those
+// of a contiguous tensor of A are read where they are.
+template <class A>
+class Values {
+ public:
+  explicit Values(const Tensor& t) {
+    if (t.scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) && t.is_contiguous()) {
+      data_ = static_cast<const A*>(t.const_data_ptr());
+      return;
+    }
+    copy_.resize(static_cast<size_t>(t.numel()));
+    dispatch("values", t.scalar_type(), [&](auto tag) {
+      using T = decltype(tag);
+      const Rows<T> rows(t);
+      const int64_t cols = last_dim(t);
+      T element;
+      for (int64_t i = 0; i < t.numel(); ++i) {
+        copy_[static_cast<size_t>(i)] = static_cast<A>(to_acc(*rows.tile(i / cols, i % cols, 1, &element)));
+      }
+    });
+    data_ = copy_.data();
+  }
+  const A* data() const { return data_; }
+  A operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  const A* data_ = nullptr;
+  std::vector<A> copy_;
+};
+
+// Writes values to a contiguous tensor of any floating-point dtype, rounded to it.
+template <class A>
+void store_values(const A* values, Tensor& out) {
+  dispatch("values", out.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    T* to = static_cast<T*>(out.mutable_data_ptr());
+    for (int64_t i = 0; i < out.numel(); ++i) to[i] = from_acc<T>(static_cast<acc_t<T>>(values[i]));
+  });
+}
+
 // A bias [H], added to every row. Without one, tiles are zeros: one loop serves both cases.
 template <class T>
 inline const Scratch<T> kZeroTile{};
@@ -99,6 +139,19 @@ class BiasTiles {
 
  private:
   std::optional<Rows<T>> rows_;
+};
+
+// The same in the arithmetic type, from a bias of any dtype.
+template <class A>
+class Bias {
+ public:
+  explicit Bias(const std::optional<Tensor>& bias) {
+    if (bias) values_.emplace(*bias);
+  }
+  const A* tile(int64_t col) const { return values_ ? values_->data() + col : kZeroTile<A>.data; }
+
+ private:
+  std::optional<Values<A>> values_;
 };
 
 // Calls f(row, col, n) for every tile of a rows x cols array, in parallel. Tiles are independent, so the

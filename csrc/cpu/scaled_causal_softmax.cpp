@@ -2,6 +2,7 @@
 // written without reading scores, y or dy there.
 #include <algorithm>
 #include <optional>
+#include <tuple>
 
 #include <torch/csrc/stable/library.h>
 
@@ -13,12 +14,14 @@
 namespace parallel_ops::cpu {
 namespace {
 
-#define DEFINE_ROWS(T)                                                                                     \
-  PARALLEL_OPS_MULTIVERSION void forward_row(const T* x, T* y, int64_t n, acc_t<T> scale, acc_t<T>* z) {   \
-    softmax_forward(x, static_cast<const void*>(nullptr), y, n, scale, z);                                 \
-  }                                                                                                        \
-  PARALLEL_OPS_MULTIVERSION void backward_row(const T* dy, const T* y, T* dx, int64_t n, acc_t<T> scale) { \
-    softmax_backward(dy, y, dx, n, scale);                                                                 \
+#define DEFINE_ROWS(T)                                                                                       \
+  PARALLEL_OPS_MULTIVERSION RowResult<acc_t<T>> forward_row(const T* x, T* y, int64_t n, acc_t<T> scale,     \
+                                                            acc_t<T> sink, acc_t<T>* z) {                    \
+    return softmax_forward(x, static_cast<const void*>(nullptr), y, n, scale, sink, z);                      \
+  }                                                                                                          \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> backward_row(const T* dy, const T* y, T* dx, int64_t n, acc_t<T> scale, \
+                                                  acc_t<T> sink_share) {                                     \
+    return softmax_backward(dy, y, dx, n, scale, sink_share);                                                \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_ROWS)
 #undef DEFINE_ROWS
@@ -50,38 +53,51 @@ void for_each_query(Shape2d shape, int64_t rows, std::optional<int64_t> window, 
   });
 }
 
-Tensor forward(const Tensor& x, double scale, std::optional<int64_t> window) {
-  const Shape2d shape = check_shape("scaled_causal_softmax", x, window);
-  Tensor y = empty_output(x, x.sizes());
-  dispatch("scaled_causal_softmax", x.scalar_type(), [&](auto tag) {
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& sink, double scale,
+                                   std::optional<int64_t> window) {
+  constexpr const char* kOp = "scaled_causal_softmax";
+  const Shape2d shape = check_shape(kOp, x, window);
+  Tensor y = empty_output(x, x.sizes()), share = row_values(x, sink.has_value());
+  dispatch(kOp, x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
+    using A = acc_t<T>;
     const PaddedRows<T> xs(x);
+    const Sinks<A> sinks(kOp, sink, x);
+    A* shares = sink ? static_cast<A*>(share.mutable_data_ptr()) : nullptr;
     for_each_query(shape, rows_and_cols(x).rows, window, static_cast<T*>(y.mutable_data_ptr()), [&] {
-      return [&, sx = RowScratch<T>(shape.cols), z = RowScratch<acc_t<T>>(shape.cols)](int64_t row, int64_t first,
-                                                                                       int64_t n, T* out) {
-        forward_row(xs.read(row, first, n, sx.data), out, n, static_cast<acc_t<T>>(scale), z.data);
+      return [&, sx = RowScratch<T>(shape.cols), z = RowScratch<A>(shape.cols)](int64_t row, int64_t first, int64_t n,
+                                                                                T* out) {
+        const auto result =
+            forward_row(xs.read(row, first, n, sx.data), out, n, static_cast<A>(scale), sinks(row), z.data);
+        if (shares) shares[row] = result.sink_share;
       };
     });
   });
-  return y;
+  return {y, share};
 }
 
-Tensor backward(const Tensor& dy, const Tensor& y, double scale, std::optional<int64_t> window) {
-  const Shape2d shape = check_shape("scaled_causal_softmax_backward", y, window);
-  check_like("scaled_causal_softmax_backward", "grad", dy, y);
-  Tensor dx = empty_output(y, y.sizes());
-  dispatch("scaled_causal_softmax_backward", y.scalar_type(), [&](auto tag) {
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& share, double scale,
+                                    std::optional<int64_t> window) {
+  constexpr const char* kOp = "scaled_causal_softmax_backward";
+  const Shape2d shape = check_shape(kOp, y, window);
+  check_like(kOp, "grad", dy, y);
+  Tensor dx = empty_output(y, y.sizes()), sink_grad = row_values(y, share.has_value());
+  dispatch(kOp, y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
+    using A = acc_t<T>;
     const PaddedRows<T> dys(dy), ys(y);
+    const SinkShares<A> shares(kOp, share, y);
+    A* sink_grads = share ? static_cast<A*>(sink_grad.mutable_data_ptr()) : nullptr;
     for_each_query(shape, rows_and_cols(y).rows, window, static_cast<T*>(dx.mutable_data_ptr()), [&] {
       return [&, sdy = RowScratch<T>(shape.cols), sy = RowScratch<T>(shape.cols)](int64_t row, int64_t first, int64_t n,
                                                                                   T* out) {
-        backward_row(dys.read(row, first, n, sdy.data), ys.read(row, first, n, sy.data), out, n,
-                     static_cast<acc_t<T>>(scale));
+        const A gradient = backward_row(dys.read(row, first, n, sdy.data), ys.read(row, first, n, sy.data), out, n,
+                                        static_cast<A>(scale), shares(row));
+        if (sink_grads) sink_grads[row] = gradient;
       };
     });
   });
-  return dx;
+  return {dx, sink_grad};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // scaled_masked_softmax on the CPU: y = softmax(scale * scores, masked); dx = scale * y * (dy - sum(dy * y)).
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -14,27 +15,28 @@
 namespace parallel_ops::cpu {
 namespace {
 
-#define DEFINE_ROWS(T)                                                                                          \
-  PARALLEL_OPS_MULTIVERSION bool forward_row(const T* x, const void* no_mask, T* y, int64_t n, acc_t<T> scale,  \
-                                             acc_t<T>* z) {                                                     \
-    return softmax_forward(x, no_mask, y, n, scale, z);                                                         \
-  }                                                                                                             \
-  PARALLEL_OPS_MULTIVERSION bool forward_row(const T* x, const uint8_t* mask, T* y, int64_t n, acc_t<T> scale,  \
-                                             acc_t<T>* z) {                                                     \
-    return softmax_forward(x, mask, y, n, scale, z);                                                            \
-  }                                                                                                             \
-  PARALLEL_OPS_MULTIVERSION bool forward_row(const T* x, const acc_t<T>* mask, T* y, int64_t n, acc_t<T> scale, \
-                                             acc_t<T>* z) {                                                     \
-    return softmax_forward(x, mask, y, n, scale, z);                                                            \
-  }                                                                                                             \
-  PARALLEL_OPS_MULTIVERSION void backward_row(const T* dy, const T* y, T* dx, int64_t n, acc_t<T> scale) {      \
-    softmax_backward(dy, y, dx, n, scale);                                                                      \
-  }                                                                                                             \
-  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* mask, float* out, int64_t n) {                 \
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(to_acc(mask[i]));                               \
-  }                                                                                                             \
-  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* mask, double* out, int64_t n) {                \
-    for (int64_t i = 0; i < n; ++i) out[i] = to_acc(mask[i]);                                                   \
+#define DEFINE_ROWS(T)                                                                                         \
+  PARALLEL_OPS_MULTIVERSION RowResult<acc_t<T>> forward_row(const T* x, const void* mask, T* y, int64_t n,     \
+                                                            acc_t<T> scale, acc_t<T> sink, acc_t<T>* z) {      \
+    return softmax_forward(x, mask, y, n, scale, sink, z);                                                     \
+  }                                                                                                            \
+  PARALLEL_OPS_MULTIVERSION RowResult<acc_t<T>> forward_row(const T* x, const uint8_t* mask, T* y, int64_t n,  \
+                                                            acc_t<T> scale, acc_t<T> sink, acc_t<T>* z) {      \
+    return softmax_forward(x, mask, y, n, scale, sink, z);                                                     \
+  }                                                                                                            \
+  PARALLEL_OPS_MULTIVERSION RowResult<acc_t<T>> forward_row(const T* x, const acc_t<T>* mask, T* y, int64_t n, \
+                                                            acc_t<T> scale, acc_t<T> sink, acc_t<T>* z) {      \
+    return softmax_forward(x, mask, y, n, scale, sink, z);                                                     \
+  }                                                                                                            \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> backward_row(const T* dy, const T* y, T* dx, int64_t n, acc_t<T> scale,   \
+                                                  acc_t<T> sink_share) {                                       \
+    return softmax_backward(dy, y, dx, n, scale, sink_share);                                                  \
+  }                                                                                                            \
+  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* mask, float* out, int64_t n) {                \
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(to_acc(mask[i]));                              \
+  }                                                                                                            \
+  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* mask, double* out, int64_t n) {               \
+    for (int64_t i = 0; i < n; ++i) out[i] = to_acc(mask[i]);                                                  \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_ROWS)
 #undef DEFINE_ROWS
@@ -56,43 +58,62 @@ void fill_with_nan(T* y, int64_t n, const Masked& masked) {
   for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(masked(i) ? acc_t<T>(0) : nan);
 }
 
+// What a call's rows share.
 template <class T>
-void forward_unmasked(const Tensor& x, T* out, acc_t<T> scale) {
-  const PaddedRows<T> xs(x);
-  const Shape2d shape = rows_and_cols(x);
+struct Call {
+  const Tensor& x;
+  T* y;
+  acc_t<T> scale;
+  Sinks<acc_t<T>> sinks;
+  acc_t<T>* shares;  // null without a sink
+
+  void keep(int64_t row, const RowResult<acc_t<T>>& result) const {
+    if (shares) shares[row] = result.sink_share;
+  }
+};
+
+template <class T>
+void forward_unmasked(const Call<T>& call) {
+  const PaddedRows<T> xs(call.x);
+  const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
     const RowScratch<T> sx(shape.cols);
     const RowScratch<acc_t<T>> z(shape.cols);
     const void* no_mask = nullptr;
-    for (int64_t row = begin; row < end; ++row)
-      forward_row(xs.read(row, 0, shape.cols, sx.data), no_mask, out + row * shape.cols, shape.cols, scale, z.data);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* xt = xs.read(row, 0, shape.cols, sx.data);
+      T* yt = call.y + row * shape.cols;
+      call.keep(row, forward_row(xt, no_mask, yt, shape.cols, call.scale, call.sinks(row), z.data));
+    }
   });
 }
 
 template <class T>
-void forward_bool(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
-  const PaddedRows<T> xs(x);
-  const auto masks = mask_rows<uint8_t>(mask, x);
-  const Shape2d shape = rows_and_cols(x);
+void forward_bool(const Call<T>& call, const Tensor& mask) {
+  const PaddedRows<T> xs(call.x);
+  const auto masks = mask_rows<uint8_t>(mask, call.x);
+  const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
     const RowScratch<T> sx(shape.cols);
     const RowScratch<uint8_t> sm(shape.cols);
     const RowScratch<acc_t<T>> z(shape.cols);
     for (int64_t row = begin; row < end; ++row) {
       const uint8_t* mt = masks.read(row, 0, shape.cols, sm.data);
-      T* yt = out + row * shape.cols;
-      if (!forward_row(xs.read(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
-        fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] != 0; });
+      T* yt = call.y + row * shape.cols;
+      const T* xt = xs.read(row, 0, shape.cols, sx.data);
+      const auto result = forward_row(xt, mt, yt, shape.cols, call.scale, call.sinks(row), z.data);
+      if (!result.finite) fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] != 0; });
+      call.keep(row, result);
     }
   });
 }
 
 template <class M, class T>
-void forward_additive(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scale) {
+void forward_additive(const Call<T>& call, const Tensor& mask) {
   using A = acc_t<T>;
-  const PaddedRows<T> xs(x);
-  const auto masks = mask_rows<M>(mask, x);
-  const Shape2d shape = rows_and_cols(x);
+  const PaddedRows<T> xs(call.x);
+  const auto masks = mask_rows<M>(mask, call.x);
+  const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
     const RowScratch<T> sx(shape.cols);
     const RowScratch<M> sm(shape.cols);
@@ -105,9 +126,11 @@ void forward_additive(const Tensor& x, const Tensor& mask, T* out, acc_t<T> scal
       } else {
         widen(narrow, wide.data, shape.cols);
       }
-      T* yt = out + row * shape.cols;
-      if (!forward_row(xs.read(row, 0, shape.cols, sx.data), mt, yt, shape.cols, scale, z.data))
-        fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] == kMasked<A>; });
+      T* yt = call.y + row * shape.cols;
+      const T* xt = xs.read(row, 0, shape.cols, sx.data);
+      const auto result = forward_row(xt, mt, yt, shape.cols, call.scale, call.sinks(row), z.data);
+      if (!result.finite) fill_with_nan(yt, shape.cols, [=](int64_t i) { return mt[i] == kMasked<A>; });
+      call.keep(row, result);
     }
   });
 }
@@ -122,41 +145,51 @@ void check_mask(const Tensor& x, const Tensor& mask) {
   }
 }
 
-Tensor forward(const Tensor& x, const std::optional<Tensor>& mask, double scale) {
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& mask,
+                                   const std::optional<Tensor>& sink, double scale) {
+  constexpr const char* kOp = "scaled_masked_softmax";
   if (mask) check_mask(x, *mask);
-  Tensor y = empty_output(x, x.sizes());
-  dispatch("scaled_masked_softmax", x.scalar_type(), [&](auto tag) {
+  Tensor y = empty_output(x, x.sizes()), share = row_values(x, sink.has_value());
+  dispatch(kOp, x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    T* out = static_cast<T*>(y.mutable_data_ptr());
-    const auto s = static_cast<acc_t<T>>(scale);
+    using A = acc_t<T>;
+    const Call<T> call{x, static_cast<T*>(y.mutable_data_ptr()), static_cast<A>(scale), Sinks<A>(kOp, sink, x),
+                       sink ? static_cast<A*>(share.mutable_data_ptr()) : nullptr};
     if (!mask) {
-      forward_unmasked<T>(x, out, s);
-    } else if (mask->scalar_type() == ScalarType::Bool) {
-      forward_bool<T>(x, *mask, out, s);
+      forward_unmasked<T>(call);
+    } else if (mask->scalar_type() == ScalarType::Bool || mask->scalar_type() == ScalarType::Byte) {
+      forward_bool<T>(call, *mask);
     } else {
       dispatch("scaled_masked_softmax: mask", mask->scalar_type(),
-               [&](auto mask_tag) { forward_additive<decltype(mask_tag), T>(x, *mask, out, s); });
+               [&](auto mask_tag) { forward_additive<decltype(mask_tag), T>(call, *mask); });
     }
   });
-  return y;
+  return {y, share};
 }
 
-Tensor backward(const Tensor& dy, const Tensor& y, double scale) {
-  check_like("scaled_masked_softmax_backward", "grad", dy, y);
-  Tensor dx = empty_output(y, y.sizes());
-  dispatch("scaled_masked_softmax_backward", y.scalar_type(), [&](auto tag) {
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& y, const std::optional<Tensor>& share,
+                                    double scale) {
+  constexpr const char* kOp = "scaled_masked_softmax_backward";
+  check_like(kOp, "grad", dy, y);
+  Tensor dx = empty_output(y, y.sizes()), sink_grad = row_values(y, share.has_value());
+  dispatch(kOp, y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
+    using A = acc_t<T>;
     const PaddedRows<T> dys(dy), ys(y);
+    const SinkShares<A> shares(kOp, share, y);
     const Shape2d shape = rows_and_cols(y);
     T* out = static_cast<T*>(dx.mutable_data_ptr());
+    A* sink_grads = share ? static_cast<A*>(sink_grad.mutable_data_ptr()) : nullptr;
     for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
       const RowScratch<T> sdy(shape.cols), sy(shape.cols);
-      for (int64_t row = begin; row < end; ++row)
-        backward_row(dys.read(row, 0, shape.cols, sdy.data), ys.read(row, 0, shape.cols, sy.data),
-                     out + row * shape.cols, shape.cols, static_cast<acc_t<T>>(scale));
+      for (int64_t row = begin; row < end; ++row) {
+        const A gradient = backward_row(dys.read(row, 0, shape.cols, sdy.data), ys.read(row, 0, shape.cols, sy.data),
+                                        out + row * shape.cols, shape.cols, static_cast<A>(scale), shares(row));
+        if (sink_grads) sink_grads[row] = gradient;
+      }
     });
   });
-  return dx;
+  return {dx, sink_grad};
 }
 
 }  // namespace

@@ -31,14 +31,26 @@ def check_same_dtype(op: str, name: str, tensor: Tensor, x_name: str, x: Tensor)
 
 
 def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:
-    """``bias`` is ``[H]`` for ``x`` of ``[..., H]``, of its dtype and on its device."""
+    """``bias`` is ``[H]`` for ``x`` of ``[..., H]``, on its device; it may have a dtype of its own."""
     if bias is None:
         return
     check_floating(op, "bias", bias)
     check_same_device(op, "bias", bias, "x", x)
-    check_same_dtype(op, "bias", bias, "x", x)
     if bias.dim() != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(f"{op}: bias must have shape [{x.shape[-1]}], the last dimension of x, got {list(bias.shape)}")
+
+
+def check_row_weights(op: str, weights: Tensor | None, x_name: str, x: Tensor) -> None:
+    """``weights`` has one element for each row of ``x``: ``[...]`` or ``[..., 1]`` for ``[..., H]``."""
+    if weights is None:
+        return
+    check_floating(op, "weights", weights)
+    check_same_device(op, "weights", weights, x_name, x)
+    if weights.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
+        raise ValueError(
+            f"{op}: weights must have shape {list(x.shape[:-1])} or {[*x.shape[:-1], 1]}, one for each row of "
+            f"{x_name}, got {list(weights.shape)}"
+        )
 
 
 def check_rows(op: str, x: Tensor) -> None:
@@ -46,3 +58,8 @@ def check_rows(op: str, x: Tensor) -> None:
     check_floating(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+
+
+def empty_like_or_none(t: Tensor | None, x: Tensor) -> Tensor:
+    """What a gradient of ``t`` is written to, contiguous; without elements, and like ``x``, if there is no ``t``."""
+    return x.new_empty(0) if t is None else t.new_empty(t.shape)

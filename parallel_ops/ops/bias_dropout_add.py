@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.ops._check import check_bias, check_floating, check_rows, check_same_device, check_same_dtype
+from parallel_ops.ops._check import check_bias, check_floating, check_rows, check_same_device
 from parallel_ops.ops._philox import SMALLEST_P, keep_mask, kept_scale
 from parallel_ops.ops._registration import promote_to_widest, register
 
@@ -37,8 +37,8 @@ def bias_dropout_add(
 
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
-        bias: ``[H]``, dtype and device of ``x``, or ``None``.
-        residual: shape, dtype and device of ``x``, any strides.
+        bias: ``[H]``, of any of these dtypes, on the device of ``x``, or ``None``.
+        residual: shape and device of ``x``, of any of these dtypes, any strides.
         p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - p)``.
         training: ``False`` turns dropout off, as ``p = 0`` does.
         seed: what the mask is drawn from: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
@@ -47,10 +47,11 @@ def bias_dropout_add(
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
 
     Returns:
-        ``[..., H]``, contiguous, dtype of ``x``. Under autocast the widest dtype given, as PyTorch's ``+`` would.
+        ``[..., H]``, contiguous, of the wider dtype of ``x`` and ``residual``, as PyTorch's ``+`` would give:
+        a residual stream in float32 stays so. Under autocast the widest dtype given.
 
     Raises:
-        TypeError: unsupported or differing dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
+        TypeError: unsupported dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
         ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
@@ -61,13 +62,13 @@ def bias_dropout_add(
     check_bias("bias_dropout_add", bias, x)
     check_floating("bias_dropout_add", "residual", residual)
     check_same_device("bias_dropout_add", "residual", residual, "x", x)
-    check_same_dtype("bias_dropout_add", "residual", residual, "x", x)
     if residual.shape != x.shape:
         raise ValueError(
             f"bias_dropout_add: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
         )
     drawn = _seed(x, p, training, seed, index_offset)
-    return _forward(x, bias, residual, 0.0 if drawn is None else p, drawn, index_offset)
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return _forward(x, bias, residual, dtype, 0.0 if drawn is None else p, drawn, index_offset)
 
 
 def bias_dropout_add_reference(
@@ -82,10 +83,11 @@ def bias_dropout_add_reference(
 ) -> Tensor:
     """The same in plain PyTorch, mask included."""
     z = x if bias is None else x + bias
+    dtype = torch.promote_types(x.dtype, residual.dtype)
     drawn = _seed(x, p, training, seed, index_offset)
-    if drawn is None:
-        return residual + z
-    return residual + torch.where(keep_mask(x.shape, p, drawn, index_offset), z * kept_scale(p), 0.0)
+    if drawn is not None:
+        z = torch.where(keep_mask(x.shape, p, drawn, index_offset), z * kept_scale(p), 0.0)
+    return (residual + z).to(dtype)
 
 
 def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_offset: int) -> Tensor | None:
@@ -123,44 +125,82 @@ def _as_tensor(seed: int | Tensor, x: Tensor) -> Tensor:
     return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=x.device)
 
 
-def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, index_offset: int) -> Tensor:
-    return x.new_empty(x.shape)
+def _fake(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    dtype: torch.dtype,
+    p: float,
+    seed: Tensor | None,
+    index_offset: int,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
-def _fake_backward(grad: Tensor, bias: bool, p: float, seed: Tensor | None, index_offset: int) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(0 if seed is None else grad.shape), grad.new_empty(grad.shape[-1] if bias else 0)
+def _fake_backward(
+    grad: Tensor,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    p: float,
+    seed: Tensor | None,
+    index_offset: int,
+) -> tuple[Tensor, Tensor]:
+    dx = grad.new_empty(0 if seed is None else grad.shape, dtype=dtype)
+    return dx, grad.new_empty(0) if bias_dtype is None else grad.new_empty(grad.shape[-1], dtype=bias_dtype)
 
 
-def _cuda(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, index_offset: int) -> Tensor:
+def _cuda(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    dtype: torch.dtype,
+    p: float,
+    seed: Tensor | None,
+    index_offset: int,
+) -> Tensor:
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset)
     return y
 
 
-def _cuda_backward(grad: Tensor, bias: bool, p: float, seed: Tensor | None, index_offset: int) -> tuple[Tensor, Tensor]:
+def _cuda_backward(
+    grad: Tensor,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    p: float,
+    seed: Tensor | None,
+    index_offset: int,
+) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    dx = torch.empty(0 if seed is None else grad.shape, dtype=grad.dtype, device=grad.device)
-    dbias = grad.new_empty(grad.shape[-1] if bias else 0)
+    dx, dbias = _fake_backward(grad, dtype, bias_dtype, p, seed, index_offset)
     kernels.backward(grad, dx, dbias, p=p, seed=seed, index_offset=index_offset)
     return dx, dbias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, _, ctx.p, seed, ctx.index_offset = inputs
+    x, bias, _, _, ctx.p, seed, ctx.index_offset = inputs
+    ctx.dtypes = x.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(seed)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Autograd itself casts gradients to the dtypes of what they belong to."""
     (seed,) = ctx.saved_tensors
     for_x, for_bias, for_residual = ctx.needs_input_grad[:3]
     dx, dbias = (grad if for_x else None), None
     if for_bias or (for_x and seed is not None):
-        scaled, dbias = _backward(grad, for_bias, ctx.p, seed, ctx.index_offset)
+        dtype, bias_dtype = ctx.dtypes
+        scaled, dbias = _backward(grad, dtype, bias_dtype if for_bias else None, ctx.p, seed, ctx.index_offset)
         dx = dx if seed is None else scaled
-    return dx, dbias if for_bias else None, grad if for_residual else None, None, None, None
+    return dx, dbias if for_bias else None, grad if for_residual else None, None, None, None, None
+
+
+def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, bias, residual, _, *drawn = promote_to_widest(dtype, args)
+    return x, bias, residual, x.dtype, *drawn
 
 
 _backward = register("bias_dropout_add_backward", fake=_fake_backward, cuda=_cuda_backward)
@@ -170,5 +210,5 @@ _forward = register(
     cuda=_cuda,
     setup_context=_setup_context,
     backward=_autograd,
-    autocast=promote_to_widest,
+    autocast=_autocast,
 )

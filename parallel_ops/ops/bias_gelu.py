@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops.ops._check import check_bias, check_rows
+from parallel_ops.ops._check import check_bias, check_rows, empty_like_or_none
 from parallel_ops.ops._registration import cast_to_autocast_dtype, register
 
 
@@ -26,14 +26,14 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
-        bias: ``[H]``, dtype and device of ``x``; ``None`` for plain GeLU.
+        bias: ``[H]``, of any of these dtypes, on the device of ``x``; ``None`` for plain GeLU.
         approximate: ``"tanh"`` (the approximation that GPT models use) or ``"none"`` (exact, by erf).
 
     Returns:
         ``[..., H]``, contiguous, dtype of ``x``. Under autocast the inputs are cast to the autocast dtype.
 
     Raises:
-        TypeError: unsupported or differing dtypes. ValueError: wrong shape, device or ``approximate``.
+        TypeError: unsupported dtypes. ValueError: wrong shape, device or ``approximate``.
 
     Sharding: elementwise in x, so any shard of x gives that shard of y; bias must be the matching shard of the last
     dimension, and its gradient is then that shard's (partial over ranks that hold different rows).
@@ -47,7 +47,11 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
 def bias_gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """The same in plain PyTorch."""
-    return F.gelu(x if bias is None else x + bias, approximate=approximate)
+    return F.gelu(x if bias is None else x + bias, approximate=approximate).to(x.dtype)
+
+
+def _activation(tanh: bool) -> str:
+    return "gelu tanh" if tanh else "gelu"
 
 
 def _fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -55,23 +59,23 @@ def _fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 
 
 def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if bias is None else bias.shape)
+    return x.new_empty(x.shape), empty_like_or_none(bias, x)
 
 
 def _cuda(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    from parallel_ops.triton_kernels import bias_gelu as kernels
+    from parallel_ops.triton_kernels import activation as kernels
 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.forward(x, bias, y, tanh=tanh)
+    kernels.forward(x, None, bias, None, y, activation=_activation(tanh))
     return y
 
 
 def _cuda_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    from parallel_ops.triton_kernels import bias_gelu as kernels
+    from parallel_ops.triton_kernels import activation as kernels
 
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = x.new_empty(0 if bias is None else bias.shape)
-    kernels.backward(grad, x, bias, dx, dbias, tanh=tanh)
+    dx, dbias = _fake_backward(grad, x, bias, tanh)
+    no_weights = x.new_empty(0)
+    kernels.backward(grad, x, None, bias, None, dx, None, dbias, no_weights, activation=_activation(tanh))
     return dx, dbias
 
 

@@ -1,6 +1,6 @@
 """Layer normalisation, with an optional residual added in the same pass.
 
-    s      = x + r                                          (r optional; rounded to the dtype, then normalised)
+    s      = x + r                           (r optional; rounded to the wider dtype of both, then normalised)
     xhat   = (s - mean(s)) rstd,  rstd = 1 / sqrt(var(s) + eps)
     y      = xhat w + b                                     (w + 1 in place of w where it is zero-centred)
 
@@ -13,19 +13,30 @@ Statistics are fp32, the variance in a second pass over the row on chip: E[s^2] 
 arXiv:1607.06450.
 """
 
+import functools
 from typing import Any, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops.ops._norm import check_norm, empty_statistic, empty_sum, in_dtype_of_stream, zeros_like_expanded
+from parallel_ops.ops._norm import (
+    check_norm,
+    empty_like_parameter,
+    empty_narrow,
+    empty_statistic,
+    empty_sum,
+    in_dtype_of_stream,
+    present,
+    unused_gradient,
+)
 from parallel_ops.ops._registration import register
 
 
 @overload
 def layer_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = ...,
     *,
@@ -37,7 +48,7 @@ def layer_norm(
 @overload
 def layer_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = ...,
     *,
@@ -48,7 +59,7 @@ def layer_norm(
 
 def layer_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
@@ -59,18 +70,19 @@ def layer_norm(
 
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides; any H.
-        weight: ``[H]``, dtype and device of ``x``.
-        bias: ``[H]`` likewise, or ``None``.
+        weight: ``[H]`` on the device of ``x``, of any of these dtypes (float64 with float64 alone), so that 16-bit
+            activations go with float32 parameters; ``None`` for ones.
+        bias: ``[H]`` in the dtype of ``weight``, or ``None``.
         eps: added to the variance.
-        residual: shape, dtype and device of ``x``; added to it first.
+        residual: shape and device of ``x``; its dtype, or float32 beside 16-bit ``x``; added to it first.
         zero_centered: multiply by ``1 + weight``, so that weight decay pulls towards the identity.
 
     Returns:
-        ``y``, ``[..., H]``, contiguous, dtype of ``x``; with a residual ``(y, x + residual)``. Under autocast
-        everything runs in the wider dtype of ``x`` and ``residual``; the parameters are cast to it.
+        ``y``, ``[..., H]``, contiguous, dtype of ``x``; with a residual ``(y, x + residual)``, the sum in the dtype of
+        the residual. Under autocast dtypes stay as they are, save combinations other than these, which are widened.
 
     Raises:
-        TypeError: unsupported or differing dtypes. ValueError: wrong shape or device, negative ``eps``.
+        TypeError: unsupported or ill-matched dtypes. ValueError: wrong shape or device, negative ``eps``.
 
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight and
     bias are replicated, and their gradients are then partial over the ranks (sum them).
@@ -82,7 +94,7 @@ def layer_norm(
 
 def layer_norm_reference(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
@@ -91,15 +103,20 @@ def layer_norm_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain PyTorch."""
     s = x if residual is None else x + residual
-    y = F.layer_norm(s, s.shape[-1:], 1 + weight if zero_centered else weight, bias, eps)
+    if weight is not None and zero_centered:
+        weight = 1 + weight
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (s, weight, bias) if t is not None))
+    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+    y = F.layer_norm(s.to(dtype), s.shape[-1:], weight, bias, eps).to(x.dtype)
     return y if residual is None else (y, s)
 
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
-_Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, zc: bool) -> _Four:
+def _fake(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
+) -> _Four:
     return x.new_empty(x.shape), empty_sum(x, residual), empty_statistic(x), empty_statistic(x)
 
 
@@ -107,20 +124,23 @@ def _fake_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    has_bias: bool,
-    zc: bool,
-) -> _Three:
-    return x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(weight.shape if has_bias else 0)
+    zero_centered: bool,
+) -> _Four:
+    dweight, dbias = empty_like_parameter(weight, x), empty_like_parameter(bias, x)
+    return x.new_empty(x.shape), empty_narrow(grad, x), dweight, dbias
 
 
-def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, zc: bool) -> _Four:
+def _cuda(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool
+) -> _Four:
     from parallel_ops.triton_kernels import layer_norm as kernels
 
-    y, total, mean, rstd = out = _fake(x, weight, bias, residual, eps, zc)
-    kernels.forward(x, weight, bias, residual, y, total, mean, rstd, eps=eps, zero_centered=zc)
+    y, total, mean, rstd = out = _fake(x, weight, bias, residual, eps, zero_centered)
+    kernels.forward(x, weight, bias, residual, y, total, mean, rstd, eps=eps, zero_centered=zero_centered)
     return out
 
 
@@ -128,34 +148,43 @@ def _cuda_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    has_bias: bool,
-    zc: bool,
-) -> _Three:
+    zero_centered: bool,
+) -> _Four:
     from parallel_ops.triton_kernels import layer_norm as kernels
 
-    dx, dweight, dbias = out = _fake_backward(grad, grad_sum, x, weight, mean, rstd, has_bias, zc)
-    kernels.backward(grad, grad_sum, x, weight, mean, rstd, dx, dweight, dbias, zero_centered=zc)
+    dx, narrow, dweight, dbias = out = _fake_backward(grad, grad_sum, x, weight, bias, mean, rstd, zero_centered)
+    narrow_dx = present(narrow, grad.dtype != x.dtype)
+    sums = present(dweight, weight is not None), present(dbias, bias is not None)
+    kernels.backward(grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, *sums, zero_centered=zero_centered)
     return out
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
     x, weight, bias, residual, _, ctx.zero_centered = inputs
     _, total, mean, rstd = output
-    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
+    ctx.save_for_backward(x if residual is None else total, weight, bias, mean, rstd)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    grad = zeros_like_expanded(x) if grad is None else grad
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    grad = unused_gradient(x, ctx.dtype) if grad is None else grad
     grad_sum = grad_sum if ctx.has_residual else None
-    dx, dweight, dbias = _backward(grad, grad_sum, x, weight, mean, rstd, ctx.has_bias, ctx.zero_centered)
-    return dx, dweight, dbias if ctx.has_bias else None, dx if ctx.has_residual else None, None, None
+    dx, narrow, dweight, dbias = _backward(grad, grad_sum, x, weight, bias, mean, rstd, ctx.zero_centered)
+    return (
+        dx if x.dtype == ctx.dtype else narrow,
+        None if weight is None else dweight,
+        None if bias is None else dbias,
+        dx if ctx.has_residual else None,
+        None,
+        None,
+    )
 
 
 _backward = register("layer_norm_backward", fake=_fake_backward, cuda=_cuda_backward)
@@ -165,5 +194,5 @@ _forward = register(
     cuda=_cuda,
     setup_context=_setup_context,
     backward=_autograd,
-    autocast=in_dtype_of_stream(residual=3),
+    autocast=in_dtype_of_stream(residual=3, parameters=(1, 2)),
 )

@@ -8,10 +8,12 @@ Pair i of R/2 is (x[i], x[R/2 + i]), "half-rotated", as in GPT-NeoX, Llama and M
 "interleaved", as in the paper and GPT-J. Its angle at position p is given by cos[p, i] and sin[p, i], which are used in
 fp32 whatever the dtype of x: rounded to bf16, as composites have them, they are off by up to 0.2%.
 
-Saved for backward: cos, sin and the positions; x is not needed. Source: Su et al., arXiv:2104.09864.
+q and k share their tokens' angles, so one call rotates both. Saved for backward: cos, sin and the positions; x is not
+needed. Source: Su et al., arXiv:2104.09864.
 """
 
-from typing import Any
+import itertools
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,23 +21,41 @@ from torch import Tensor
 from parallel_ops.ops._check import check_floating, check_same_device
 from parallel_ops.ops._registration import register
 
+Layout = Literal["sbhd", "bhsd"]
+
 
 def rotary_embedding(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, positions: Tensor | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    doubled: bool = False,
+    layout: Layout = "sbhd",
+    inplace: bool = False,
 ) -> Tensor:
     """``x`` with the first dimensions of each head rotated by its position's angles.
 
     Args:
-        x: ``[s, b, h, d]`` or packed ``[t, h, d]``, float32, float16, bfloat16 or float64, any strides: a view of a
-            fused qkv is read as it is.
-        cos, sin: ``[positions, R / 2]``, R <= d even; float32 or the dtype of ``x``. They take no gradient.
+        x: ``[s, b, h, d]``, ``[b, h, s, d]`` (see ``layout``) or packed ``[t, h, d]``, float32, float16, bfloat16 or
+            float64, any strides: a view of a fused qkv is read as it is.
+        cos, sin: ``[positions, R / 2]``, R <= d even, or one row for each token, ``[s, b, R / 2]`` (``[b, s, R / 2]``
+            with heads first); float32 or the dtype of ``x``. They take no gradient.
         interleaved: which dimensions make a pair (see the top of this file).
-        positions: int64, ``[s]``, ``[s, b]`` or, for packed ``x``, ``[t]``: the row of ``cos`` and ``sin`` for each
-            token. ``None``: row i for index i of the first dimension. Context-parallel ranks and packed sequences need
+        positions: int64, ``[s]``, ``[s, b]`` (``[b, s]`` with heads first) or, for packed ``x``, ``[t]``: the row of
+            ``cos`` and ``sin`` for each token. ``None``: row i for index i of the sequence. Context-parallel ranks need
             them. One out of range raises on CPU; on CUDA, where checking would wait for the GPU, it gives NaN.
+        cu_seqlens: int32 or int64 ``[n + 1]``, for packed ``x`` in place of positions: where each of its n sequences
+            starts, and t. Positions count from the start of a sequence.
+        doubled: ``cos`` and ``sin`` have R columns, each angle twice, as Megatron-LM's and Transformers' tables do.
+        layout: ``"sbhd"``, or ``"bhsd"`` for heads before the sequence, as Transformers has it.
+        inplace: writes over ``x``, which must not be expanded, and returns it. Under ``torch.compile`` memory is the
+            compiler's to plan.
 
     Returns:
-        Shape and dtype of ``x``, contiguous.
+        Shape and dtype of ``x``, contiguous unless in place.
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes or devices, positions out of range (CPU), angles that
@@ -44,17 +64,45 @@ def rotary_embedding(
     Sharding: every token and head is independent, so x may be sharded on any dimension but the last, and y is sharded
     alike; positions are those of the tokens that the rank holds, cos and sin are replicated.
     """
-    _check(x, cos, sin, positions)
-    return _forward(x, cos, sin, positions, interleaved)
+    return _run("rotary_embedding", x, None, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)[0]
+
+
+def rotary_embedding_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    doubled: bool = False,
+    layout: Layout = "sbhd",
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``rotary_embedding`` of ``q`` and ``k`` in one call; their numbers of heads may differ."""
+    return _run("rotary_embedding_qk", q, k, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)
 
 
 def rotary_embedding_reference(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, positions: Tensor | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The same in plain PyTorch, as Megatron-LM and Transformers have it: angles in the dtype of x."""
-    rows = torch.arange(x.shape[0], device=x.device) if positions is None else positions
-    tokens = (*rows.shape, *(1 for _ in range(x.dim() - 1 - rows.dim())))
-    cos, sin = (t[rows].to(x.dtype).view(*tokens, t.shape[-1]) for t in (cos, sin))
+    if cu_seqlens is not None:
+        token = torch.arange(x.shape[0], device=x.device)
+        positions = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
+    if cos.dim() == 3:
+        cos, sin = (t.to(x.dtype).unsqueeze(2) for t in (cos, sin))
+    else:
+        rows = torch.arange(x.shape[0], device=x.device) if positions is None else positions
+        tokens = (*rows.shape, *(1 for _ in range(x.dim() - 1 - rows.dim())))
+        cos, sin = (t[rows].to(x.dtype).view(*tokens, t.shape[-1]) for t in (cos, sin))
     rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     if interleaved:
         cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
@@ -66,31 +114,128 @@ def rotary_embedding_reference(
     return torch.cat((rotated * cos + turned * sin, rest), dim=-1)
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
-    op = "rotary_embedding"
-    check_floating(op, "x", x)
-    if x.dim() not in (3, 4):
-        raise ValueError(f"{op}: x must be [s, b, h, d] or [t, h, d], got {list(x.shape)}")
+def _run(
+    op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None,
+    cu_seqlens: Tensor | None, doubled: bool, layout: str, inplace: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    heads_first = layout == "bhsd"
+    if layout not in ("sbhd", "bhsd"):
+        raise ValueError(f"{op}: layout must be 'sbhd' or 'bhsd', got {layout!r}")
+    names = ("x",) if k is None else ("q", "k")
+    for name, t in zip(names, (q, k), strict=False):
+        assert t is not None
+        check_floating(op, name, t)
+        allowed = "[b, h, s, d]" if heads_first else "[s, b, h, d] or [t, h, d]"
+        if t.dim() != 4 and (heads_first or t.dim() != 3):
+            raise ValueError(f"{op}: {name} must be {allowed}, got {list(t.shape)}")
+    if doubled:
+        cos, sin = (_halved(op, name, t, interleaved) for name, t in (("cos", cos), ("sin", sin)))
+    if heads_first:
+        q, k = q.permute(2, 0, 1, 3), None if k is None else k.permute(2, 0, 1, 3)
+        cos, sin, positions = (_sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
+    _check(op, names, q, k, cos, sin, positions, cu_seqlens)
+    if inplace:
+        _check_writable(op, names, q, k)
+    arguments = (cos, sin, positions, cu_seqlens, interleaved)
+    if inplace and not torch.compiler.is_compiling():
+        q, k = _rotate_inplace(q, k, *arguments)
+    else:
+        rotated_q, rotated_k = _forward(q, k, *arguments, heads_first)
+        if inplace:
+            q.copy_(rotated_q)
+            if k is not None:
+                k.copy_(rotated_k)
+        else:
+            q, k = rotated_q, rotated_k
+    if heads_first:
+        q, k = q.permute(1, 2, 0, 3), k if k is None or k.dim() < 4 else k.permute(1, 2, 0, 3)
+    return q, q if k is None else k
+
+
+def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:
+    """A table that has each angle once, as a view of one that has it twice."""
+    check_floating(op, name, angles)
+    if angles.dim() == 0 or angles.shape[-1] % 2:
+        raise ValueError(f"{op}: {name} must have an even last dimension where it is doubled, got {list(angles.shape)}")
+    return angles[..., ::2] if interleaved else angles[..., : angles.shape[-1] // 2]
+
+
+def _sequence_first(t: Any, dims: int) -> Any:
+    """What has a value for each token of each batch, as the kernels have it."""
+    return t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == dims else t
+
+
+def _check(
+    op: str, names: tuple[str, ...], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    """Tensors are ``[s, b, h, d]`` or ``[t, h, d]``."""
+    if k is not None:
+        check_same_device(op, "k", k, "q", x)
+        if k.dtype != x.dtype:
+            raise TypeError(f"{op}: k is {k.dtype}, but q is {x.dtype}; cast one of them")
+        if k.dim() != x.dim() or (*k.shape[:-2], k.shape[-1]) != (*x.shape[:-2], x.shape[-1]):
+            raise ValueError(f"{op}: k must be like q but for its heads, got {list(k.shape)} and {list(x.shape)}")
+    _check_angles(op, names[0], x, cos, sin)
+    if positions is not None and (cu_seqlens is not None or cos.dim() == 3):
+        raise ValueError(f"{op}: positions, cu_seqlens and angles for each token exclude each other")
+    if cu_seqlens is not None:
+        _check_sequences(op, x, cos, cu_seqlens)
+    elif positions is None:
+        if x.shape[0] > cos.shape[0]:
+            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but {names[0]} has {x.shape[0]} positions")
+    else:
+        _check_positions(op, x, cos, positions)
+
+
+def _check_writable(op: str, names: tuple[str, ...], *tensors: Tensor | None) -> None:
+    for name, t in zip(names, tensors, strict=False):
+        assert t is not None
+        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise ValueError(f"{op}: {name} is expanded, so it cannot be written in place; clone it")
+        if t.requires_grad and t.is_leaf and torch.is_grad_enabled():
+            raise ValueError(f"{op}: {name} is a leaf that requires a gradient, so it cannot be written in place")
+
+
+def _check_angles(op: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, angles in (("cos", cos), ("sin", sin)):
         check_floating(op, name, angles)
-        check_same_device(op, name, angles, "x", x)
+        check_same_device(op, name, angles, x_name, x)
         if angles.dtype not in (torch.float32, x.dtype):
-            raise TypeError(f"{op}: {name} must be float32 or the dtype of x, {x.dtype}, got {angles.dtype}")
+            raise TypeError(f"{op}: {name} must be float32 or the dtype of {x_name}, {x.dtype}, got {angles.dtype}")
         if angles.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: {name} requires a gradient, which is not implemented; detach it")
-        if angles.dim() != 2 or 2 * angles.shape[1] > x.shape[-1]:
+        per_token = angles.dim() == 3 and x.dim() == 4 and angles.shape[:2] == x.shape[:2]
+        if not (angles.dim() == 2 or per_token) or 2 * angles.shape[-1] > x.shape[-1]:
             raise ValueError(
-                f"{op}: {name} must be [positions, R / 2] with R at most {x.shape[-1]}, the last dimension of x, "
-                f"got {list(angles.shape)}"
+                f"{op}: {name} must be [positions, R / 2] with R at most {x.shape[-1]}, the last dimension of "
+                f"{x_name}, or have one row for each token, got {list(angles.shape)}"
             )
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise ValueError(
             f"{op}: sin must be like cos, {list(cos.shape)} of {cos.dtype}, got {list(sin.shape)} of {sin.dtype}"
         )
-    if positions is None:
-        if x.shape[0] > cos.shape[0]:
-            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but x has {x.shape[0]} positions")
-        return
+
+
+def _check_sequences(op: str, x: Tensor, cos: Tensor, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{op}: cu_seqlens must be an int32 or int64 tensor, got {got}")
+    check_same_device(op, "cu_seqlens", cu_seqlens, "x", x)
+    if x.dim() != 3 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{op}: cu_seqlens must be [sequences + 1], for packed [t, h, d], got {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        starts = cu_seqlens.tolist()
+        longest = max(b - a for a, b in itertools.pairwise(starts))
+        if starts[0] != 0 or starts[-1] != x.shape[0] or sorted(starts) != starts:
+            raise ValueError(f"{op}: cu_seqlens must rise from 0 to {x.shape[0]}, got {starts}")
+        if longest > cos.shape[0]:
+            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but a sequence has {longest} tokens")
+
+
+def _check_positions(op: str, x: Tensor, cos: Tensor, positions: Tensor) -> None:
     if not isinstance(positions, Tensor) or positions.dtype is not torch.int64:
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise TypeError(f"{op}: positions must be an int64 tensor, got {got}")
@@ -105,36 +250,102 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Non
             raise ValueError(f"{op}: positions run from {low} to {high}, but cos has {cos.shape[0]} rows")
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
-    return x.new_empty(x.shape)
+def _output(x: Tensor, heads_first: bool) -> Tensor:
+    if not heads_first:
+        return x.new_empty(x.shape)
+    s, b, h, d = x.shape
+    return x.new_empty((b, h, s, d)).permute(2, 0, 1, 3)
 
 
-def _cuda_rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, *, inverse: bool
-) -> Tensor:
+def _fake(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
+    interleaved: bool, heads_first: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _output(q, heads_first), q.new_empty(0) if k is None else _output(k, heads_first)
+
+
+def _fake_inplace(*_: object) -> None:
+    return None
+
+
+def _cuda(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
+    interleaved: bool, heads_first: bool, *, inverse: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from parallel_ops.triton_kernels import rotary_embedding as kernels
 
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernels.rotate(x, cos, sin, positions, y, interleaved=interleaved, inverse=inverse)
-    return y
+    to_q, to_k = _fake(q, k, cos, sin, positions, cu_seqlens, interleaved, heads_first)
+    kernels.rotate(
+        q, k, cos, sin, positions, cu_seqlens, to_q, None if k is None else to_k,
+        interleaved=interleaved, inverse=inverse,
+    )  # fmt: skip
+    return to_q, to_k
 
 
-def _cuda(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
-    return _cuda_rotate(x, cos, sin, positions, interleaved, inverse=False)
+def _cuda_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _cuda(*arguments, inverse=True)
 
 
-def _cuda_backward(grad: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
-    return _cuda_rotate(grad, cos, sin, positions, interleaved, inverse=True)
+def _cuda_inplace(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    from parallel_ops.triton_kernels import rotary_embedding as kernels
+
+    kernels.rotate(
+        q, k, cos, sin, positions, cu_seqlens, q, k, interleaved=interleaved, inverse=False
+    )  # fmt: skip
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
-    _, cos, sin, positions, ctx.interleaved = inputs
-    ctx.save_for_backward(cos, sin, positions)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, k, *angles, ctx.interleaved, ctx.heads_first = inputs
+    if k is None:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*angles)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-    return _backward(grad, *ctx.saved_tensors, ctx.interleaved), None, None, None, None
+def _gradients(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Of q and k, either of which may get none."""
+    one, other = (grad_k, None) if grad_q is None else (grad_q, grad_k)
+    if one is None:
+        return None, None
+    rotated = _backward(one, other, *ctx.saved_tensors, ctx.interleaved, ctx.heads_first)
+    return (None, rotated[0]) if grad_q is None else (rotated[0], None if grad_k is None else rotated[1])
+
+
+def _autograd(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, grad_q, grad_k), *(None,) * 6
+
+
+class _Overwritten(torch.autograd.Function):
+    """Says to autograd that a tensor was rotated in place. Torch has no formulas for ops that write over arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, interleaved: bool, *angles: Tensor | None) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.interleaved, ctx.heads_first = interleaved, False
+        ctx.save_for_backward(*angles)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad, None)[0], *(None,) * 5
+
+
+def _rotate_inplace(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    angles = (cos, sin, positions, cu_seqlens)
+    _inplace(q.detach(), None if k is None else k.detach(), *angles, interleaved)
+    # One at a time, since autograd takes no function that writes over several views.
+    return _Overwritten.apply(q, interleaved, *angles), None if k is None else _Overwritten.apply(
+        k, interleaved, *angles
+    )
 
 
 _backward = register("rotary_embedding_backward", fake=_fake, cuda=_cuda_backward)
+_inplace = register("rotary_embedding_", fake=_fake_inplace, cuda=_cuda_inplace)
 _forward = register("rotary_embedding", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)

@@ -2,11 +2,14 @@
 
     z[i, j]  = scale x[i, j]     for the keys that query i sees: j <= i + sk - sq, and j > i + sk - sq - window
     y[i, :]  = softmax of z[i, :] over those keys, zero elsewhere
-    dx[i, :] = scale y (dy - sum(dy y)) over those keys, zero elsewhere      (fp32 sum in a fixed order)
+    dx[i, :] = scale y (dy - sum(dy y) / sum(y)) over those keys, zero elsewhere      (fp32 sums in a fixed order)
+
+The sum of y is one, but for its rounding, which would otherwise be multiplied by the mean of dy; with a sink it is
+divided by what that leaves, and 4 bytes per row are saved.
 
 The last query sees the last key (bottom-right alignment), as when the queries are the newest of a cached sequence.
 Scores, y and dy outside what a query sees are not used, and not read save for what shares a vector with it: a square
-costs half the reads, and NaN there is harmless. Saved for backward: y, nothing else; no mask exists.
+costs half the reads, and NaN there is harmless. Saved for backward: y; no mask exists.
 
 Source: Megatron-LM's upper-triangular fused softmax (arXiv:2104.04473); the window is Longformer's (arXiv:2004.05150).
 """
@@ -18,10 +21,12 @@ from torch import Tensor
 
 from parallel_ops.ops._check import check_floating
 from parallel_ops.ops._registration import register
-from parallel_ops.ops._softmax import check_scale, visible_softmax
+from parallel_ops.ops._softmax import check_scale, empty_row_values, sink_gradient, sink_vector, visible_softmax
 
 
-def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, window: int | None = None) -> Tensor:
+def scaled_causal_softmax(
+    scores: Tensor, scale: float = 1.0, *, window: int | None = None, sink: Tensor | float | None = None
+) -> Tensor:
     """``softmax(scale * scores)`` over the keys up to each query's own, forward and backward fused.
 
     Args:
@@ -29,6 +34,9 @@ def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, window: int | N
             float64, any strides. Query i is aligned with key ``i + sk - sq``.
         scale: finite.
         window: how many keys a query sees at most, its own included; ``None`` for no limit.
+        sink: one more logit of every row, not scaled, whose probability is in no output: a number, or a tensor ``[np]``
+            (``[1]``) with a value for each head, which gets a gradient; ``None`` for none. Rows then sum to less
+            than one. (StreamingLLM, arXiv:2309.17453; 0 is the "off by one" softmax.)
 
     Returns:
         Shape and dtype of ``scores``, contiguous; arithmetic in fp32 (fp64 for fp64), also under autocast. Keys that a
@@ -36,23 +44,27 @@ def scaled_causal_softmax(scores: Tensor, scale: float = 1.0, *, window: int | N
         whose visible scores are all -inf is zeros; NaN or +inf in a visible score makes the row's visible part NaN.
 
     Raises:
-        TypeError: unsupported dtype of ``scores``, ``scale`` not a number, ``window`` not an int.
-        ValueError: fewer than two dimensions, ``sq > sk``, ``window < 1``, ``scale`` not finite.
+        TypeError: unsupported dtype of ``scores`` or ``sink``, ``scale`` not a number, ``window`` not an int.
+        ValueError: fewer than two dimensions, ``sq > sk``, ``window < 1``, ``scale`` not finite, ``sink`` of a wrong
+            shape or device.
 
-    Sharding: any shard of the dimensions before the last two (batch, heads) gives that shard of y; queries and keys
-    must be whole.
+    Sharding: any shard of the dimensions before the last two (batch, heads) gives that shard of y, with the matching
+    shard of sink; queries and keys must be whole.
     """
     _check(scores, scale, window)
-    return _forward(scores, scale, window)
+    y, _ = _forward(scores, sink_vector("scaled_causal_softmax", sink, scores), scale, window)
+    return y
 
 
-def scaled_causal_softmax_reference(scores: Tensor, scale: float = 1.0, *, window: int | None = None) -> Tensor:
+def scaled_causal_softmax_reference(
+    scores: Tensor, scale: float = 1.0, *, window: int | None = None, sink: Tensor | float | None = None
+) -> Tensor:
     """The same in plain PyTorch."""
     sq, sk = scores.shape[-2:]
     visible = torch.ones(sq, sk, dtype=torch.bool, device=scores.device).tril(sk - sq)
     if window is not None:
         visible = visible.triu(sk - sq - window + 1)
-    return visible_softmax(scores * scale, ~visible)
+    return visible_softmax(scores * scale, ~visible, sink)
 
 
 def _check(scores: Tensor, scale: float, window: int | None) -> None:
@@ -73,38 +85,48 @@ def _check(scores: Tensor, scale: float, window: int | None) -> None:
             raise ValueError(f"{op}: window must be at least 1 (the query's own key), got {window}")
 
 
-def _fake(scores: Tensor, scale: float, window: int | None) -> Tensor:
-    return scores.new_empty(scores.shape)
+def _fake(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape), empty_row_values(scores, sink is not None)
 
 
-def _fake_backward(grad: Tensor, y: Tensor, scale: float, window: int | None) -> Tensor:
-    return y.new_empty(y.shape)
+def _fake_backward(
+    grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), empty_row_values(y, sink_share is not None)
 
 
-def _cuda(scores: Tensor, scale: float, window: int | None) -> Tensor:
+def _cuda(scores: Tensor, sink: Tensor | None, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels import scaled_causal_softmax as kernels
 
-    y = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-    kernels.forward(scores, y, scale=scale, window=window)
-    return y
+    y, sink_share = out = _fake(scores, sink, scale, window)
+    kernels.forward(scores, sink, y, sink_share, scale=scale, window=window)
+    return out
 
 
-def _cuda_backward(grad: Tensor, y: Tensor, scale: float, window: int | None) -> Tensor:
+def _cuda_backward(
+    grad: Tensor, y: Tensor, sink_share: Tensor | None, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels import scaled_causal_softmax as kernels
 
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    kernels.backward(grad, y, dx, scale=scale, window=window)
-    return dx
+    dx, by_row = out = _fake_backward(grad, y, sink_share, scale, window)
+    kernels.backward(grad, y, sink_share, dx, by_row, scale=scale, window=window)
+    return out
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, float, int | None], output: Tensor) -> None:
-    _, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(output)
+def _setup_context(
+    ctx: Any, inputs: tuple[Tensor, Tensor | None, float, int | None], output: tuple[Tensor, Tensor]
+) -> None:
+    _, sink, ctx.scale, ctx.window = inputs
+    y, sink_share = output
+    ctx.heads = None if sink is None else sink.shape[0]
+    ctx.mark_non_differentiable(sink_share)
+    ctx.save_for_backward(y, None if sink is None else sink_share)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (y,) = ctx.saved_tensors
-    return _backward(grad, y, ctx.scale, ctx.window), None, None
+def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    y, sink_share = ctx.saved_tensors
+    dx, by_row = _backward(grad, y, sink_share, ctx.scale, ctx.window)
+    return dx, None if ctx.heads is None else sink_gradient(by_row, y, ctx.heads), None, None
 
 
 _backward = register("scaled_causal_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm._compat import all_gather_single, reduce_scatter_single
-from parallel_ops.ops import cross_entropy as local
+from parallel_ops.ops import _cross_entropy as local
 from parallel_ops.tensor_parallel.weight_gradients import add_product
 
 
@@ -21,6 +21,7 @@ class LinearCall:
     z_loss: float
     softcap: float
     ignore_index: int
+    ignore_invalid: bool  # targets outside the vocabulary are ignored
     per_row: bool  # reduction "none"
     parts: int  # ranks that hold a part of the rows each
     chunk_bytes: int

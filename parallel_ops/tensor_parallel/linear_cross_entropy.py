@@ -31,18 +31,12 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm._agreement import Call, agree, announcing, sends
 from parallel_ops.comm._group import group_name, resolve_group
 from parallel_ops.comm._primitives import gathered
-from parallel_ops.ops import cross_entropy as local
+from parallel_ops.ops import _cross_entropy as local
 from parallel_ops.ops._check import check_floating, check_same_device, check_same_dtype
+from parallel_ops.ops._loss_options import LossOptions, check_reduction, check_target, divisor_of, reduce
 from parallel_ops.ops._registration import cast_to_autocast_dtype, register
 from parallel_ops.ops.cross_entropy import cross_entropy_reference
 from parallel_ops.tensor_parallel._logit_chunks import Chunks, LinearCall
-from parallel_ops.tensor_parallel._loss_options import (
-    LossOptions,
-    check_reduction,
-    check_target,
-    count_kept,
-    reduce,
-)
 from parallel_ops.tensor_parallel._vocab_shards import agreed_layout, known_layout
 
 _NAME = "vocab_parallel_linear_cross_entropy"
@@ -64,6 +58,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    ignore_out_of_range: bool = False,
     reduction: str = "mean",
     sequence_parallel: bool = False,
     chunk_bytes: int | None = None,
@@ -76,7 +71,8 @@ def vocab_parallel_linear_cross_entropy(
         weight: ``[V_r, H]``, this rank's rows of the output embedding, dtype of ``hidden``.
         target: ``[...]``, or the whole ``[s, ...]`` with ``sequence_parallel``; int64 or int32, the same on every rank.
         bias: ``[V_r]``. -inf marks a column that is not there (padding of the vocabulary).
-        group, label_smoothing, z_loss, softcap, ignore_index, reduction: as in ``vocab_parallel_cross_entropy``.
+        group, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction: as in
+            ``vocab_parallel_cross_entropy``.
         sequence_parallel: ``hidden`` is sharded on its first dimension over ``group``.
         chunk_bytes: the size of the chunk of logits on the rank with the most columns (at least one row, or one row of
             each rank); by default 256 MiB on CUDA and 64 MiB on CPU.
@@ -109,9 +105,9 @@ def vocab_parallel_linear_cross_entropy(
             raise ValueError(f"{_NAME}: chunk_bytes must be at least 1, got {chunk_bytes}")
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    call = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, reduction == "none", parts, size, needs)
-    loss, *_ = _op(hidden, weight, bias, target, name, *call)
-    return loss / count_kept(target, ignore_index) if reduction == "mean" else loss
+    options = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range)
+    loss, column, *_ = _op(hidden, weight, bias, target, name, *options, reduction == "none", parts, size, needs)
+    return loss / divisor_of(reduction, column, None, loss.dtype) if reduction == "mean" else loss
 
 
 def linear_cross_entropy_reference(
@@ -151,7 +147,9 @@ def _forward(
     call = LinearCall(*arguments)
     group = None if call.group is None else resolve_group(call.group)
     options = (*astuple(call)[1:-1], *call.needs, hidden.shape[-1], weight.itemsize, bias is None)
-    layout = agreed_layout(_NAME, group, weight.shape[0], target, call.ignore_index, options)
+    # A target of ignore_index is never wrong.
+    checked = torch.full_like(target, call.ignore_index) if call.ignore_invalid else target
+    layout = agreed_layout(_NAME, group, weight.shape[0], checked, call.ignore_index, options)
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes), gradients=not call.per_row)
     loss, column, saved = _per_row_outputs(weight, target, call)
     targets, losses, columns = (chunks.of(t) for t in (target, loss, column))
@@ -161,26 +159,28 @@ def _forward(
         part, where = local.statistics(
             z,
             t.flatten().contiguous(),
+            None,
             layout.start,
             layout.vocab,
             call.ignore_index,
+            call.ignore_invalid,
             call.softcap,
             call.label_smoothing != 0,
         )
         parts = part.unsqueeze(0) if group is None else gathered(_NAME, part, group)
         row_loss, row_saved = local.combine(parts, where, call.label_smoothing, call.z_loss)
         losses[i].copy_(row_loss.view(t.shape))
+        columns[i].copy_(where.view(t.shape))
         if call.per_row:
-            columns[i].copy_(where.view(t.shape))
             for k, row in zip(kept, row_saved, strict=True):
                 k[i].copy_(row.view(t.shape))
         elif any(call.needs):
             ones = row_loss.new_ones(()).expand(row_loss.shape)
-            local.backward_inplace(ones, z, where, row_saved, call.label_smoothing, call.z_loss, call.softcap)
+            local.backward_inplace(ones, z, None, where, row_saved, call.label_smoothing, call.z_loss, call.softcap)
             chunks.add_gradients(i, h, z, group)
     if call.per_row:
         return loss, column, saved, *(weight.new_empty(0) for _ in range(3))
-    return reduce(loss, target, call.ignore_index, "sum"), column[:0].clone(), saved[:, :0].clone(), *chunks.gradients()
+    return reduce(loss, "sum", column), column, saved[:, :0].clone(), *chunks.gradients()
 
 
 @sends
@@ -201,7 +201,9 @@ def _backward(
         h, z = chunks.logits(i, group)
         row_saved = torch.stack([k[i].reshape(-1) for k in kept])
         where = columns[i].flatten().contiguous()
-        local.backward_inplace(g.reshape(-1), z, where, row_saved, call.label_smoothing, call.z_loss, call.softcap)
+        local.backward_inplace(
+            g.reshape(-1), z, None, where, row_saved, call.label_smoothing, call.z_loss, call.softcap
+        )
         chunks.add_gradients(i, h, z, group)
     return chunks.gradients()
 
@@ -211,7 +213,7 @@ def _per_row_outputs(weight: Tensor, target: Tensor, call: LinearCall) -> tuple[
     return (
         weight.new_empty(target.shape, dtype=accumulate),
         target.new_empty(rows, dtype=torch.int64),
-        weight.new_empty((3 if call.label_smoothing else 2, rows), dtype=accumulate),
+        weight.new_empty((local.saved_per_row(call.label_smoothing != 0), rows), dtype=accumulate),
     )
 
 
@@ -222,7 +224,7 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *
         return loss, column, saved, *(weight.new_empty(0) for _ in range(3))
     return (
         loss.new_empty(()),
-        column.new_empty(0),
+        column,
         saved.new_empty((saved.shape[0], 0)),
         *_fake_gradients(hidden, weight, call),
     )

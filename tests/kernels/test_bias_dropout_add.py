@@ -69,12 +69,12 @@ def interpreted(p, seed, index_offset):
     draw = {"p": p, "seed": seed, "index_offset": index_offset}
 
     def forward(x, bias, residual):
-        y = poisoned(x.shape, x)
+        y = torch.full(x.shape, torch.nan, dtype=torch.promote_types(x.dtype, residual.dtype))
         kernels.forward(x, bias, residual, y, **draw)
         return y
 
     def backward(grad, x, bias, residual):
-        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x)
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x if bias is None else bias)
         if seed is None:
             dx = grad
         kernels.backward(grad, dx, dbias, **draw)
@@ -97,7 +97,7 @@ DRAWS = [
 ]
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize(("p", "seed", "index_offset"), DRAWS)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -112,25 +112,39 @@ def test_interpreted(shape, dtype, p, seed, index_offset):
     suite.check_numerics(ours, theirs, [transposed, None, residual], None, slack_ulps=2)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_interpreted_with_dtypes_of_their_own(p):
+    """A residual stream in fp32 between layers in bf16, and the other way round."""
+    wide, narrow = torch.float32, torch.bfloat16
+    for dtypes in ((narrow, wide, wide), (narrow, narrow, wide), (wide, narrow, narrow), (narrow, wide, narrow)):
+        x, bias, residual = (randn(*s, dtype=t, seed=i) for i, (s, t) in enumerate(zip(SHAPES, dtypes, strict=True)))
+        ours, theirs = (make(p, SEED if p else None, 2) for make in (interpreted, reference))
+        suite.check_numerics(ours, theirs, [x, bias, residual], randn(5, 264, dtype=wide).detach(), slack_ulps=2)
+
+
+SHAPES = [(5, 264), (264,), (5, 264)]
+
+
+@pytest.mark.executed
 def test_interpreted_when_programs_take_several_blocks_of_rows():
     x, bias, residual = (randn(*s, dtype=torch.float32, seed=i) for i, s in enumerate([(520, 4), (4,), (520, 4)]))
     ours, theirs = (make(0.3, SEED, 2) for make in (interpreted, reference))
     suite.check_numerics(ours, theirs, [x, bias, residual], randn(520, 4, dtype=torch.float32, seed=3), slack_ulps=2)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 def test_interpreted_without_elements():
     x, bias, residual = (randn(*s, dtype=torch.float32) for s in [(0, 4), (4,), (0, 4)])
     suite.check_numerics(interpreted(0.3, SEED, 0), reference(0.3, SEED, 0), [x, bias, residual])
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize(("p", "seed", "index_offset"), DRAWS[:4])
 @pytest.mark.parametrize("cols", [1028, 1030])
 def test_same_mask_as_the_cpu_kernel(cols, p, seed, index_offset):
     """Zeros where dropped, so equal bits mean equal masks."""
     x, zero = torch.full((3, cols), 2.0), torch.zeros(3, cols)
-    compiled = torch.ops.parallel_ops.bias_dropout_add(x, None, zero, p, torch.tensor([seed]), index_offset)
+    compiled = torch.ops.parallel_ops.bias_dropout_add(x, None, zero, x.dtype, p, torch.tensor([seed]), index_offset)
     assert torch.equal(interpreted(p, seed, index_offset)(x, None, zero), compiled)
     assert 0 < compiled.count_nonzero() < x.numel()

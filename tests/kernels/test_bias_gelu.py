@@ -11,14 +11,14 @@ from support.suite import randn
 
 
 def launches(dtype, cols):
-    from parallel_ops.triton_kernels import bias_gelu as kernels
+    from parallel_ops.triton_kernels import activation as kernels
 
     x, b = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype)
     with aot.recorded() as recorded:
-        for tanh in (True, False):
+        for activation in ("gelu tanh", "gelu"):
             for bias, dbias in ((b, b), (None, b[:0])):
-                kernels.forward(x, bias, x, tanh=tanh)
-                kernels.backward(x, x, bias, x, dbias, tanh=tanh)
+                kernels.forward(x, None, bias, None, x, activation=activation)
+                kernels.backward(x, x, None, bias, None, x, None, dbias, b[:0], activation=activation)
     return recorded
 
 
@@ -38,22 +38,24 @@ def test_a_spilling_kernel_would_be_seen():
 
 
 def interpreted(tanh):
-    from parallel_ops.triton_kernels import bias_gelu as kernels
+    from parallel_ops.triton_kernels import activation as kernels
+
+    activation = "gelu tanh" if tanh else "gelu"
 
     def forward(x, bias):
         y = poisoned(x.shape, x)
-        kernels.forward(x, bias, y, tanh=tanh)
+        kernels.forward(x, None, bias, None, y, activation=activation)
         return y
 
     def backward(grad, x, bias):
-        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x)
-        kernels.backward(grad, x, bias, dx, dbias, tanh=tanh)
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x if bias is None else bias)
+        kernels.backward(grad, x, None, bias, None, dx, None, dbias, x.new_empty(0), activation=activation)
         return dx, None if bias is None else dbias
 
     return differentiable(forward, backward)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (520, 9), (2, 1030), (0, 4)))
 def test_interpreted(shape, dtype, approximate):

@@ -6,7 +6,7 @@ import torch
 from parallel_ops.ops import rms_norm_reference
 from support import aot, suite
 from support.kernels import check_compiled, differentiable, meta, poisoned
-from support.norms import PER_PROGRAM, aot_cases, grads, stream, with_residual
+from support.norms import aot_cases, grads, statistics_dtype, stream, with_residual
 from support.suite import DTYPES, randn
 
 
@@ -17,22 +17,22 @@ def launches(dtype, cols):
     with aot.recorded() as recorded:
         for residual, zero_centered in ((None, True), (x, False)):
             kernels.forward(x, w, residual, x, x, stat, eps=1e-6, zero_centered=zero_centered)
-            kernels.backward(x, residual, x, w, stat, x, w, zero_centered=zero_centered)
+            kernels.backward(x, residual, x, w, stat, x, None, w, zero_centered=zero_centered)
     return recorded
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases(all_widths=False))
 def test_compiled_code(dtype, cols, capability):
-    check_compiled(launches(dtype, cols), cols, capability, per_row=("rstd", "dots"), per_program=PER_PROGRAM)
+    check_compiled(launches(dtype, cols), cols, capability)
 
 
 def interpreted(zero_centered):
     from parallel_ops.triton_kernels import rms_norm as kernels
 
     def forward(x, residual, weight):
-        y, total = poisoned(x.shape, x), poisoned(x.shape if residual is not None else (0,), x)
-        forward.rstd = torch.full((x.shape[:-1].numel(),), torch.nan)
+        y, total = poisoned(x.shape, x), poisoned((0,), x) if residual is None else poisoned(x.shape, residual)
+        forward.rstd = torch.full((x.shape[:-1].numel(),), torch.nan, dtype=statistics_dtype(x))
         kernels.forward(x, weight, residual, y, total, forward.rstd, eps=1e-6, zero_centered=zero_centered)
         forward.normalised = x if residual is None else total
         return y if residual is None else (y, total)
@@ -40,9 +40,11 @@ def interpreted(zero_centered):
     def backward(*args):
         *incoming, x, residual, weight = args
         grad, grad_sum = incoming if residual is not None else (*incoming, None)
-        dx, dw = poisoned(x.shape, x), poisoned(weight.shape, x)
-        kernels.backward(grad, grad_sum, forward.normalised, weight, forward.rstd, dx, dw, zero_centered=zero_centered)
-        return dx, None if residual is None else dx, dw
+        wide = forward.normalised
+        dx, narrow_dx = poisoned(x.shape, wide), None if wide.dtype == x.dtype else poisoned(x.shape, x)
+        dw = None if weight is None else poisoned(weight.shape, weight)
+        kernels.backward(grad, grad_sum, wide, weight, forward.rstd, dx, narrow_dx, dw, zero_centered=zero_centered)
+        return dx if narrow_dx is None else narrow_dx, None if residual is None else dx, dw
 
     return differentiable(forward, backward)
 
@@ -52,13 +54,15 @@ def check(args, g, zero_centered):
     suite.check_numerics(interpreted(zero_centered), reference, args, g, slack_ulps=2)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
         *itertools.product([(3, 5, 70), (600, 9), (2, 1030), (0, 8)], DTYPES),
-        ((3, 9000), torch.bfloat16),  # wide in the backward, the parameters' gradients of two programs a column
-        ((1, 17000), torch.float32),  # wide in both
+        ((3, 16384), torch.bfloat16),  # a row in chunks
+        ((3, 9000), torch.float32),  # wide in the backward, the parameters' gradients of two programs a column
+        ((1, 34000), torch.float32),  # wide in both
+        ((3, 70), torch.float64),
     ],
     ids=str,
 )
@@ -68,5 +72,9 @@ def test_interpreted(shape, dtype):
     g = grads(*shape, dtype=dtype, seed=4)
     check([x, r, w], g, zero_centered=True)
     check([x, None, w], g[:1], zero_centered=False)
+    if dtype.itemsize == 2:  # float32 weight and residual stream beside 16-bit activations
+        wide = [t.detach().float().requires_grad_() for t in (r, w)]
+        check([x, *wide], [g[0], g[1].float()], zero_centered=False)
+        check([x, None, None], g[:1], zero_centered=False)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     check([transposed, r, w], None, zero_centered=False)

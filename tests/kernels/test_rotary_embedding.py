@@ -11,17 +11,17 @@ from support.suite import DTYPES, randn
 def launches(dtype, dims, rotated):
     from parallel_ops.triton_kernels import rotary_embedding as kernels
 
-    # q as a view of a fused qkv, so that heads and tokens lie apart.
-    q = meta(4096, 2, 32, 3 * dims, dtype=dtype)[..., :dims]
+    # q and k as views of a fused qkv, so that heads and tokens lie apart; k has fewer heads.
+    q, k = (meta(4096, 2, heads, 3 * dims, dtype=dtype)[..., :dims] for heads in (32, 8))
     cos, y = meta(8192, rotated // 2, dtype=torch.float32), meta(4096, 2, 32, dims, dtype=dtype)
-    positions = meta(4096, 2, dtype=torch.int64)
+    positions, cu_seqlens = meta(4096, 2, dtype=torch.int64), meta(9, dtype=torch.int32)
     with aot.recorded() as recorded:
         for p, interleaved, inverse in ((None, False, False), (positions, False, True), (positions, True, False)):
-            kernels.rotate(q, cos, cos, p, y, interleaved=interleaved, inverse=inverse)
+            kernels.rotate(q, None, cos, cos, p, None, y, None, interleaved=interleaved, inverse=inverse)
+        kernels.rotate(q, k, cos, cos, None, None, q, k, interleaved=False, inverse=False)
+        packed = (q[:, 0], k[:, 0], cos, cos, None, cu_seqlens)
+        kernels.rotate(*packed, y[:, 0], y[:, 0, :8], interleaved=False, inverse=False)
     return recorded
-
-
-PER_TOKEN = ("positions", "cos", "sin")  # shared by all heads of a token
 
 
 @pytest.mark.aot
@@ -38,8 +38,7 @@ PER_TOKEN = ("positions", "cos", "sin")  # shared by all heads of a token
     ids=str,
 )
 def test_compiled_code(dtype, dims, rotated, capability):
-    # Angles, which all heads share, come in narrower pieces where pairs are interleaved.
-    check_compiled(launches(dtype, dims, rotated), rotated, capability, per_row=PER_TOKEN)
+    check_compiled(launches(dtype, dims, rotated), rotated, capability)
 
 
 def interpreted(interleaved):
@@ -47,18 +46,18 @@ def interpreted(interleaved):
 
     def forward(x, cos, sin, positions):
         y = poisoned(x.shape, x)
-        kernels.rotate(x, cos, sin, positions, y, interleaved=interleaved, inverse=False)
+        kernels.rotate(x, None, cos, sin, positions, None, y, None, interleaved=interleaved, inverse=False)
         return y
 
     def backward(grad, x, cos, sin, positions):
         dx = poisoned(x.shape, x)
-        kernels.rotate(grad, cos, sin, positions, dx, interleaved=interleaved, inverse=True)
+        kernels.rotate(grad, None, cos, sin, positions, None, dx, None, interleaved=interleaved, inverse=True)
         return dx, None, None, None
 
     return differentiable(forward, backward)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -79,7 +78,44 @@ def test_interpreted(shape, half, dtype, interleaved):
     suite.check_numerics(interpreted(interleaved), reference, [transposed, *cos_sin, None], None, slack_ulps=1)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_q_and_k_in_one_launch(dtype, interleaved):
+    """In place too, with k of fewer heads, as views of a fused qkv, heads first, with angles or sequences by token."""
+    from parallel_ops.triton_kernels import rotary_embedding as kernels
+
+    qkv = randn(5, 2, 7, 20, dtype=dtype).detach()
+    q, k = qkv[:, :, :5], qkv[:, :, 5:]
+    cos, sin = angles(9, 8)
+    tables = {
+        "by position": (cos, sin, torch.tensor([[8, 0], [1, 1], [2, 5], [3, 3], [4, 0]]), None),
+        "by token": (torch.stack([cos[:5], cos[4:]], 1), torch.stack([sin[:5], sin[4:]], 1), None, None),
+    }
+    for name, (c, s, positions, _) in tables.items():
+        expected = [
+            rotary_embedding_reference(x.double(), c, s, positions=positions, interleaved=interleaved) for x in (q, k)
+        ]
+        y = [torch.full((2, x.shape[2], 5, 20), torch.nan, dtype=dtype).permute(2, 0, 1, 3) for x in (q, k)]
+        kernels.rotate(q, k, c, s, positions, None, *y, interleaved=interleaved, inverse=False)
+        mine = qkv.clone()
+        over = mine[:, :, :5], mine[:, :, 5:]
+        kernels.rotate(*over, c, s, positions, None, *over, interleaved=interleaved, inverse=False)
+        for a, b, true in zip(y, over, expected, strict=True):
+            assert torch.equal(a, b), name
+            torch.testing.assert_close(a.double(), true, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    packed, cu_seqlens = q[:, 0], torch.tensor([0, 1, 1, 4, 5], dtype=torch.int32)
+    y = poisoned(packed.shape, packed)
+    kernels.rotate(packed, None, cos, sin, None, cu_seqlens, y, None, interleaved=interleaved, inverse=False)
+    restarted = poisoned(packed.shape, packed)
+    kernels.rotate(
+        packed, None, cos, sin, torch.tensor([0, 0, 1, 2, 0]), None, restarted, None, interleaved=interleaved,
+        inverse=False,
+    )  # fmt: skip
+    assert torch.equal(y, restarted)
+
+
+@pytest.mark.executed
 def test_positions_out_of_range_give_nan_and_read_nothing():
     x, cos_sin = randn(3, 2, 8, dtype=torch.float32).detach(), angles(5, 4)
     y = interpreted(False)(x, *cos_sin, torch.tensor([1, 5, -1]))

@@ -5,21 +5,26 @@ import pytest
 import torch
 
 from parallel_ops.ops import scaled_masked_softmax_reference
+from parallel_ops.ops._softmax import sink_gradient
 from support import aot
 from support.kernels import check_compiled, differentiable, meta, poisoned
-from support.softmax import check_numerics, compiled_cases
+from support.softmax import check_numerics, compiled_cases, row_values
 from support.suite import DTYPES, randn
+
+ACC = torch.float32
 
 
 def launches(dtype, cols):
     from parallel_ops.triton_kernels import scaled_masked_softmax as kernels
 
-    x = meta(2, 4, 64, cols, dtype=dtype)
+    x, sink, by_row = (meta(*s, dtype=d) for s, d in (((2, 4, 64, cols), dtype), ((4,), ACC), ((512,), ACC)))
     masks = None, meta(2, 1, 64, cols, dtype=torch.bool), meta(2, 1, 1, cols, dtype=dtype)
     with aot.recorded() as recorded:
         for mask in masks:
-            kernels.forward(x, mask, x, scale=0.125)
-        kernels.backward(x, x, x, scale=0.125)
+            kernels.forward(x, mask, None, x, by_row, scale=0.125)
+        kernels.forward(x, None, sink, x, by_row, scale=0.125)
+        kernels.backward(x, x, None, x, by_row, scale=0.125)
+        kernels.backward(x, x, by_row, x, by_row, scale=0.125)
     return recorded
 
 
@@ -33,7 +38,7 @@ def test_compiled_code(dtype, cols, capability):
 def test_a_spilling_kernel_would_be_seen():
     """The checks read real code: the same kernel with its longest row four times as long does spill."""
     launch = next(l for l in launches(torch.bfloat16, 16384) if l.name == "_backward_kernel")
-    constants = {**dict(launch.constants), "BLOCK_COLS": 65536}
+    constants = {**dict(launch.constants), "CHUNKS": 16}
     code = aot.compile_for(dataclasses.replace(launch, constants=tuple(constants.items())), 90)
     assert code.spill_instructions and code.local_bytes + code.stack_bytes > 0
 
@@ -43,16 +48,16 @@ def interpreted(scale):
 
     outputs = []
 
-    def forward(x, mask):
-        y = poisoned(x.shape, x)
-        kernels.forward(x, mask, y, scale=scale)
-        outputs.append(y.detach())
+    def forward(x, mask, sink=None):
+        y, share = poisoned(x.shape, x), row_values(x)
+        kernels.forward(x, mask, sink, y, share, scale=scale)
+        outputs.append((y.detach(), None if sink is None else share))
         return y
 
-    def backward(grad, x, mask):
-        dx = poisoned(x.shape, x)
-        kernels.backward(grad, outputs[-1], dx, scale=scale)
-        return dx, None
+    def backward(grad, x, mask, sink=None):
+        (y, share), dx, by_row = outputs[-1], poisoned(x.shape, x), row_values(x)
+        kernels.backward(grad, y, share, dx, by_row, scale=scale)
+        return (dx, None) if sink is None else (dx, None, sink_gradient(by_row, y, sink.numel()))
 
     return differentiable(forward, backward)
 
@@ -65,12 +70,12 @@ def masks(x):
     yield None
     yield hidden
     yield hidden[..., :1, :]
-    yield hidden[..., :1]
+    yield hidden[..., :1].byte()
     yield torch.where(hidden, -torch.inf, floating)[0].transpose(0, -1).contiguous().transpose(0, -1)
     yield floating[:1].bfloat16()
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 2, 70), (5, 1030), (3, 1, 1), (2, 0, 4)], ids=str)
 def test_interpreted(shape, dtype):
@@ -82,11 +87,11 @@ def test_interpreted(shape, dtype):
     check_numerics(interpreted(-0.5), reference, [transposed, None], grad, -0.5)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 def test_interpreted_rows_too_long_for_one_block(monkeypatch):
     from parallel_ops.triton_kernels import _softmax
 
-    monkeypatch.setattr(_softmax, "MAX_BLOCK", 64)
+    monkeypatch.setattr(_softmax, "MAX_ROW", 64 * 4)
     monkeypatch.setattr(_softmax, "LOOP_BLOCK", 32)
     x, grad = randn(2, 2, 2, 150, dtype=torch.float32, scale=3), randn(2, 2, 2, 150, dtype=torch.float32, seed=2)
     reference = functools.partial(scaled_masked_softmax_reference, scale=0.5)
@@ -94,7 +99,7 @@ def test_interpreted_rows_too_long_for_one_block(monkeypatch):
         check_numerics(interpreted(0.5), reference, [x, mask], grad.detach(), 0.5)
 
 
-@pytest.mark.interpret
+@pytest.mark.executed
 def test_interpreted_masks_broadcast_in_turns():
     x, grad = randn(2, 3, 2, 3, 2, 5, dtype=torch.float32), randn(2, 3, 2, 3, 2, 5, dtype=torch.float32, seed=2)
     for shape in [(2, 1, 2, 1, 2, 5), (3, 1, 3, 1, 5), (2, 1), (5,), ()]:
@@ -102,12 +107,12 @@ def test_interpreted_masks_broadcast_in_turns():
         check_numerics(interpreted(1.0), scaled_masked_softmax_reference, [x, mask], grad.detach(), 1.0)
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("limit", [16384, 64])
+@pytest.mark.executed
+@pytest.mark.parametrize("limit", [128 * 1024, 64])
 def test_interpreted_special_values(monkeypatch, limit):
     from parallel_ops.triton_kernels import _softmax
 
-    monkeypatch.setattr(_softmax, "MAX_BLOCK", limit)
+    monkeypatch.setattr(_softmax, "MAX_ROW", limit)
     x = randn(5, 70, dtype=torch.float32).detach()
     hidden = torch.zeros(5, 70, dtype=torch.bool)
     hidden[:, 60:] = True
@@ -120,3 +125,25 @@ def test_interpreted_special_values(monkeypatch, limit):
         assert not y[:, 60:].any()
         assert y[1:3, :60].isnan().all() and not y[3].any()
         torch.testing.assert_close(y[[0, 4], :60], x[[0, 4], :60].softmax(-1))
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("limit", [128 * 1024, 64])
+def test_interpreted_sink(monkeypatch, limit):
+    from parallel_ops.triton_kernels import _softmax
+
+    monkeypatch.setattr(_softmax, "MAX_ROW", limit)
+    reference = lambda x, mask, sink: scaled_masked_softmax_reference(x, mask, 0.5, sink=sink)  # noqa: E731
+    x, grad = randn(2, 3, 2, 70, dtype=torch.float32, scale=3), randn(2, 3, 2, 70, dtype=torch.float32, seed=2)
+    hidden = torch.rand(2, 1, 2, 70, generator=torch.Generator().manual_seed(5)) < 0.4
+    for sink in (randn(3, dtype=torch.float32, seed=3), randn(1, dtype=torch.float32)):
+        check_numerics(interpreted(0.5), reference, [x, hidden, sink], grad.detach(), 0.5)
+
+
+@pytest.mark.executed
+def test_interpreted_gradient_with_a_large_mean():
+    """The saved bf16 output sums to one to three digits only; that must not be multiplied by the gradient's mean."""
+    x = randn(8, 1000, dtype=torch.bfloat16)
+    grad = (100 + randn(8, 1000, dtype=torch.float32, seed=1).detach()).bfloat16()
+    reference = functools.partial(scaled_masked_softmax_reference, scale=1.0)
+    check_numerics(interpreted(1.0), reference, [x, None], grad, 1.0, gradient_unit=1.0)

@@ -55,7 +55,8 @@ def test_gradient_matches_finite_differences(device):
 def test_custom_op_contract(device):
     x, bias = inputs(3, 2, 5, device=device)
     for args in ([x, bias], [x, None], [x.detach(), bias], [x.transpose(0, 1).detach(), None]):
-        suite.check_op(raw_op, args)
+        suite.check_op(raw_op, [*args, None])
+    suite.check_op(raw_op, [x, bias, randn(3, 2, 1, dtype=torch.float32, device=device)])
     suite.check_second_derivative_raises(bias_swiglu, [x, bias])
 
 
@@ -95,6 +96,26 @@ def test_autocast_runs_in_the_autocast_dtype(device):
     assert bias.grad is not None and bias.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_rows(device, dtype):
+    """The router's probabilities, in fp32 for activations in bf16, as a column or not, with a bias and without."""
+    x, bias = inputs(30, 1100, dtype=dtype, device=device)
+    weights = torch.rand(30, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    grad = randn(30, 1100, dtype=dtype, device=device, seed=3).detach()
+
+    def op(x, bias, weights):
+        return bias_swiglu(x, bias, weights=weights)
+
+    def reference(x, bias, weights):
+        return bias_swiglu_reference(x, bias, weights=weights)
+
+    for b in (bias, None):
+        suite.check_numerics(op, reference, [x, b, weights], grad, slack_ulps=2)
+        ours, column = (suite.forward_backward(op, [x, b, w], grad) for w in (weights, weights.detach()[:, None]))
+        assert torch.equal(ours[0], column[0])
+    suite.check_deterministic(op, [x, bias, weights], grad)
+
+
 def test_special_values_flow_as_in_pytorch(device):
     values = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 88.0, -88.0, 1e-40]
     x = torch.cartesian_prod(*[torch.tensor(values, device=device)] * 2).requires_grad_()
@@ -117,12 +138,12 @@ def test_bad_arguments_are_named(device):
         bias_swiglu(x.long(), bias)
     with pytest.raises(ValueError, match=r"bias_swiglu: the last dimension of x must be even.*got shape \[4, 7\]"):
         bias_swiglu(x[:, :7])
-    with pytest.raises(TypeError, match=r"bias_swiglu: bias is torch.bfloat16, but x is torch.float32"):
-        bias_swiglu(x, bias.bfloat16())
     with pytest.raises(ValueError, match=r"bias_swiglu: bias must have shape \[8\].*got \[4\]"):
         bias_swiglu(x, bias[:4])
     with pytest.raises(ValueError, match=r"bias_swiglu: bias is on meta"):
         bias_swiglu(x, bias.to("meta"))
+    with pytest.raises(ValueError, match=r"bias_swiglu: weights must have shape \[4\] or \[4, 1\].*got \[8\]"):
+        bias_swiglu(x, bias, weights=bias)
     with pytest.raises(ValueError, match=r"bias_swiglu: x must have at least one dimension"):
         bias_swiglu(x[0, 0])
 
@@ -130,8 +151,8 @@ def test_bad_arguments_are_named(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8, device="cpu")
     with pytest.raises(RuntimeError, match="bias_swiglu: bias must have one element"):
-        raw_op(x, torch.randn(7))
+        raw_op(x, torch.randn(7), None)
     with pytest.raises(RuntimeError, match="bias_swiglu: the last dimension of x must be even"):
-        raw_op(x[:, :7], None)
+        raw_op(x[:, :7], None, None)
     with pytest.raises(RuntimeError, match="bias_swiglu_backward: grad must have the shape"):
-        torch.ops.parallel_ops.bias_swiglu_backward.default(x, x, None)
+        torch.ops.parallel_ops.bias_swiglu_backward.default(x, x, None, None)

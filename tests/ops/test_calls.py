@@ -10,18 +10,36 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_ops
-from parallel_ops import bias_dropout_add, bias_gelu, layer_norm, rms_norm, vocab_parallel_cross_entropy
+from parallel_ops import (
+    bias_dropout_add,
+    bias_gelu,
+    bias_swiglu,
+    gelu_mul,
+    layer_norm,
+    rms_norm,
+    rotary_embedding_qk,
+    scaled_masked_softmax,
+    silu_mul,
+    vocab_parallel_cross_entropy,
+)
 from parallel_ops.ops import _autograd, _registration
+from support.rotary import angles
 from support.suite import forward_backward, outputs_of, randn
 
 X, BIAS = randn(6, 8, dtype=torch.float32), randn(8, dtype=torch.float32, seed=1)
 TARGET = torch.arange(6)
+HEADS = randn(6, 2, 8, dtype=torch.float32)
 CALLS = {
     "bias_gelu": (bias_gelu, (X, BIAS)),
     "bias_gelu without a bias": (bias_gelu, (X,)),
     "bias_dropout_add": (lambda *args: bias_dropout_add(*args, 0.5, seed=3), (X, BIAS, X * 2)),
     "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r), (X, BIAS, BIAS * 3, X * 2)),
     "rms_norm": (rms_norm, (X, BIAS)),
+    "bias_swiglu": (lambda x, b, w: bias_swiglu(x, b, weights=w), (X, BIAS, X[:, 0] * 2)),
+    "silu_mul": (silu_mul, (X, X * 2)),
+    "gelu_mul": (gelu_mul, (X, X * 2)),
+    "rotary_embedding_qk": (lambda q, k: rotary_embedding_qk(q, k, *angles(6, 4)), (HEADS, HEADS * 2)),
+    "scaled_masked_softmax": (scaled_masked_softmax, (X, BIAS)),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
 }
 GELU = torch.ops.parallel_ops.bias_gelu.default
@@ -163,14 +181,14 @@ def test_floats_are_floats_for_triton(monkeypatch):
     """The dispatcher turns ints into floats where the schema says so; Triton would compile another kernel for them."""
     seen = []
     kernel = _registration._kernel(
-        torch.ops.parallel_ops.scaled_masked_softmax.default, None, lambda scores, mask, scale: seen.append(scale)
+        torch.ops.parallel_ops.scaled_masked_softmax.default, None, lambda scores, mask, sink, scale: seen.append(scale)
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
 
     class OnCuda:
         is_cpu, is_cuda, device = False, True, torch.device("cpu")
 
-    kernel(OnCuda(), None, 1)
+    kernel(OnCuda(), None, None, 1)
     assert seen == [1.0]
     assert type(seen[0]) is float
 

@@ -32,14 +32,30 @@ def test_one_column_is_normalised_to_the_bias(device):
 
 def test_a_bias_of_another_dtype_is_named(device):
     x, w = torch.randn(4, 8, device=device), torch.randn(8, device=device)
-    with pytest.raises(TypeError, match=r"layer_norm: bias is torch.bfloat16, but x is torch.float32"):
+    with pytest.raises(TypeError, match=r"layer_norm: bias is torch.bfloat16, but weight is torch.float32"):
         layer_norm(x, w, w.bfloat16())
 
 
 def test_direct_calls_of_the_backward_cannot_read_out_of_bounds(device):
     x, w = torch.randn(4, 8), torch.randn(8)
-    backward = functools.partial(torch.ops.parallel_ops.layer_norm_backward.default, has_bias=True, zero_centered=False)
+    backward = functools.partial(torch.ops.parallel_ops.layer_norm_backward.default, zero_centered=False)
     with pytest.raises(RuntimeError, match="layer_norm_backward: rstd must be what the forward returned"):
-        backward(x, None, x, w, w[:4], w[:3])
+        backward(x, None, x, w, w, w[:4], w[:3])
     with pytest.raises(RuntimeError, match="layer_norm_backward: grad must have the shape"):
-        backward(x[:2], None, x, w, w[:4], w[:4])
+        backward(x[:2], None, x, w, w, w[:4], w[:4])
+    with pytest.raises(RuntimeError, match="layer_norm_backward: bias must have one element"):
+        backward(x, None, x, w, w[:7], w[:4], w[:4])
+
+
+def test_a_bias_without_a_weight(device):
+    x, b = stream(6, 8, dtype=torch.float32, device=device), randn(8, dtype=torch.float32, device=device, seed=1)
+    g = randn(6, 8, dtype=torch.float32, device=device, seed=2).detach()
+    suite.check_numerics(
+        lambda x, b: layer_norm(x, None, b), lambda x, b: layer_norm_reference(x, None, b), [x, b], [g]
+    )
+
+
+def test_fp64_is_computed_in_fp64(device):
+    """Its eps too: 1e-5 in fp32 is off by 3e-13."""
+    x, w = (randn(*s, dtype=torch.float64, device=device) for s in ((4, 50), (50,)))
+    torch.testing.assert_close(layer_norm(x, w), layer_norm_reference(x, w), rtol=1e-14, atol=1e-15)

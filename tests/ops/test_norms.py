@@ -75,6 +75,30 @@ def test_numerics_of_a_large_tensor(device, norm, dtype, residual):
     check(norm, *arguments(norm, 2048, 384, dtype=dtype, device=device, residual=residual), slack_ulps=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", ["parameters", "residual", "both"])
+def test_16_bit_activations_beside_float32(device, norm, dtype, wide):
+    """The dtypes that trainers keep: parameters, the residual stream, or both wider than the activations."""
+    (x, r, *params), g = arguments(norm, 64, 1100, dtype=dtype, device=device, residual=True)
+    if wide != "residual":
+        params = [p.detach().float().requires_grad_() for p in params]
+    if wide != "parameters":
+        r, g = r.detach().float().requires_grad_(), [g[0], g[1].float()]
+    check(norm, [x, r, *params], g)
+    y, total = norm.op(x, *params, residual=r)
+    assert y.dtype is dtype and total.dtype is r.dtype
+    y, unused = with_residual(norm.op)(x, r, *params)
+    torch.autograd.grad(unused.sum(), [x, r])
+
+
+@residuals
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_parameters(device, norm, dtype, residual):
+    (x, r, *_), g = arguments(norm, 6, 70, dtype=dtype, device=device, residual=residual)
+    check(norm, [x, r], g)
+    assert torch.equal(norm.op(x), norm.op(x, torch.ones(70, device=device)))
+
+
 @residuals
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_gradient_matches_finite_differences(device, norm, residual, zero_centered):
@@ -100,6 +124,11 @@ def test_custom_op_contract(device, norm, residual):
     bare = [params[0], *(None for _ in params[1:])]
     turned = None if r is None else r.transpose(0, 1)
     suite.check_op(norm.raw, [x.transpose(0, 1).detach(), *bare, turned, 1e-5, True])
+    wide = x if r is None else r
+    suite.check_op(
+        norm.raw,
+        [x.detach().bfloat16().requires_grad_(), *([None] * len(params)), wide if residual else None, 1e-5, False],
+    )
     suite.check_second_derivative_raises(with_residual(norm.op), [x, r, *params])
 
 
@@ -140,9 +169,10 @@ def test_autocast_keeps_the_dtype_of_the_stream(device, norm):
     (x, r, *params), _ = arguments(norm, 6, 8, dtype=torch.float32, device=device, residual=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         y = norm.op(x.bfloat16(), *params)
-        widened, total = norm.op(x.bfloat16(), *params, residual=r)
-    assert y.dtype is torch.bfloat16 and widened.dtype is total.dtype is torch.float32
-    assert torch.equal(y, norm.op(x.bfloat16(), *(p.bfloat16() for p in params)))
+        z, total = norm.op(x.bfloat16(), *params, residual=r)
+        widened, _ = norm.op(x, *(p.bfloat16() for p in params), residual=r.bfloat16())
+    assert y.dtype is z.dtype is torch.bfloat16 and total.dtype is widened.dtype is torch.float32
+    assert torch.equal(y, norm.op(x.bfloat16(), *params))
     y.float().sum().backward()
     assert params[0].grad is not None and params[0].grad.dtype is torch.float32
     suite.check_compiles_under_autocast(norm.op, [x, *params])
@@ -168,9 +198,10 @@ def test_bad_arguments_are_named(device, norm):
     x, w = torch.randn(4, 8, device=device), torch.randn(8, device=device)
     for error, message, args, kwargs in [
         (TypeError, "x must be a tensor, got list", ([1.0], w), {}),
-        (TypeError, "weight must be a tensor, got NoneType", (x, None), {}),
+        (TypeError, "weight must be a tensor, got float", (x, 1.0), {}),
         (TypeError, r"x must be float32.*got torch.int64", (x.long(), w), {}),
-        (TypeError, "weight is torch.bfloat16, but x is torch.float32", (x, w.bfloat16()), {}),
+        (TypeError, "weight is torch.float64, but x is torch.float32", (x, w.double()), {}),
+        (TypeError, "residual is torch.bfloat16, but x is torch.float32", (x, w), {"residual": x.bfloat16()}),
         (ValueError, r"weight must have shape \[8\].*got \[7\]", (x, w[:7]), {}),
         (ValueError, r"residual must have the shape of x, \[4, 8\], got \[8\]", (x, w), {"residual": w}),
         (ValueError, "weight is on meta", (x, w.to("meta")), {}),

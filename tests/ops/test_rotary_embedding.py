@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops import rotary_embedding
+from parallel_ops import rotary_embedding, rotary_embedding_qk
 from parallel_ops.ops import rotary_embedding_reference
 from support import suite
 from support.rotary import angles
@@ -67,9 +67,15 @@ def test_gradient_matches_finite_differences(device, interleaved):
 def test_custom_op_contract(device, interleaved):
     x, cos_sin = randn(3, 2, 2, 10, dtype=torch.float32, device=device), angles(5, 4, device=device)
     positions = torch.tensor([4, 0, 2], device=device)
-    suite.check_op(raw_op, [x, *cos_sin, None, interleaved])
-    suite.check_op(raw_op, [x.transpose(0, 1).detach(), *cos_sin, positions[:2], interleaved])
-    suite.check_op(raw_op, [x[:, 0], *cos_sin, positions, interleaved])
+    suite.check_op(raw_op, [x, None, *cos_sin, None, None, interleaved, False])
+    suite.check_op(
+        raw_op, [x.transpose(0, 1).detach(), x[:, :, :1].transpose(0, 1), *cos_sin, None, None, interleaved, True]
+    )
+    suite.check_op(raw_op, [x[:, 0], None, *cos_sin, positions, None, interleaved, False])
+    cu_seqlens = torch.tensor([0, 2, 3], device=device)
+    suite.check_op(raw_op, [x[:, 0], x[:, 1], *cos_sin, None, cu_seqlens, interleaved, False])
+    inplace = torch.ops.parallel_ops.rotary_embedding_.default
+    suite.check_op(inplace, [x.detach().clone(), None, *cos_sin, None, None, interleaved])
     suite.check_second_derivative_raises(rotary_embedding, [x, *cos_sin])
 
 
@@ -97,6 +103,73 @@ def test_reads_views_of_a_fused_qkv(device):
     cos_sin = angles(5, 8, device=device)
     for part in qkv.chunk(3, dim=-1):
         assert torch.equal(rotary_embedding(part, *cos_sin), rotary_embedding(part.contiguous(), *cos_sin))
+
+
+@interleavings
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_q_and_k_in_one_call(device, layout, interleaved):
+    """Also in place; k has fewer heads, and the gradient of either may be missing."""
+    q, k = (randn(5, 3, h, 20, dtype=torch.float32, device=device, seed=h) for h in (4, 2))
+    cos_sin = angles(5, 8, device=device)
+    rotate = functools.partial(rotary_embedding, interleaved=interleaved)
+    expected = [suite.forward_backward(rotate, [x, *cos_sin]) for x in (q, k)]
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    given = [x.permute(1, 2, 0, 3).contiguous() if layout == "bhsd" else x for x in leaves]
+    both = functools.partial(
+        rotary_embedding_qk, cos=cos_sin[0], sin=cos_sin[1], interleaved=interleaved, layout=layout
+    )
+    views = [x * 1 for x in given]
+    for y in (both(*given), both(*views, inplace=True)):
+        back = [t.permute(2, 0, 1, 3) if layout == "bhsd" else t for t in y]
+        grads = torch.autograd.grad(back, leaves, [torch.ones_like(t) for t in back])
+        for got, gradient, (true, true_gradient) in zip(back, grads, expected, strict=True):
+            assert torch.equal(got, true) and torch.equal(gradient, true_gradient)
+    assert all(y.is_contiguous() for y in both(*given))
+    assert [a.data_ptr() for a in y] == [v.data_ptr() for v in views], "in place made a copy"
+    (of_k,) = torch.autograd.grad(both(*given)[1].sum(), leaves[1])
+    torch.testing.assert_close(of_k, expected[1][1], rtol=0, atol=0)
+
+
+@interleavings
+def test_tables_of_others(device, interleaved):
+    """Angles twice in a row, as Megatron and Transformers have them; and a row for each token."""
+    x, (cos, sin) = randn(4, 3, 2, 20, dtype=torch.bfloat16, device=device), angles(9, 8, device=device)
+    expected = rotary_embedding(x, cos, sin, interleaved=interleaved)
+    twice = [t.repeat_interleave(2, -1) if interleaved else torch.cat([t, t], -1) for t in (cos, sin)]
+    assert torch.equal(rotary_embedding(x, *twice, interleaved=interleaved, doubled=True), expected)
+    positions = torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    expected = rotary_embedding(x, cos, sin, interleaved=interleaved, positions=positions)
+    by_token = [t[positions] for t in (cos, sin)]
+    assert torch.equal(rotary_embedding(x, *by_token, interleaved=interleaved), expected)
+    first = [t.transpose(0, 1).contiguous() for t in by_token]
+    heads_first = rotary_embedding(x.permute(1, 2, 0, 3), *first, interleaved=interleaved, layout="bhsd")
+    assert torch.equal(heads_first.permute(2, 0, 1, 3), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sequences(device, dtype):
+    x, cos_sin = randn(9, 2, 16, dtype=torch.float32, device=device), angles(5, 8, device=device)
+    cu_seqlens = torch.tensor([0, 3, 3, 8, 9], dtype=dtype, device=device)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0], device=device)
+    ours = suite.forward_backward(functools.partial(rotary_embedding, cu_seqlens=cu_seqlens), [x, *cos_sin])
+    expected = suite.forward_backward(functools.partial(rotary_embedding, positions=positions), [x, *cos_sin])
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to 9, got \[0, 3, 8\]"):
+            rotary_embedding(x, *cos_sin, cu_seqlens=cu_seqlens[[0, 1, 3]])
+        with pytest.raises(ValueError, match=r"cos has 4 rows, but a sequence has 5 tokens"):
+            rotary_embedding(x, *(t[:4] for t in cos_sin), cu_seqlens=cu_seqlens)
+
+
+def test_in_place_is_declared(device):
+    x, cos_sin = randn(3, 2, 2, 8, dtype=torch.float32, device=device), angles(3, 4, device=device)
+    with pytest.raises(ValueError, match=r"x is a leaf that requires a gradient"):
+        rotary_embedding(x, *cos_sin, inplace=True)
+    with pytest.raises(ValueError, match=r"x is expanded, so it cannot be written in place"):
+        rotary_embedding(x.detach()[:1].expand(3, 2, 2, 8), *cos_sin, inplace=True)
+    saved = x.exp()  # exp saves its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rotary_embedding(saved, *cos_sin, inplace=True).sum().backward()
 
 
 def test_shards_of_the_sequence_with_their_positions_make_the_whole(device):
@@ -164,6 +237,16 @@ def test_bad_arguments_are_named(device):
         rotary_embedding(x, cos, sin.to("meta"))
     with pytest.raises(ValueError, match=r"cos requires a gradient"):
         rotary_embedding(x, cos.clone().requires_grad_(), sin)
+    with pytest.raises(ValueError, match=r"layout must be 'sbhd' or 'bhsd', got 'bshd'"):
+        call(layout="bshd")
+    with pytest.raises(ValueError, match=r"rotary_embedding_qk: k must be like q but for its heads"):
+        rotary_embedding_qk(x, x[:2], cos, sin)
+    with pytest.raises(TypeError, match=r"rotary_embedding_qk: k is torch.bfloat16, but q is torch.float32"):
+        rotary_embedding_qk(x, x.bfloat16(), cos, sin)
+    with pytest.raises(ValueError, match=r"cu_seqlens must be \[sequences \+ 1\], for packed"):
+        call(cu_seqlens=torch.tensor([0, 3], device=device))
+    with pytest.raises(ValueError, match=r"positions, cu_seqlens and angles for each token exclude each other"):
+        call(positions=torch.zeros(3, dtype=torch.int64), cu_seqlens=torch.tensor([0, 3]))
     with pytest.raises(ValueError, match=r"cos has 2 rows, but x has 3 positions"):
         rotary_embedding(x, cos[:2], sin[:2])
     with pytest.raises(TypeError, match=r"positions must be an int64 tensor, got torch.int32"):
@@ -182,7 +265,7 @@ def test_positions_out_of_range(device):
             with pytest.raises(ValueError, match=r"positions run from -?\d to \d, but cos has 5 rows"):
                 rotary_embedding(x, *cos_sin, positions=positions)
             with pytest.raises(RuntimeError, match=rf"positions holds {bad}, but cos has 5 rows"):
-                raw_op(x, *cos_sin, positions, False)
+                raw_op(x, None, *cos_sin, positions, None, False, False)
         else:
             y = rotary_embedding(x, *cos_sin, positions=positions)
             assert y[1].isnan().all() and y[::2].isfinite().all()
@@ -191,8 +274,8 @@ def test_positions_out_of_range(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x, (cos, sin) = torch.randn(3, 2, 2, 8), angles(5, 4)
     with pytest.raises(RuntimeError, match="cos must have at most half as many columns"):
-        raw_op(x[..., :6], cos, sin, None, False)
-    with pytest.raises(RuntimeError, match="cos has fewer rows"):
-        raw_op(x, cos[:2], sin[:2], None, False)
+        raw_op(x[..., :6], None, cos, sin, None, None, False, False)
+    with pytest.raises(RuntimeError, match="x holds 2, but cos has 2 rows"):
+        raw_op(x, None, cos[:2], sin[:2], None, None, False, False)
     with pytest.raises(RuntimeError, match=r"positions must be \[s\]"):
-        raw_op(x, cos, sin, torch.zeros(2, dtype=torch.int64), False)
+        raw_op(x, None, cos, sin, torch.zeros(2, dtype=torch.int64), None, False, False)

@@ -67,7 +67,8 @@ def test_gradient_matches_finite_differences(device, window):
 def test_custom_op_contract(device, window):
     x = randn(2, 3, 4, 5, dtype=torch.float32, device=device)
     for scores in (x, x.detach(), x.transpose(0, 1).detach()):
-        suite.check_op(raw_op, [scores, 0.5, window])
+        suite.check_op(raw_op, [scores, None, 0.5, window])
+    suite.check_op(raw_op, [x, randn(3, dtype=torch.float32, device=device), 0.5, window])
     suite.check_second_derivative_raises(scaled_causal_softmax, [x])
 
 
@@ -163,8 +164,19 @@ def test_bad_arguments_are_named(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="scaled_causal_softmax: there must be at least as many keys"):
-        raw_op(x.T, 1.0, None)
+        raw_op(x.T, None, 1.0, None)
     with pytest.raises(RuntimeError, match="scaled_causal_softmax: window must be at least 1"):
-        raw_op(x, 1.0, 0)
+        raw_op(x, None, 1.0, 0)
     with pytest.raises(RuntimeError, match="scaled_causal_softmax_backward: grad must have the shape"):
-        raw_backward(x[:2], x, 1.0, None)
+        raw_backward(x[:2], x, None, 1.0, None)
+
+
+@windows
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_takes_its_share(device, dtype, window):
+    x, sink = randn(2, 3, 5, 70, dtype=dtype, device=device, scale=2), randn(3, dtype=dtype, device=device, seed=1)
+    grad = randn(2, 3, 5, 70, dtype=dtype, device=device, seed=2).detach()
+    op, reference = (lambda x, s, f=f: f(x, window=window, sink=s) for f in both())
+    check_numerics(op, reference, [x, sink], grad, 1.0)
+    y = both(window=window)[0](x.detach().float(), sink=0.0)  # "off by one"
+    assert (y.double().sum(-1) < 1).all()

@@ -15,7 +15,13 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.scaled_masked_softmax.default
 raw_backward = torch.ops.parallel_ops.scaled_masked_softmax_backward.default
 
-KINDS = ["none", "bool", *(f"additive {d}" for d in ("float32", "bfloat16", "float16", "float64")), "additive -inf"]
+KINDS = [
+    "none",
+    "bool",
+    "uint8",
+    *(f"additive {d}" for d in ("float32", "bfloat16", "float16", "float64")),
+    "additive -inf",
+]
 
 
 def masked(kind, shape, device, seed=0):
@@ -24,8 +30,8 @@ def masked(kind, shape, device, seed=0):
         return None
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=generator) < 0.4
-    if kind == "bool":
-        return mask.to(device)
+    if kind in ("bool", "uint8"):
+        return mask.to(device) if kind == "bool" else 3 * mask.to(device, torch.uint8)
     if kind == "additive -inf":
         return torch.where(mask, -torch.inf, 0.0).to(device)
     # A grid of eighths is exact in every dtype: what is tested is the sum, not the rounding of the mask.
@@ -83,7 +89,9 @@ def test_custom_op_contract(device):
     x = randn(2, 3, 2, 5, dtype=torch.float32, device=device)
     for scores in (x, x.detach(), x.transpose(0, 1).detach()):
         for kind in ("none", "bool", "additive float32"):
-            suite.check_op(raw_op, [scores, masked(kind, (2, 5), device), 0.5])
+            suite.check_op(raw_op, [scores, masked(kind, (2, 5), device), None, 0.5])
+    sink, additive = (randn(*s, dtype=torch.float32, device=device) for s in ((3,), (3, 1, 5)))
+    suite.check_op(raw_op, [x, additive, sink, 0.5])
     suite.check_second_derivative_raises(scaled_masked_softmax, [x, None])
 
 
@@ -211,8 +219,10 @@ def test_bad_arguments_are_named(device):
         scaled_masked_softmax(x[0, 0], mask[None])
     with pytest.raises(ValueError, match=r"scaled_masked_softmax: mask is on meta"):
         scaled_masked_softmax(x, mask.to("meta"))
-    with pytest.raises(ValueError, match=r"mask requires a gradient.*mask.detach\(\)"):
-        scaled_masked_softmax(x, mask.float().requires_grad_())
+    with pytest.raises(ValueError, match=r"sink must have shape \[1\] or \[3\].*got \[4\]"):
+        scaled_masked_softmax(x, mask, sink=torch.zeros(4, device=device))
+    with pytest.raises(TypeError, match=r"sink must be a tensor, a number or None, got str"):
+        scaled_masked_softmax(x, mask, sink="0")
     for scale in (float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"scale must be finite"):
             scaled_masked_softmax(x, mask, scale)
@@ -224,10 +234,61 @@ def test_bad_arguments_are_named(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="scaled_masked_softmax: mask must be broadcastable"):
-        raw_op(x, torch.zeros(7, dtype=torch.bool), 1.0)
+        raw_op(x, torch.zeros(7, dtype=torch.bool), None, 1.0)
     with pytest.raises(RuntimeError, match="scaled_masked_softmax: mask must not have more dimensions"):
-        raw_op(x, torch.zeros(1, 4, 8, dtype=torch.bool), 1.0)
+        raw_op(x, torch.zeros(1, 4, 8, dtype=torch.bool), None, 1.0)
     with pytest.raises(RuntimeError, match="mask: expected float32"):
-        raw_op(x, torch.zeros(8, dtype=torch.int32), 1.0)
+        raw_op(x, torch.zeros(8, dtype=torch.int32), None, 1.0)
     with pytest.raises(RuntimeError, match="scaled_masked_softmax_backward: grad must have the shape"):
-        raw_backward(x[:2], x, 1.0)
+        raw_backward(x[:2], x, None, 1.0)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax: sink must have one element"):
+        raw_op(x, None, torch.zeros(4), 1.0)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax_backward: sink_share must be what"):
+        raw_backward(x, x, torch.zeros(3), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_sink_takes_its_share(device, dtype, heads):
+    x, sink = randn(2, 3, 5, 70, dtype=dtype, device=device, scale=2), randn(heads, dtype=dtype, device=device, seed=1)
+    grad = randn(2, 3, 5, 70, dtype=dtype, device=device, seed=2).detach()
+    hidden = masked("bool", (2, 1, 5, 70), device)
+    hidden[0, 0, 0] = True
+    op, reference = (
+        lambda x, s, f=f: f(x, hidden, 0.5, sink=s) for f in (scaled_masked_softmax, scaled_masked_softmax_reference)
+    )
+    check_numerics(op, reference, [x, sink], grad, 0.5)
+    number = scaled_masked_softmax(x, hidden, 0.5, sink=0.25)
+    assert torch.equal(number, scaled_masked_softmax(x, hidden, 0.5, sink=torch.full((1,), 0.25, device=device)))
+    assert not number[0, :, 0].any()
+    if dtype is torch.float64:
+        assert (number.sum(-1) < 1).all()
+
+
+def test_gradient_of_sink_and_mask_matches_finite_differences(device):
+    x, mask, sink = (
+        randn(*s, dtype=torch.float64, device=device, seed=i) for i, s in enumerate([(2, 3, 2, 5), (3, 1, 5), (3,)])
+    )
+    suite.check_gradient(lambda x, m, s: scaled_masked_softmax(x, m, 0.7, sink=s), [x, mask, sink])
+    suite.check_gradient(lambda x, m: scaled_masked_softmax(x, m, 0.0), [x, mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 20, 300), (1, 20, 300), (2, 4, 20, 300), (4, 1, 300)])
+def test_gradient_of_an_additive_mask(device, dtype, shape):
+    """T5: [np, sq, sk]; learned ALiBi slopes: [np, 1, sk]; summed over what they were broadcast over."""
+    x, mask = (
+        randn(2, 4, 20, 300, dtype=dtype, device=device, scale=2),
+        randn(*shape, dtype=dtype, device=device, seed=1),
+    )
+    grad = randn(2, 4, 20, 300, dtype=dtype, device=device, seed=2).detach()
+    op, reference = (functools.partial(f, scale=0.3) for f in (scaled_masked_softmax, scaled_masked_softmax_reference))
+    suite.check_numerics(op, reference, [x, mask], grad, slack_ulps=2)
+    suite.check_deterministic(op, [x, mask], grad)
+
+
+def test_a_gradient_with_a_large_mean_leaves_no_trace(device):
+    """The saved bf16 output sums to one to three digits only; that must not be multiplied by the gradient's mean."""
+    x = randn(8, 1000, dtype=torch.bfloat16, device=device)
+    grad = (100 + randn(8, 1000, dtype=torch.float32, device=device, seed=1).detach()).bfloat16()
+    check_numerics(scaled_masked_softmax, scaled_masked_softmax_reference, [x, None], grad, 1.0, gradient_unit=1.0)

@@ -42,14 +42,14 @@ def forward_backward(op: Op, args: Sequence[Any], grad: Grad = None) -> list[Ten
     return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves)]
 
 
-def _as_double(args: Sequence[Any]) -> list[Any]:
+def as_double(args: Sequence[Any]) -> list[Any]:
     return [
         a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a
         for a in args
     ]
 
 
-def _error(got: Tensor, oracle: Tensor) -> float:
+def error(got: Tensor, oracle: Tensor) -> float:
     """The largest absolute error; NaN and infinities must be in the same places."""
     got, oracle = got.double(), oracle.double()
     # A finite oracle value may be past the largest number of the dtype.
@@ -67,7 +67,7 @@ def check_numerics(op: Op, reference: Op, args: Sequence[Any], grad: Grad = None
     if any(y.is_cuda for y in ours):  # the first call's launches are Triton's, later ones are not
         torch.testing.assert_close(forward_backward(op, args, grad), ours, rtol=0, atol=0, equal_nan=True)
     theirs = forward_backward(reference, args, grad)
-    oracle = forward_backward(reference, _as_double(args), grad)
+    oracle = forward_backward(reference, as_double(args), grad)
     for index, (got, peer, true) in enumerate(zip(ours, theirs, oracle, strict=True)):
         name = f"result {index} (outputs come first, then gradients)"
         assert got.shape == true.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(true.shape)}"
@@ -75,8 +75,10 @@ def check_numerics(op: Op, reference: Op, args: Sequence[Any], grad: Grad = None
         finite = true[true.isfinite()]
         scale = finite.abs().max().item() if finite.numel() else 0.0
         slack = slack_ulps * torch.finfo(got.dtype).eps * scale + torch.finfo(got.dtype).smallest_normal
-        error, bound = _error(got, true), 2 * _error(peer, true) + slack
-        assert error <= bound, f"{name}: error {error:.3e}, PyTorch's is {_error(peer, true):.3e} (bound {bound:.3e})"
+        ours_error, bound = error(got, true), 2 * error(peer, true) + slack
+        assert ours_error <= bound, (
+            f"{name}: error {ours_error:.3e}, PyTorch's is {error(peer, true):.3e} (bound {bound:.3e})"
+        )
 
 
 def check_op(op: Any, args: Sequence[Any]) -> None:
@@ -86,7 +88,7 @@ def check_op(op: Any, args: Sequence[Any]) -> None:
 
 def check_gradient(op: Op, args: Sequence[Any]) -> None:
     """The analytic gradient against finite differences, in fp64."""
-    assert torch.autograd.gradcheck(op, tuple(_as_double(args)), fast_mode=False)
+    assert torch.autograd.gradcheck(op, tuple(as_double(args)), fast_mode=False)
 
 
 def check_second_derivative_raises(op: Op, args: Sequence[Any]) -> None:

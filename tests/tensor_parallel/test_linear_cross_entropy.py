@@ -92,7 +92,7 @@ def test_gradient_matches_finite_differences(device, options):
 @pytest.mark.parametrize("per_row", [False, True])
 def test_custom_op_contract(device, per_row):
     h, w, target, bias = inputs((3, 2), 4, 5, device=device)
-    options = [0.1, 0.01, 3.0, -100, per_row, 1, 100]
+    options = [0.1, 0.01, 3.0, -100, False, per_row, 1, 100]
     suite.check_op(raw_op, [h, w, bias, target, None, *options, [True, True, True]])
     suite.check_op(raw_op, [h.detach(), w, None, target, None, *options, [False, True, False]])
     reduction = "none" if per_row else "mean"

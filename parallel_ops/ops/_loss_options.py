@@ -1,4 +1,4 @@
-"""The options that both cross-entropies take, their checks, and the reduction of per-row losses."""
+"""The options that all cross-entropies take, their checks, and the reduction of per-row losses."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_ops.ops._check import check_floating, check_same_device
+
 REDUCTIONS = ("none", "mean", "sum")
+
+# What `column` says of a row instead of a column of this shard.
+ON_ANOTHER_SHARD, IGNORED, INVALID = -1, -2, -3
 
 # torch sums a longer CPU tensor in as many pieces as it has threads, which would set the bits of the result.
 _ONE_PIECE = 32768
@@ -41,6 +46,25 @@ def check_reduction(op: str, reduction: str) -> None:
         raise ValueError(f"{op}: reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
 
 
+def check_logits(op: str, logits: Tensor, target: Tensor, class_weight: Tensor | None) -> None:
+    """``logits`` ``[..., V]``, ``target`` ``[...]`` and ``class_weight`` ``[V]`` on one device."""
+    check_floating(op, "logits", logits)
+    if logits.dim() == 0:
+        raise ValueError(f"{op}: logits must have at least one dimension, got a scalar")
+    check_target(op, target, logits.shape[:-1], "that of logits without its last dimension")
+    check_same_device(op, "target", target, "logits", logits)
+    if class_weight is not None:
+        check_floating(op, "class_weight", class_weight)
+        check_same_device(op, "class_weight", class_weight, "logits", logits)
+        if class_weight.shape != logits.shape[-1:]:
+            raise ValueError(
+                f"{op}: class_weight must have shape {list(logits.shape[-1:])}, the last dimension of logits, "
+                f"got {list(class_weight.shape)}"
+            )
+        if class_weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: class_weight requires a gradient, which is not implemented; detach it")
+
+
 def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
     """``target`` holds integer class indices and has the given shape, that of ``what``."""
     if not isinstance(target, Tensor):
@@ -51,17 +75,27 @@ def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
         raise ValueError(f"{op}: target must have shape {list(shape)}, {what}, got {list(target.shape)}")
 
 
-def reduce(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """Reduces per-row losses. The mean is over rows that count, and 0 where none does; nothing waits for a device."""
+def divisor_of(reduction: str, column: Tensor, target_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a reduction divides the sum by, a scalar: for a mean the rows that count, or their weights, and never 0."""
+    if reduction != "mean":
+        return torch.ones((), dtype=dtype, device=column.device)
+    if target_weight is None:
+        return (column != IGNORED).sum().clamp(min=1).to(dtype)
+    weights = _sum(target_weight)
+    return torch.where(weights == 0, 1.0, weights)
+
+
+def reduce(loss: Tensor, reduction: str, column: Tensor, target_weight: Tensor | None = None) -> Tensor:
+    """Reduces per-row losses. The mean is over rows that count, and 0 where none does; nothing waits for a device.
+
+    Args:
+        column: where each row's target is, or a constant.
+        target_weight: the class weight of each row's target.
+    """
     if reduction == "none":
         return loss
     total = _sum(loss)
-    return total / count_kept(target, ignore_index) if reduction == "mean" else total
-
-
-def count_kept(target: Tensor, ignore_index: int) -> Tensor:
-    """The number of rows that are not ignored, at least 1."""
-    return (target != ignore_index).sum().clamp(min=1)
+    return total / divisor_of(reduction, column, target_weight, total.dtype) if reduction == "mean" else total
 
 
 def _sum(loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""vocab_parallel_cross_entropy without a group, and its local kernels."""
+"""cross_entropy, which is also vocab_parallel_cross_entropy without a group, and its local kernels."""
 
 import functools
 
@@ -81,18 +81,22 @@ def test_gradient_matches_finite_differences(device, options):
 
 def test_custom_op_contract(device):
     x, target = randn(3, 2, 5, dtype=torch.float32, device=device), targets((3, 2), 5, device)
-    for eps, softcap in ((0.0, 0.0), (0.1, 3.0)):
+    for eps, softcap, weight in ((0.0, 0.0, None), (0.1, 3.0, torch.rand(5, device=device))):
         for logits in (x, x.detach().transpose(0, 1).contiguous().transpose(0, 1)):
-            suite.check_op(
-                ops.vocab_parallel_cross_entropy.default, [logits, target, None, eps, 0.1, softcap, -100, False]
-            )
+            options = [eps, 0.1, softcap, -100, False]
+            for reduction in range(3):
+                suite.check_op(ops.cross_entropy.default, [logits, target, weight, *options, reduction, False])
+            suite.check_op(ops.cross_entropy_with_gradient.default, [logits, target, weight, *options, 1])
         raw = x.detach()
-        statistics = [raw, target.flatten(), 0, 5, -100, softcap, eps > 0]
+        inplace = [raw.clone(), target, weight, *options, 1]
+        suite.check_op(ops.cross_entropy_with_gradient_.default, inplace)
+        suite.check_op(ops.cross_entropy_scale_.default, [raw.clone(), torch.tensor(0.5, device=device)])
+        statistics = [raw, target.flatten(), weight, 0, 5, -100, False, softcap, eps > 0]
         suite.check_op(ops.cross_entropy_statistics.default, statistics)
         partial, column = ops.cross_entropy_statistics(*statistics)
         suite.check_op(ops.cross_entropy_combine.default, [partial[None], column, eps, 0.1])
         _, saved = ops.cross_entropy_combine(partial[None], column, eps, 0.1)
-        backward = [torch.rand(3, 2, device=device), raw, column, saved, eps, 0.1, softcap]
+        backward = [torch.rand(3, 2, device=device), raw, weight, column, saved, eps, 0.1, softcap]
         suite.check_op(ops.cross_entropy_backward.default, backward)
         suite.check_op(ops.cross_entropy_backward_.default, [backward[0], raw.clone(), *backward[2:]])
     suite.check_second_derivative_raises(vocab_parallel_cross_entropy, [x, target])
@@ -189,7 +193,7 @@ def test_nothing_but_the_logits_is_saved(device):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         vocab_parallel_cross_entropy(x, target, reduction="none")
-    assert sum(t.nbytes for t in saved if t.data_ptr() != x.data_ptr()) <= 64 * 16
+    assert sum(t.nbytes for t in saved if t.data_ptr() != x.data_ptr()) <= 64 * 20 + 4
     assert any(t.data_ptr() == x.data_ptr() for t in saved)
 
 
@@ -260,6 +264,8 @@ def test_bad_arguments_are_named(device):
         vocab_parallel_cross_entropy(x, t[:3])
     with pytest.raises(ValueError, match=r"target is on meta"):
         vocab_parallel_cross_entropy(x, t.to("meta"))
+    with pytest.raises(ValueError, match=r"class_weight must have shape \[8\].*got \[7\]"):
+        vocab_parallel_cross_entropy(x, t, class_weight=x[0, :7])
     with pytest.raises(ValueError, match=r"reduction must be 'none', 'mean' or 'sum', got 'avg'"):
         vocab_parallel_cross_entropy(x, t, reduction="avg")
     with pytest.raises(ValueError, match=r"label_smoothing must be between 0 and 1, got 1.5"):
@@ -272,15 +278,115 @@ def test_bad_arguments_are_named(device):
         vocab_parallel_cross_entropy(x, t, group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
+def weights(vocab, device="cpu"):
+    return (0.2 + torch.rand(vocab, generator=torch.Generator().manual_seed(3))).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_class_weights(device, dtype, label_smoothing):
+    """Those of F.cross_entropy, with smoothing and a mean that divides by the weights of the targets."""
+    logits, target = randn(40, 1500, dtype=dtype, device=device, scale=3), targets((40,), 1500, device)
+    for options in ({}, {"reduction": "sum", "z_loss": 0.1}, {"reduction": "none", "softcap": 4.0}):
+        op, reference = pair(class_weight=weights(1500, device), label_smoothing=label_smoothing, **options)
+        suite.check_numerics(op, reference, [logits, target], slack_ulps=4)
+    ours = vocab_parallel_cross_entropy(logits, target, class_weight=weights(1500, device))
+    theirs = F.cross_entropy(logits.float(), target, weight=weights(1500, device))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_class_weights_of_fp64_logits(device):
+    """Options are not rounded to fp32 on the way."""
+    logits, target = randn(3, 2, 5, dtype=torch.float64, device=device), targets((3, 2), 5, device)
+    options = {"class_weight": weights(5, device).double(), "label_smoothing": 0.1, "z_loss": 0.3, "softcap": 2.1}
+    suite.check_gradient(lambda x: vocab_parallel_cross_entropy(x, target, **options), [logits])
+    op, reference = pair(**options)
+    suite.check_numerics(op, reference, [logits, target], slack_ulps=4)
+
+
+def test_statistics_of_rows(device):
+    logits, target = randn(3, 40, 90, dtype=torch.float32, device=device), targets((3, 40), 90, device)
+    with torch.no_grad():
+        logits[0, torch.arange(40), target[0].clamp(min=0)] += 9.0
+    loss, statistics = vocab_parallel_cross_entropy(logits, target, softcap=20.0, return_statistics=True)
+    z = 20 * torch.tanh(logits.detach() / 20)
+    torch.testing.assert_close(statistics.logsumexp, z.logsumexp(-1))
+    assert torch.equal(statistics.correct, z.argmax(-1) == target) and statistics.correct.any()
+    assert torch.equal(loss, vocab_parallel_cross_entropy(logits, target, softcap=20.0))
+    assert not statistics.logsumexp.requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_targets_out_of_range_may_be_ignored(device, reduction):
+    """T5's datasets pad labels with -1, which a loss mask of zeros is to remove."""
+    logits, target = randn(6, 9, dtype=torch.float32, device=device), targets((6,), 9, device, ignored=0)
+    wrong = target.clone()
+    wrong[1], wrong[4] = -1, 9
+    masked = wrong.clone()
+    masked[[1, 4]] = -100
+    op = functools.partial(vocab_parallel_cross_entropy, reduction=reduction, ignore_out_of_range=True, z_loss=0.1)
+    ours, expected = (suite.forward_backward(op, [logits, t]) for t in (wrong, masked))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert all(v.isfinite().all() for v in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gradient_in_the_forward(device, dtype, inplace, rows):
+    """For every incoming gradient; over the logits where that is asked for."""
+    x, target = randn(rows, 2050, dtype=dtype, device=device), targets((rows,), 2050, device)
+    for options in (
+        {},
+        {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.1, "class_weight": weights(2050, device)},
+    ):
+        op, reference = pair(**options)
+        op = functools.partial(op, gradient_in_forward=True, inplace_backward=inplace)
+        for factor in (1.0, 0.25):
+            grad = torch.tensor(factor, device=device)
+            suite.check_numerics(lambda x, t: op(x * 1, t), reference, [x, target], grad, slack_ulps=4)  # noqa: B023
+    with torch.no_grad():
+        kept = x.clone()
+        op(kept, target)
+        assert torch.equal(kept, x), "nobody wants a gradient"
+
+
+def test_gradient_in_the_forward_is_declared(device):
+    x, target = randn(20, 8, dtype=torch.float32, device=device), targets((20,), 8, device)
+    for inplace in (False, True):
+        logits = x * 1
+        loss = vocab_parallel_cross_entropy(logits, target, gradient_in_forward=True, inplace_backward=inplace)
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert (gradient.data_ptr() == logits.data_ptr()) == inplace
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, logits)
+    logits = x.exp()  # exp saves its output
+    loss = vocab_parallel_cross_entropy(logits, target, gradient_in_forward=True, inplace_backward=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(ValueError, match=r"gradient_in_forward needs reduction 'mean' or 'sum', got 'none'"):
+        vocab_parallel_cross_entropy(x, target, gradient_in_forward=True, reduction="none")
+
+
+def test_gradient_in_the_forward_compiles(device):
+    def op(x, t):
+        return vocab_parallel_cross_entropy(x * 1, t, gradient_in_forward=True, inplace_backward=True)
+
+    cases = [
+        [randn(n, 3, v, dtype=torch.float32, device=device), targets((n, 3), v, device)] for n, v in ((4, 8), (6, 10))
+    ]
+    suite.check_compiles(op, cases)
+
+
 def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
     x, t = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
     with pytest.raises(RuntimeError, match="cross_entropy_statistics: expected one element for each row"):
-        ops.cross_entropy_statistics(x, t[:3], 0, 8, -100, 0.0, False)
-    statistics, column = ops.cross_entropy_statistics(x, t, 0, 8, -100, 0.0, False)
+        ops.cross_entropy_statistics(x, t[:3], None, 0, 8, -100, False, 0.0, False)
+    statistics, column = ops.cross_entropy_statistics(x, t, None, 0, 8, -100, False, 0.0, False)
     with pytest.raises(RuntimeError, match="cross_entropy_combine: statistics must be"):
         ops.cross_entropy_combine(statistics[None], column, 0.1, 0.0)
     _, saved = ops.cross_entropy_combine(statistics[None], column, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="cross_entropy_backward: expected one element for each row"):
-        ops.cross_entropy_backward(torch.ones(3), x, column, saved, 0.0, 0.0, 0.0)
+        ops.cross_entropy_backward(torch.ones(3), x, None, column, saved, 0.0, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="cross_entropy_backward_: logits must be contiguous"):
-        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), column, saved, 0.0, 0.0, 0.0)
+        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), None, column, saved, 0.0, 0.0, 0.0)

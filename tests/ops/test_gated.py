@@ -1,0 +1,122 @@
+"""silu_mul and gelu_mul: gate and up in two tensors."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops import bias_swiglu, gelu_mul, silu_mul
+from parallel_ops.ops import gelu_mul_reference, silu_mul_reference
+from support import suite
+from support.suite import DEVICES, DTYPES, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+PAIRS = {
+    "silu": (silu_mul, silu_mul_reference),
+    "gelu tanh": (gelu_mul, gelu_mul_reference),
+    "gelu": tuple(functools.partial(f, approximate="none") for f in (gelu_mul, gelu_mul_reference)),
+}
+pairs = pytest.mark.parametrize("name", PAIRS)
+ops = torch.ops.parallel_ops
+
+
+def positional(f):
+    """``f`` with the weights as its third argument, so that the checks differentiate them."""
+    return lambda gate, up, weights=None: f(gate, up, weights=weights)
+
+
+def inputs(*shape, dtype=torch.float32, device="cpu", seed=0, scale=1.0, weighted=True):
+    gate, up = (randn(*shape, dtype=dtype, device=device, seed=seed + i, scale=scale) for i in (0, 1))
+    return [gate, up, randn(*shape[:-1], dtype=torch.float32, device=device, seed=seed + 2) if weighted else None]
+
+
+@given(
+    shape=suite.shapes(),
+    dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from(sorted(PAIRS)),
+    weighted=st.booleans(),
+    scale=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 1000),
+)
+def test_numerics_of_any_shape(device, shape, dtype, name, weighted, scale, seed):
+    args = inputs(*shape, dtype=dtype, device=device, seed=seed, scale=scale, weighted=weighted)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 3).detach()
+    suite.check_numerics(*map(positional, PAIRS[name]), args, grad, slack_ulps=2)
+
+
+def test_silu_mul_is_bias_swiglu_of_halves(device):
+    gate, up, _ = inputs(20, 300, dtype=torch.bfloat16, device=device)
+    assert torch.equal(silu_mul(gate, up), bias_swiglu(torch.cat([gate, up], dim=-1)))
+    whole = torch.cat([gate, up], dim=-1).detach()
+    assert torch.equal(silu_mul(*whole.chunk(2, dim=-1)), silu_mul(gate, up))
+
+
+@pairs
+def test_gradient_matches_finite_differences(device, name):
+    gate, up, _ = inputs(3, 2, 5, dtype=torch.float64, device=device)
+    suite.check_gradient(positional(PAIRS[name][0]), [gate, up, randn(3, 2, 1, dtype=torch.float64, device=device)])
+    suite.check_gradient(positional(PAIRS[name][0]), [gate, up])
+
+
+def test_custom_op_contract(device):
+    gate, up, weights = inputs(3, 2, 5, device=device)
+    for w in (None, weights):
+        suite.check_op(ops.silu_mul.default, [gate, up, w])
+        suite.check_op(ops.gelu_mul.default, [gate.transpose(0, 1).detach(), up.transpose(0, 1).detach(), None, True])
+    suite.check_second_derivative_raises(silu_mul, [gate, up])
+
+
+def test_same_bits_on_every_run_and_thread_count(device):
+    grad = randn(300, 1100, dtype=torch.float32, device=device, seed=3).detach()
+    suite.check_deterministic(positional(gelu_mul), inputs(300, 1100, device=device), grad)
+
+
+def test_layouts(device):
+    for index in (0, 1):
+        suite.check_layouts(positional(silu_mul), inputs(4, 3, 1030, dtype=torch.bfloat16, device=device), index=index)
+
+
+def test_compiles_to_one_graph_for_all_sizes(device):
+    cases = [inputs(n, 3, h, device=device) for n, h in [(4, 8), (6, 10)]]
+    suite.check_compiles(positional(silu_mul), cases)
+    suite.check_compiles(positional(gelu_mul), cases)
+
+
+def test_autocast_runs_in_the_autocast_dtype_and_leaves_the_weights(device):
+    gate, up, weights = inputs(6, 8, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = silu_mul(gate, up.bfloat16(), weights=weights)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, silu_mul(gate.bfloat16(), up.bfloat16(), weights=weights))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (1, 1), (1, 70000), (70000, 1)])
+def test_extreme_shapes(device, shape):
+    args, grad = inputs(*shape, device=device), torch.ones(shape, device=device)
+    suite.check_numerics(*map(positional, PAIRS["silu"]), args, grad, slack_ulps=2)
+
+
+def test_bad_arguments_are_named(device):
+    gate, up = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+    with pytest.raises(TypeError, match=r"silu_mul: gate must be a tensor, got list"):
+        silu_mul([1.0], up)
+    with pytest.raises(TypeError, match=r"gelu_mul: up is torch.bfloat16, but gate is torch.float32"):
+        gelu_mul(gate, up.bfloat16())
+    with pytest.raises(ValueError, match=r"silu_mul: up must have the shape of gate, \[4, 8\], got \[4, 7\]"):
+        silu_mul(gate, up[:, :7])
+    with pytest.raises(ValueError, match=r"silu_mul: weights must have shape \[4\] or \[4, 1\].*got \[3\]"):
+        silu_mul(gate, up, weights=up[:3, 0])
+    with pytest.raises(ValueError, match=r"gelu_mul: approximate must be 'tanh' or 'none', got 'erf'"):
+        gelu_mul(gate, up, approximate="erf")
+
+
+def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
+    x = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="silu_mul: up must have the shape"):
+        ops.silu_mul(x, x[:2], None)
+    with pytest.raises(RuntimeError, match="gelu_mul: weights must be"):
+        ops.gelu_mul(x, x, x[:3, 0], True)
+    with pytest.raises(RuntimeError, match="silu_mul_backward: grad must have the shape"):
+        ops.silu_mul_backward(x[:2], x, x, None)

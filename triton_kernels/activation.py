@@ -1,0 +1,239 @@
+"""Activations with a bias, a gate and a weight a row: one pass forward, one backward, both for every such op.
+
+    y     = w act(g + b)                  bias_gelu, whose x is g here
+    y     = w act(g + b) (u + c)          bias_swiglu, silu_mul, gelu_mul
+    dg    = dy w (u + c) act'(g + b),  du = dy w act(g + b),  dw = sum over columns of dy act(g + b) (u + c)
+
+What is not there (u, the biases, w) costs nothing. Without a bias a program has one tile, on a flat grid. With one it
+walks over rows and sums dg and du on the way; see ``ROW_SPLITS``.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_ops.triton_kernels._common import (
+    aligned,
+    as_rows,
+    bias_gradient_cols,
+    cdiv,
+    column_sum,
+    partial_sums,
+    row_splits,
+    sum_within_threads,
+    tile_of,
+    to_acc,
+    unit_of,
+    vector_cols,
+)
+from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive, reciprocal, sigmoid
+
+NUM_WARPS = 4
+# Rows of a tile with all threads side by side, which is how many 16-byte loads of each operand a thread has in flight.
+# The forward's eight amortise what a program costs beside its elements, a tenth of the instructions at four. With two
+# inputs, four rows backward would take 185 registers a thread for sm_90 in bf16, and two programs fit a multiprocessor.
+FORWARD_ROWS, BACKWARD_ROWS = 8, 4
+GATED_ROWS = 2
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+    """act(z) and its derivative."""
+    if ACTIVATION == "silu":
+        s, s_slope = sigmoid(z, FAST)
+        return z * s, s + z * s_slope
+    elif ACTIVATION == "gelu tanh":
+        # As z sigmoid(2u), which does not cancel for negative z.
+        k0: tl.constexpr = 1.5957691216057308  # 2 sqrt(2/pi); without constexpr it would be fp32 for fp64 too
+        k1: tl.constexpr = 0.071354816272600416  # k0 * 0.044715
+        z2 = z * z
+        if FAST:
+            s = reciprocal(1.0 + tl.exp2(z * (-LOG2_E * k0 - LOG2_E * k1 * z2)), FAST)
+            s_slope = s - s * s
+        else:
+            s, s_slope = sigmoid(z * (k0 + k1 * z2), FAST)
+        return z * s, s + z * (k0 + 3.0 * k1 * z2) * s_slope
+    else:
+        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
+        return z * cdf, cdf + z * 0.3989422804014327 * exp_nonpositive(-0.5 * z * z, FAST)
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr, up_ptr, bias_ptr, weights_ptr, y_ptr, rows, cols, col_blocks, gate_stride, up_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    cols = aligned(cols, UNIT)
+    block, col_block = tile_of(tl.program_id(0), col_blocks)
+    row = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    in_cols = col < cols
+    mask = (row < rows) & in_cols
+    fast: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
+    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col, mask=mask))
+    if GATED:
+        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
+    if HAS_BIAS:
+        gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
+    y, _ = _activate(gate, ACTIVATION, fast)
+    if GATED:
+        if HAS_BIAS:
+            up += to_acc(tl.load(bias_ptr + cols + col, mask=in_cols)).to(up.dtype)
+        y *= up
+    if HAS_WEIGHTS:
+        y *= to_acc(tl.load(weights_ptr + row, mask=row < rows)).to(y.dtype)
+    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_tile(
+    grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+    grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Writes the tile's gradients and returns those of gate and up, zero outside of the tensor."""
+    mask = (row < rows) & (col < cols)
+    fast: tl.constexpr = dgate_ptr.dtype.element_ty.primitive_bitwidth == 16
+    grad = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask))
+    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col, mask=mask))
+    if GATED:
+        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
+    if HAS_BIAS:
+        gate += gate_bias
+    value, slope = _activate(gate, ACTIVATION, fast)
+    if GATED:
+        if HAS_BIAS:
+            up += up_bias
+        if HAS_WEIGHTS:
+            dweights = tl.sum(tl.where(mask, grad * value * up, 0.0), axis=1, keep_dims=True)
+            tl.store(dweights_ptr + row, dweights, mask=row < rows)
+            grad *= to_acc(tl.load(weights_ptr + row, mask=row < rows)).to(grad.dtype)
+        dup = grad * value
+        dgate = grad * up * slope
+    else:
+        dup = 0.0
+        dgate = grad * slope
+    offsets = row * aligned(dx_stride, UNIT) + col
+    tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if GATED:
+        tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+    if HAS_BIAS:
+        dgate = tl.where(mask, dgate, 0.0)
+        if GATED:
+            dup = tl.where(mask, dup, 0.0)
+    return dgate, dup
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, gate_ptr, up_ptr, bias_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_ptr, dweights_ptr,
+    rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    cols = aligned(cols, UNIT)
+    split, col_block = tile_of(tl.program_id(0), col_blocks)
+    col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    in_cols = col < cols
+    if HAS_WEIGHTS:
+        dweights_ptr += col_block.to(tl.int64) * rows
+    if HAS_BIAS:
+        dtype: tl.constexpr = partial_ptr.dtype.element_ty
+        gate_bias = tl.load(bias_ptr + col, mask=in_cols).to(dtype)
+        gate_total = tl.zeros((GROUPS, BLOCK_COLS), dtype=dtype)
+        up_bias = gate_bias
+        up_total = gate_total
+        if GATED:
+            up_bias = tl.load(bias_ptr + cols + col, mask=in_cols).to(dtype)
+        for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
+            row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+            dgate, dup = _backward_tile(
+                grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+                grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
+                ACTIVATION, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+            )  # fmt: skip
+            gate_total += sum_within_threads(dgate, GROUPS)
+            if GATED:
+                up_total += sum_within_threads(dup, GROUPS)
+        partial_ptr += split.to(tl.int64) * (2 * cols if GATED else cols)
+        tl.store(partial_ptr + col, tl.sum(gate_total, axis=0, keep_dims=True), mask=in_cols)
+        if GATED:
+            tl.store(partial_ptr + cols + col, tl.sum(up_total, axis=0, keep_dims=True), mask=in_cols)
+    else:
+        row = split.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        _backward_tile(
+            grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+            grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
+            ACTIVATION, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+        )  # fmt: skip
+
+
+def forward(
+    gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, y: Tensor, *, activation: str
+) -> None:
+    """``y``, contiguous.
+
+    Args:
+        gate, up: of the shape of ``y``.
+        bias: of ``gate``, or of ``gate`` and ``up`` one after the other.
+        weights: one for each row.
+        activation: ``"silu"``, ``"gelu tanh"`` or ``"gelu"``.
+    """
+    if y.numel() == 0:
+        return
+    gate, rows, cols, gate_stride = as_rows(gate)
+    up, _, _, up_stride = (None, 0, 0, 0) if up is None else as_rows(up)
+    block_rows = FORWARD_ROWS if up is None else GATED_ROWS
+    block_cols = vector_cols(y.dtype, NUM_WARPS)
+    col_blocks = cdiv(cols, block_cols)
+    launch(
+        _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
+        gate, up, _contiguous(bias), _contiguous(weights), y, rows, cols, col_blocks, gate_stride, up_stride,
+        ACTIVATION=activation, GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        UNIT=unit_of(cols, gate_stride, up_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None,
+    dgate: Tensor, dup: Tensor | None, dbias: Tensor, dweights: Tensor, *, activation: str,
+) -> None:  # fmt: skip
+    """``dgate`` and ``dup``, with adjacent columns and rows equally far apart in both, and the sums that are asked for.
+
+    ``dbias`` and ``dweights`` are written where ``bias`` and ``weights`` are given.
+    """
+    if grad.numel() == 0:
+        dbias.zero_()
+        dweights.zero_()
+        return
+    gate, rows, cols, gate_stride = as_rows(gate)
+    grad, _, _, grad_stride = as_rows(grad)
+    up, _, _, up_stride = (None, 0, 0, 0) if up is None else as_rows(up)
+    dgate, _, _, dx_stride = as_rows(dgate)
+    widest = vector_cols(dgate.dtype, NUM_WARPS)
+    block_cols = widest if bias is None else bias_gradient_cols(cols, dgate.dtype, NUM_WARPS)
+    groups = widest // block_cols
+    block_rows = groups * (BACKWARD_ROWS if up is None else GATED_ROWS)
+    col_blocks = cdiv(cols, block_cols)
+    splits = cdiv(rows, block_rows) if bias is None else row_splits(rows, block_rows)
+    partial = None if bias is None else partial_sums(dbias.shape[0], dgate, splits)
+    partial_dweights = None if weights is None else partial_sums(rows, dgate, col_blocks)
+    launch(
+        _backward_kernel, (col_blocks * splits,),
+        grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
+        rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
+        ACTIVATION=activation, GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        UNIT=unit_of(cols, grad_stride, gate_stride, up_stride, dx_stride),
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    if partial is not None:
+        column_sum(partial, dbias)
+    if partial_dweights is not None:
+        column_sum(partial_dweights, dweights.view(-1))
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
