@@ -36,8 +36,6 @@ WARPS = 8
 CHUNK = 2048
 # Columns up to which a program takes half of a multiprocessor's registers, so that two run at once.
 NARROW = 4096
-# Columns up to which the weight stays in registers too.
-MAX_KEPT_WEIGHT = 8192
 # One 16-byte load a thread, operand and row, two rows at a time.
 WIDE_BACKWARD_WARPS = 4
 
@@ -51,7 +49,7 @@ def _add_both(a, b, other_a, other_b):
 def _backward_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr, dbias_ptr,
     rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    KEEP_WEIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
@@ -66,7 +64,7 @@ def _backward_kernel(
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         dweight += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
         dbias += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
-        if KEEP_WEIGHT:
+        if weight_ptr is not None:
             weights += (tl.load(weight_ptr + col, mask=col < cols, other=0.0),)
     for first in tl.range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
@@ -86,7 +84,7 @@ def _backward_kernel(
         totals = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
         for chunk in tl.static_range(CHUNKS):
             col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-            kept = weights[chunk] if KEEP_WEIGHT else None
+            kept = weights[chunk] if weight_ptr is not None else None
             g = scaled(to_acc(grads[chunk]), kept, weight_ptr, col, col < cols, ZERO_CENTERED)
             x = to_acc(xs[chunk])
             if mean_ptr is not None:
@@ -109,7 +107,7 @@ def _backward_kernel(
             if mean_ptr is not None:
                 xhat -= mean
             xhat *= rstd
-            kept = weights[chunk] if KEEP_WEIGHT else None
+            kept = weights[chunk] if weight_ptr is not None else None
             dx = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED) - xhat * mean_g_xhat
             if mean_ptr is not None:
                 dx -= mean_g
@@ -173,6 +171,9 @@ def _wide_backward_kernel(
     acc: tl.constexpr = rstd_ptr.dtype.element_ty
     col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     in_cols = col < cols
+    kept = None
+    if weight_ptr is not None:
+        kept = tl.load(weight_ptr + col, mask=in_cols, other=0.0)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
     dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
     for first in range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
@@ -185,7 +186,7 @@ def _wide_backward_kernel(
         if mean_ptr is not None:
             xhat -= tl.load(mean_ptr + row, mask=in_rows, other=0.0)
         xhat *= rstd
-        g = scaled(grad, None, weight_ptr, col, in_cols, ZERO_CENTERED)
+        g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
         dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
         if mean_ptr is not None:
             dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
@@ -252,7 +253,7 @@ def backward(
         launch(
             _backward_kernel, (splits,),
             grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
-            KEEP_WEIGHT=weight is not None and cols <= MAX_KEPT_WEIGHT, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
             CHUNKS=chunks, STAGES=_stages(2 * block_rows * block_cols * chunks * x.dtype.itemsize, programs),
             num_warps=WARPS,
         )  # fmt: skip

@@ -121,8 +121,10 @@ def _inverse(total):
 
 
 @triton.jit
-def _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2):
+def _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2, MASK_UNIT: tl.constexpr):
     """Where the mask's row begins, for the row-th row of the scores."""
+    stride_0, stride_1 = aligned(stride_0, MASK_UNIT), aligned(stride_1, MASK_UNIT)
+    stride_2 = aligned(stride_2, MASK_UNIT)
     last = (row % size_2).to(tl.int64)
     rest = row // size_2
     return (
@@ -140,8 +142,8 @@ def _sink(sink_ptr, row, in_rows, queries, heads, acc: tl.constexpr, FAST: tl.co
 def _forward_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    MASK_UNIT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     cols, row_stride = aligned(cols, UNIT), aligned(row_stride, UNIT)
     first_row = tl.program_id(0).to(rows.dtype) * BLOCK_ROWS
@@ -154,7 +156,7 @@ def _forward_kernel(
         first, end = _visible((row % queries).to(tl.int32), queries, cols, window)
         any_first, any_end = _seen_by_any(first_row, queries, cols, window, BLOCK_ROWS)
     if MASK != "none":
-        mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2)
+        mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2, MASK_UNIT)
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
 
     xs = ()
@@ -201,7 +203,6 @@ def _forward_kernel(
     if sink_ptr is not None:
         tl.store(share_ptr + row, _exponential(sink - shift, FAST) * inverse, mask=in_rows)
 
-    any_nan = tl.max((~(inverse >= 0.0)).to(tl.int32)) > 0
     for chunk in tl.static_range(CHUNKS):
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         inside = in_rows & (col < cols)
@@ -215,17 +216,25 @@ def _forward_kernel(
                 y = tl.where(hidden, 0.0, _exponential(z - shift, FAST) * inverse).to(y_ptr.dtype.element_ty)
             else:
                 y = (x * inverse).to(y_ptr.dtype.element_ty)
-                if any_nan:  # what is hidden is zero in rows of NaN too, where 0 * inverse is not
-                    _, hidden = _logits(x, mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
-                    y = tl.where(hidden, 0.0, y)
         tl.store(y_ptr + col, y, mask=inside)
+    # What is hidden is zero in rows of NaN too, where 0 * inverse is not.
+    if not WIDE and (CAUSAL or MASK != "none"):  # noqa: SIM102  (the first is decided when this is compiled)
+        if tl.max((~(inverse >= 0.0)).to(tl.int32)) > 0:
+            tl.debug_barrier()  # other threads of this program may have written what is put right here
+            for chunk in tl.static_range(CHUNKS):
+                col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+                inside = in_rows & (col < cols)
+                zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+                _, hidden = _logits(zero, mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
+                tl.store(y_ptr + col, zero.to(y_ptr.dtype.element_ty), mask=inside & hidden)
 
 
 @triton.jit
 def _forward_loop_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MASK_UNIT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     cols, row_stride = aligned(cols, UNIT), aligned(row_stride, UNIT)
     row = tl.program_id(0)
@@ -237,7 +246,7 @@ def _forward_loop_kernel(
         first, end = _visible((row % queries).to(tl.int32), queries, cols, window)
         begin = first // BLOCK_COLS * BLOCK_COLS
     if MASK != "none":
-        mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2)
+        mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2, MASK_UNIT)
 
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
     top = tl.full((1,), float("-inf"), acc)
@@ -426,7 +435,8 @@ def launch_forward(
     scores, rows, cols, stride = as_rows(scores)
     queries, heads, window = _sizes(y, sink, causal, window)
     args = (scores, mask, sink, y, share, rows, cols, stride, scale, *mask_layout, queries, heads, window)
-    flags = {"UNIT": unit_of(cols, stride), "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
+    units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(*mask_layout[2:5])}
+    flags = {**units, "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
     if cols * y.dtype.itemsize > MAX_ROW:
         launch(_forward_loop_kernel, (rows,), *args, **flags, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
         return

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import importlib
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support import aot
 from support.ptx import machine_code
 from support.ptx.execution import compiled, executed, ops_launch_kernels
+from support.ptx.global_memory import meta_values
 from support.ptx.report import Report
 
 # Programs of a launch that are run: enough that first, last and those between count (causal rows differ in length).
@@ -52,6 +55,7 @@ class Facts:
     instructions: float  # machine instructions a warp
     special: float  # those of them for the special function unit
     trips: float  # of the main loop; 0: there is none
+    rounds: float  # what a program touches is worked through in so many equal parts, one after the other
     barriers: float  # an iteration of the main loop, or a program without one
     phases: float  # loads that wait for each other: one outside loops, and one a trip unless copies run ahead
     operands: tuple[Operand, ...]
@@ -75,6 +79,7 @@ def facts(report: Report, capability: int) -> Facts:
             )
     loops = machine_code.memory_phases(program, report)
     main = max(loops, key=lambda loop: loop.trips, default=None)
+    loading = [loop for loop in loops if loop.loads]
     return Facts(
         kernel=report.name,
         grid=report.grid,
@@ -86,6 +91,7 @@ def facts(report: Report, capability: int) -> Facts:
         instructions=issued.all,
         special=issued.count("MUFU"),
         trips=main.trips if main else 0.0,
+        rounds=max(1.0, loading[0].trips) if len(loading) == 1 else 1.0,  # later loops may read the same again
         barriers=main.barriers if main else report.barriers / report.programs,
         phases=1.0 + sum(loop.trips for loop in loops if loop.loads and not loop.copies_ahead),
         operands=tuple(operands),
@@ -95,8 +101,11 @@ def facts(report: Report, capability: int) -> Facts:
 @contextlib.contextmanager
 def _multiprocessors(count: int) -> Iterator[None]:
     """Launchers that ask how many multiprocessors there are get this answer."""
+    from parallel_ops import triton_kernels
     from parallel_ops.triton_kernels import _common
 
+    for found in pkgutil.iter_modules(triton_kernels.__path__):  # so that none takes the replacement for its own
+        importlib.import_module(f"parallel_ops.triton_kernels.{found.name}")
     original = getattr(_common, "multiprocessors", None)
     users: list[Any] = [m for name, m in sys.modules.items() if name.startswith("parallel_ops.triton_kernels.")]
     replaced = [m for m in users if original is not None and getattr(m, "multiprocessors", None) is original]
@@ -142,6 +151,11 @@ def _run(
         inputs = benchmark.build(shape, dtype, torch.device("meta"))
         with watched() as forward:
             y = (op or benchmark.ours)(*inputs)
+        grad = torch.empty_like(y)
+        storage = grad.untyped_storage()._cdata
+        if grad.numel() == 1:  # a loss, whose gradient is one where it is what is differentiated
+            meta_values[storage] = torch.ones(1, dtype=grad.dtype).view(torch.uint8).numpy().tobytes()
         with watched() as backward:
-            y.backward(torch.empty_like(y))
+            y.backward(grad)
+        meta_values.pop(storage, None)
     return {"forward": forward, "backward": backward}

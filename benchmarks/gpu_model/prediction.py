@@ -77,7 +77,8 @@ def _memory_bytes(facts: Facts, device: Device, resident: int) -> float:
     """What misses L2. Programs share an operand that fits; a program finds what it read before, if all that run fit."""
     kept = _KEPT * device.l2
     running = min(facts.programs, device.multiprocessors * resident)
-    in_use = running * sum(o.by_program for o in facts.operands) / facts.programs
+    # What is written takes the place of what has been read for the last time.
+    in_use = running * sum(o.by_program for o in facts.operands if not o.stored) / facts.programs / facts.rounds
     missed = max(0.0, 1 - kept / in_use) if in_use else 0.0
     total = 0.0
     for o in facts.operands:

@@ -26,7 +26,7 @@ def check_norm(
             raise ValueError(
                 f"{op}: {name} must have shape [{x.shape[-1]}], the last dimension of x, got {list(tensor.shape)}"
             )
-    if not torch.is_autocast_enabled(x.device.type):
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which raises for devices without autocast
         _check_dtypes(op, x, weight, bias, residual)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")

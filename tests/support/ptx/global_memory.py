@@ -9,6 +9,9 @@ import torch
 
 from support.ptx.values import UNSIGNED, Array, Fault
 
+# What tensors without memory hold, by storage, where it is not zero: the bytes of one element.
+meta_values: dict[int, bytes] = {}
+
 _GAP = 1 << 20  # between tensors, so that nothing of one is within reach of another
 _ALIGNMENT = 512  # of torch's allocator on CUDA
 
@@ -46,7 +49,7 @@ class GlobalMemory:
         key = f"{name} {storage._cdata}" if t.is_meta else storage.data_ptr()
         if key not in self._known:
             # Memory of a tensor that has none is zero, and takes no room where nobody writes.
-            data = np.zeros(size, np.uint8) if t.is_meta else np.frombuffer(_memory(key, size), np.uint8)
+            data = _imagined(storage._cdata, size) if t.is_meta else np.frombuffer(_memory(key, size), np.uint8)
             self._known[key] = len(self.buffers)
             nothing = (0, 0)
             self.buffers.append(
@@ -78,6 +81,15 @@ class GlobalMemory:
             _check_reach(buffer, offsets, size)
             found.append((buffer, lanes, offsets))
         return found
+
+
+def _imagined(storage: int, size: int) -> Array:
+    element = meta_values.get(storage)
+    return (
+        np.zeros(size, np.uint8)
+        if element is None
+        else np.frombuffer(bytearray(element * (size // len(element))), np.uint8)
+    )
 
 
 def _memory(address: int, size: int) -> Any:
