@@ -8,7 +8,9 @@ data-parallel step stay closer together than the all-reduce between replicas. Ex
 own: it is another view of the ranks that share a pipeline stage and a replica, with ``efsdp * ep`` in the place of
 ``dp_shard * cp * tp``.
 
-All meshes come from one root, which is what lets FSDP2 shard a parameter that is a DTensor on ``tp`` already.
+All meshes come from one root, which is what lets FSDP2 shard a parameter that is a DTensor on ``tp`` already. A
+dimension of one rank costs nothing: it is not in the root, since torch would form a process group, with its threads,
+for it too.
 """
 
 import math
@@ -61,7 +63,7 @@ class ParallelMesh:
     ``fsdp``         ``dp_shard x cp``: what ``fully_shard`` shards over
     ``loss``         ``dp_replicate x dp_shard x cp``: the same weights, different tokens, so the loss is its mean
     ``ep``           the experts of one layer, a view over ``dp_shard x cp x tp``
-    ``efsdp``        the same experts, different tokens: the rest of that view
+    ``efsdp``        the same experts, different tokens: the rest of that view, where ``ep`` has several ranks
     ================ ==========================================================================
 
     Raises:
@@ -115,17 +117,30 @@ class ParallelMesh:
             self._form(device_type or found)
 
     def _form(self, device_type: str) -> None:
-        sizes = tuple(self._sizes[name] for name in _DIMENSIONS)
-        self._root = init_device_mesh(device_type, sizes, mesh_dim_names=_DIMENSIONS)
-        self._meshes = {name: self._root[name] for name in _DIMENSIONS}
-        self._meshes |= {name: self._root[parts]._flatten(name) for name, parts in _FLATTENED.items()}
-        experts = self._root["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
-        view = experts._unflatten(0, tuple(self._sizes[name] for name in _EXPERTS), _EXPERTS)
-        self._meshes |= {name: view[name] for name in _EXPERTS}
+        present = tuple(name for name in _DIMENSIONS if self._sizes[name] > 1) or ("tp",)
+        sizes = tuple(self._sizes[name] for name in present)
+        root = self._root = init_device_mesh(device_type, sizes, mesh_dim_names=present)
+        self._meshes = {name: root[name] for name in present}
+
+        def together(name: str, parts: tuple[str, ...]) -> DeviceMesh | None:
+            found = tuple(part for part in parts if part in present)
+            if len(found) > 1:
+                return root[found]._flatten(name)
+            return self._meshes[found[0]] if found else None
+
+        for name, parts in _FLATTENED.items():
+            mesh = together(name, parts)
+            if mesh is not None:
+                self._meshes[name] = mesh
+        if self._sizes["ep"] > 1:
+            experts = together("dp_shard_cp_tp", ("dp_shard", "cp", "tp"))
+            assert experts is not None  # ep divides its size
+            view = experts._unflatten(0, tuple(self._sizes[name] for name in _EXPERTS), _EXPERTS)
+            self._meshes |= {name: view[name] for name in _EXPERTS}
 
     @property
     def root(self) -> DeviceMesh:
-        """The mesh of all ranks, with dimensions ``("pp", "dp_replicate", "dp_shard", "cp", "tp")``.
+        """The mesh of all ranks: of pp, dp_replicate, dp_shard, cp and tp, those with several ranks, in this order.
 
         Raises RuntimeError without a default process group.
         """
@@ -136,21 +151,32 @@ class ParallelMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh | None:
         """The mesh of this name, or of these names from the outermost in; ``None`` where it has one rank.
 
+        Names of one rank are left out of a mesh of several.
+
         Raises:
-            ValueError: an unknown name, or names that share ranks or are out of order.
+            ValueError: an unknown name, names that share ranks or are out of order, or shards of one rank beside
+            replicas of several, which ``fully_shard`` would take for shards.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        if all(self.size(name) == 1 for name in wanted):
+        several = [name for name in wanted if self.size(name) > 1]
+        if not several:
             return None
         if len(wanted) == 1:
-            return self._meshes[wanted[0]]
+            return self._meshes.get(wanted[0])
         covered = [part for name in wanted for part in _FLATTENED.get(name, (name,))]
         if any(part not in _DIMENSIONS for part in covered) or covered != sorted(set(covered), key=_DIMENSIONS.index):
             raise ValueError(
                 f"ParallelMesh: {', '.join(wanted)} cannot be dimensions of one mesh; name parts of "
                 f"{', '.join(_DIMENSIONS)}, each once and in this order"
             )
-        return concatenate_meshes([self._meshes[name] for name in wanted])
+        if several == ["dp_replicate"]:
+            raise ValueError(
+                f"ParallelMesh: of {', '.join(wanted)} only dp_replicate has several ranks; give mesh['dp_replicate'] "
+                "to replicate instead of this to fully_shard, which would shard over it"
+            )
+        if len(several) == 1:
+            return self._meshes[several[0]]
+        return concatenate_meshes([self._meshes[name] for name in several])
 
     def group(self, name: str) -> ProcessGroup | None:
         """The process group that this rank is in; ``None`` if it is alone, which is how every op is told the same."""

@@ -248,7 +248,7 @@ def test_bad_arguments_are_named(build, message):
             "heads",
             ": heads must be a multiple of the size of the mesh, got 6 for 4 ranks; meshes that fit",
         ),
-        ("mesh", "mesh must have one dimension, the tensor-parallel one, got 5"),
+        ("mesh", "mesh must have one dimension, the tensor-parallel one, got 2"),
         ("group", "mesh must be None or a torch DeviceMesh of one dimension"),
         ("embedding", "num_embeddings (5) leaves some of the 4 ranks without a row; pad the vocabulary"),
     ],

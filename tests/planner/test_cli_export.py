@@ -106,7 +106,8 @@ def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
 
 def test_torchrun(run):
     out = exported(run, "torchrun", "tp=8", "pp=4")
-    assert "ParallelMesh(pp=4, dp=2, cp=1, tp=8, ep=1)" in out
+    assert "ParallelMesh(pp=4, dp_replicate=2, cp=1, tp=8, ep=1)" in out
+    assert "ParallelMesh(pp=4, dp_shard=2, cp=1, tp=8, ep=1)" in exported(run, "torchrun", "tp=8", "pp=4", "zero=1")
     assert "torchrun --nnodes=8 --nproc-per-node=8 --rdzv-backend=c10d" in out
 
 

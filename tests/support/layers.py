@@ -169,7 +169,7 @@ def too_many_ranks(rank: int, kind: str) -> nn.Module:
         "embedding": lambda: layers.VocabParallelEmbedding(5, 4, mesh=tp_mesh()),
         "column": lambda: layers.ColumnParallelLinear(4, 6, mesh=tp_mesh()),
         "row": lambda: layers.RowParallelLinear(6, 4, mesh=tp_mesh()),
-        "mesh": lambda: layers.RowParallelLinear(6, 4, mesh=ParallelMesh(tp=4).root),
+        "mesh": lambda: layers.RowParallelLinear(6, 4, mesh=mesh_of(dp_shard=2, tp=2).root),
         "group": lambda: layers.RowParallelLinear(6, 4, mesh=dist.group.WORLD),
     }
     return build[kind]()

@@ -28,14 +28,22 @@ def described(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
     """For each layout name -> (size, rank, ranks of the mesh or None, ranks of the group or None), and the root's."""
     results = []
     for sizes in layouts:
+        before = set(dist.distributed_c10d._world.pg_map)
         mesh = ParallelMesh(**sizes)
         result: dict[str, Any] = {}
         for name in NAMES:
             part, group = mesh[name], mesh.group(name)
             members = None if group is None else dist.get_process_group_ranks(group)
             result[name] = (mesh.size(name), mesh.rank(name), None if part is None else part.mesh.tolist(), members)
-        hybrid = mesh["dp_replicate", "fsdp"]
-        result["hybrid"] = None if hybrid is None else hybrid.mesh.tolist()
+        try:
+            hybrid = mesh["dp_replicate", "fsdp"]
+            result["hybrid"] = None if hybrid is None else (hybrid.mesh_dim_names, hybrid.mesh.tolist())
+        except ValueError as error:
+            result["hybrid"] = str(error)
         result["root"] = (mesh.root.mesh_dim_names, tuple(mesh.root.shape))
+        result["formed"] = [g.size() for g in dist.distributed_c10d._world.pg_map if g not in before]
         results.append(result)
+        # Each has threads that wake up many times a second, in processes that live as long as the tests.
+        for group in set(dist.distributed_c10d._world.pg_map) - before:
+            dist.destroy_process_group(group)
     return results

@@ -16,7 +16,9 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     per_node = min(plan.gpus, cluster.gpus_per_node)
-    sizes = ", ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp", "ep"))
+    # With ZeRO the replicas share optimizer state, so they are FSDP's shards.
+    names = {"pp": "pp", "dp_shard" if plan.zero else "dp_replicate": "dp", "cp": "cp", "tp": "tp", "ep": "ep"}
+    sizes = ", ".join(f"{name}={getattr(plan, size)}" for name, size in names.items())
     nodes = plan.gpus // per_node
     rendezvous = ["--standalone"] if nodes == 1 else ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:29500"']
     command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={per_node}", *rendezvous, "train.py"]
