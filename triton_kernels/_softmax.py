@@ -37,7 +37,7 @@ MAX_WIDE = 16384
 # elements, by CAUSAL: more where they may be left out.
 WARP_CHUNK = 256
 MAX_CHUNKS = {False: 4, True: 8}
-# Columns under which a row is one chunk, and elements a program takes at least.
+# Columns under which a row is one chunk, and elements that a program of wider rows takes at least.
 MIN_CHUNKED = 512
 MIN_TILE = 4096
 # Elements in 32 bytes of bf16, the smallest piece that memory moves; of fp32, in two.
@@ -138,7 +138,7 @@ def _sink(sink_ptr, row, in_rows, queries, heads, acc: tl.constexpr, FAST: tl.co
     return _in_base(to_acc(tl.load(sink_ptr + row // queries % heads, mask=in_rows, other=0.0)).to(acc), FAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _forward_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
@@ -229,7 +229,7 @@ def _forward_kernel(
                 tl.store(y_ptr + col, zero.to(y_ptr.dtype.element_ty), mask=inside & hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _forward_loop_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
@@ -311,7 +311,7 @@ def _gradient(grad, y, mean, scale):
     return tl.where(y == 0.0, 0.0, tl.cast(scale, y.dtype) * (y * (grad - mean)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _backward_kernel(
     grad_ptr, y_ptr, share_ptr, dx_ptr, sink_grad_ptr, rows, cols, grad_stride, y_stride, scale: tl.float64,
     queries, window, UNIT: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -360,7 +360,7 @@ def _backward_kernel(
         tl.store(dx_ptr + col, dx, mask=in_rows & (col < cols))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _backward_loop_kernel(
     grad_ptr, y_ptr, share_ptr, dx_ptr, sink_grad_ptr, rows, cols, grad_stride, y_stride, scale: tl.float64,
     queries, window, UNIT: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -409,7 +409,7 @@ def tile(cols: int, causal: bool) -> dict[str, int]:
     """Rows and columns of a chunk, chunks of a row, and warps, for rows that fit on chip."""
     padded = max(8, next_power_of_2(cols))
     if padded < MIN_CHUNKED:
-        return {"BLOCK_ROWS": MIN_TILE // padded, "BLOCK_COLS": padded, "CHUNKS": 1, "num_warps": 4}
+        return {"BLOCK_ROWS": 4 * WARP_CHUNK // padded, "BLOCK_COLS": padded, "CHUNKS": 1, "num_warps": 4}
     chunks = MAX_CHUNKS[causal]
     num_warps = min(16, max(MIN_TILE // (chunks * WARP_CHUNK), padded // (chunks * WARP_CHUNK)))
     block_cols = min(padded // chunks, num_warps * WARP_CHUNK)
@@ -437,7 +437,7 @@ def launch_forward(
     args = (scores, mask, sink, y, share, rows, cols, stride, scale, *mask_layout, queries, heads, window)
     units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(*mask_layout[2:5])}
     flags = {**units, "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
-    if cols * y.dtype.itemsize > MAX_ROW:
+    if cols * y.dtype.itemsize * (2 if causal else 1) > MAX_ROW:
         launch(_forward_loop_kernel, (rows,), *args, **flags, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
         return
     config = tile(cols, causal)

@@ -7,7 +7,7 @@ from parallel_ops.ops import scaled_causal_softmax_reference
 from parallel_ops.ops._softmax import sink_gradient
 from support import aot, suite
 from support.kernels import check_compiled, differentiable, meta, poisoned
-from support.softmax import check_numerics, compiled_cases, row_values
+from support.softmax import check_numerics, compiled_cases, row_values, walks
 from support.suite import DTYPES, randn
 
 ACC = torch.float32
@@ -28,7 +28,7 @@ def launches(dtype, cols):
 @pytest.mark.aot
 @pytest.mark.parametrize(("dtype", "cols", "capability"), compiled_cases())
 def test_compiled_code(dtype, cols, capability):
-    check_compiled(launches(dtype, cols), cols, capability)
+    check_compiled(launches(dtype, cols), cols, capability, passes=walks(dtype, cols))
 
 
 @pytest.mark.aot

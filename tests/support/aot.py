@@ -98,7 +98,11 @@ def specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any
             unspecialised = param.do_not_specialize or param.annotation_type.startswith("fp")
             assert unspecialised, f"{kernel.__name__}: {param.name} is typed, so leave it unspecialised"
             signature[param.name] = param.annotation_type
-        elif param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        elif (
+            param.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not param.do_not_specialize)
+        ):
             signature[param.name], constants[param.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
@@ -106,7 +110,7 @@ def specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any
                 aligned.append(index)
         elif isinstance(value, int):
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not param.do_not_specialize:
                 aligned.append(index)
         elif isinstance(value, float):
             signature[param.name] = "fp32"

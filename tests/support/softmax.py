@@ -39,6 +39,11 @@ def check_numerics(
     suite.check_numerics(op, reference, args, grad, slack_ulps=2 * max(1.0, unit / max(largest, 1e-30)))
 
 
+def walks(dtype: torch.dtype, cols: int) -> int:
+    """How often rows are read: those that do not fit on chip, twice."""
+    return 1 if cols * dtype.itemsize <= 64 * 1024 else 2
+
+
 def compiled_cases() -> list:
     """(dtype, cols, capability) for every block configuration: several rows a program, one row at each size, the loop
     over longer rows; and once a row that vectors do not divide."""
