@@ -31,9 +31,8 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         group, weight = self.tokens.group, self.tokens.local_weight()
-        return vocab_parallel_linear_cross_entropy(
-            self.norm(x), weight, targets, group=group, sequence_parallel=group is not None
-        )
+        over = {"group": group, "sequence_parallel": group is not None}
+        return vocab_parallel_linear_cross_entropy(self.norm(x), weight, targets, **over)
 
 
 def main():
