@@ -23,13 +23,11 @@ class Model(nn.Module):
         super().__init__()
         parallel = {"mesh": mesh, "sequence_parallel": True}
         self.tokens = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=lambda w: w.normal_(std=0.1), **parallel)
-        self.layers = nn.ModuleList(ParallelTransformerLayer(HIDDEN, 4, dropout=0.1, **parallel) for _ in range(2))
+        self.layers = nn.Sequential(*(ParallelTransformerLayer(HIDDEN, 4, dropout=0.1, **parallel) for _ in range(2)))
         self.norm = Norm(HIDDEN, **parallel)
 
     def forward(self, tokens, targets):
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.layers(self.tokens(tokens))
         group, weight = self.tokens.group, self.tokens.local_weight()
         over = {"group": group, "sequence_parallel": group is not None}
         return vocab_parallel_linear_cross_entropy(self.norm(x), weight, targets, **over)
