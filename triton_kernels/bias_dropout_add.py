@@ -25,11 +25,11 @@ from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._philox import keep_block
 
 NUM_WARPS = 4
-# Rows of a tile with all threads side by side: 16-byte loads in flight per thread and operand; two where blocks start
-# before the tensor, whose masks take registers (Triton 3.6 spills at four).
+# Rows of a tile with all threads side by side: 16-byte loads in flight per thread and operand; one where blocks start
+# before the tensor, whose masks take registers (two spill).
 FORWARD_ROWS = 4
 BACKWARD_ROWS = 4
-SHIFTED_ROWS = 2
+SHIFTED_ROWS = 1
 
 # Values that change from call to call must not compile a kernel each.
 _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
