@@ -55,8 +55,10 @@ def _activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
             s, s_slope = sigmoid(z * (k0 + k1 * z2), FAST)
         return z * s, s + z * (k0 + 3.0 * k1 * z2) * s_slope
     else:
-        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-        return z * cdf, cdf + z * 0.3989422804014327 * exp_nonpositive(-0.5 * z * z, FAST)
+        root: tl.constexpr = 0.7071067811865476  # 1 / sqrt(2)
+        density: tl.constexpr = 0.3989422804014327  # 1 / sqrt(2 pi)
+        cdf = 0.5 * (1.0 + tl.erf(z * root))
+        return z * cdf, cdf + z * density * exp_nonpositive(-0.5 * z * z, FAST)
 
 
 @triton.jit
