@@ -43,8 +43,8 @@ CASES = [
 def test_compiled_code(dtype, cols, capability):
     recorded = [*launches(dtype, cols, True, 30.0), *launches(dtype, cols, False, 0.0)]
     if (dtype, capability) == (torch.bfloat16, 90):
-        # Class weights are fp32 beside 16-bit logits: a thread's eight lie in two loads, which take their sectors twice.
-        # All rows read the same ones, so they come from L2.
+        # Class weights are fp32 beside 16-bit logits: a thread's eight lie in two loads, which take their sectors
+        # twice. All rows read the same ones, so they come from L2.
         for launch in launches(dtype, cols, True, 30.0, weighted=True):
             code = aot.compile_for(launch, capability)
             assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch}: {code}"
