@@ -31,10 +31,12 @@ def interpreted_cases(*shapes: tuple[int, ...]) -> list:
 SMALL = {"_column_sum_kernel", "_merge_kernel", "_combine_kernel"}
 
 
-def check_compiled(launches: list[aot.Launch], cols: int, capability: int, *, passes: float = 1.0) -> None:
+def check_compiled(
+    launches: list[aot.Launch], cols: int, capability: int, *, passes: float = 1.0, tables: tuple[str, ...] = ()
+) -> None:
     """No spills, no local memory, shared memory within the chip's limit, and data moved as it should be.
 
-    ``passes``: how often a program may read and write what it touches.
+    ``passes``: how often a program may read and write what it touches. ``tables``: what each of its four warps reads.
     """
     assert launches, "nothing was launched"
     for launch in launches:
@@ -44,10 +46,10 @@ def check_compiled(launches: list[aot.Launch], cols: int, capability: int, *, pa
         limit = aot.SHARED_MEMORY_LIMIT[capability]
         assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
         if launch.name not in SMALL:
-            check_transfers(rerun(launch, capability, programs=1), cols, passes)
+            check_transfers(rerun(launch, capability, programs=1), cols, passes, tables)
 
 
-def check_transfers(report: Report, cols: int, passes: float = 1.0) -> None:
+def check_transfers(report: Report, cols: int, passes: float = 1.0, tables: tuple[str, ...] = ()) -> None:
     """Bulk data moves once, in whole sectors, 128 bits a thread where rows of ``cols`` elements begin at 16 bytes.
 
     Counted over what one program executes, so loops weigh as much as they run.
@@ -71,7 +73,7 @@ def check_transfers(report: Report, cols: int, passes: float = 1.0) -> None:
             assert t.sectors <= 1.1 * loads * t.least, (
                 f"{name}: {operand} takes {t.sectors} sectors where {t.least} would do"
             )
-        distinct = max(t.distinct_per_program(), 1)
+        distinct = max(t.distinct_per_program(), 1) * (4 if operand.rpartition(" ")[2] in tables else 1)
         assert SECTOR * t.least <= 1.1 * passes * distinct, (
             f"{name}: {operand} moves {SECTOR * t.least} bytes where {distinct} are touched"
         )
