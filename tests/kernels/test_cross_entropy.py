@@ -51,7 +51,8 @@ def test_compiled_code(dtype, cols, capability):
     # A row that does not fit on chip is read again for its gradient: from L2, where the program has just had it.
     again = [launch for launch in recorded if launch.name == "_with_gradient_kernel"]
     check_compiled([launch for launch in recorded if launch not in again], cols, capability)
-    check_compiled(again, cols, capability, passes=2 if cols * dtype.itemsize > 64 << 10 else 1)
+    for launch in again:
+        check_compiled([launch], cols, capability, passes=1 if "WHOLE=True" in str(launch) else 2)
 
 
 def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
