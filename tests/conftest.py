@@ -9,7 +9,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("parallel_ops")
 
