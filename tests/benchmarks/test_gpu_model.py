@@ -24,6 +24,7 @@ NORMS = ("layer_norm", "rms_norm")
 # What the kernels do not reach yet; strict, so that who improves one has to say so here.
 LACKING = {
     ("wide", "layer_norm", 16384): "the backward is two kernels from here on: 5N bytes",
+    ("long", "scaled_causal_softmax"): "above 32,768 keys of 16 bits a row is walked twice, since one walk spills",
     ("instructions", "bias_dropout_add"): "25.0",
     ("visible", "scaled_causal_softmax"): "15.9 of 20.4",
     ("issue", "bias_dropout_add", "backward"): "78 %",
@@ -105,7 +106,8 @@ def test_backward_of_layer_norm():
 
 
 @pytest.mark.parametrize("op", [*NORMS, *SOFTMAXES])
-def test_forward_reads_long_rows_once(op):
+def test_forward_reads_long_rows_once(op, request):
+    expect_lack(request, "long", op)
     shape = (512, 1, 65536) if op in NORMS else (1, 4, 512, 65536)
     forward = model(op, shape)["forward"]
     assert forward.bytes <= 1.05 * forward.least
