@@ -68,6 +68,21 @@ def multiprocessors(device: torch.device) -> int:
     return count
 
 
+# Of the GPU for which kernels are chosen where there is none, for tests that compile them for one.
+assumed_capability = 90
+
+
+def capability(device: torch.device) -> int:
+    """90 for compute capability 9.0; of a CUDA device, or the assumed one for tensors elsewhere."""
+    return _cuda_capability(device) if device.type == "cuda" else assumed_capability
+
+
+@functools.cache
+def _cuda_capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def vector_cols(dtype: torch.dtype, num_warps: int) -> int:
     """Columns that ``num_warps`` warps cover when each thread moves 16 bytes, the widest access there is."""
     return 32 * num_warps * 16 // dtype.itemsize
@@ -105,7 +120,7 @@ def to_acc(x):
     """fp32 for fp32, fp16 and bf16; fp64 for fp64."""
     if x.dtype == tl.float64:
         return x
-    elif COMPILED and x.dtype == tl.bfloat16 and len(x.shape) > 0:
+    elif COMPILED and x.dtype == tl.bfloat16 and x.numel > 1:
         # Two elements of a register in two instructions; the compiler's own conversion of the upper one takes two more.
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2
@@ -133,6 +148,15 @@ def reread(x):
         return x
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def computed_here(n):
+    """An int32 for a compiler that shall not compute ahead of a loop what follows from it, to keep it in registers."""
+    if COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return n
 
 
 @triton.jit

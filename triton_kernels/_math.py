@@ -63,3 +63,32 @@ def sigmoid(x, FAST: tl.constexpr):
         t = exp_nonpositive(-tl.abs(x), FAST)
         r = reciprocal(1.0 + t, FAST)
         return tl.where(x < 0.0, t * r, r), t * r * r
+
+
+@triton.jit
+def capped(x, cap):
+    """cap tanh(x / cap) and its derivative, without cancellation; -inf stays. Polynomial: Cephes, tanhf."""
+    cap = tl.cast(cap, x.dtype)
+    if x.dtype == tl.float64:
+        a = tl.abs(x / cap)
+        e = tl.exp(-2.0 * a)
+        r = 1.0 / (1.0 + e)
+        # No short polynomial serves fp64: tanh(a) = -expm1(-2a) / (1 + e), with expm1(v) = (e - 1) v / log(e).
+        v = tl.where(e == 1.0, 1.0, tl.log(e))
+        expm1 = tl.where(e == 1.0, -2.0 * a, tl.where(e < 0.1, e - 1.0, (e - 1.0) * (-2.0 * a) / v))
+        t = -expm1 * r
+    else:
+        # The remainder gives the quotient's last digits, whatever the division on the device is worth.
+        inverse = 1.0 / cap
+        a = tl.abs(x) * inverse
+        a += tl.where(a < float("inf"), (tl.abs(x) - a * cap) * inverse, 0.0)
+        e = exp_nonpositive(-2.0 * a, False)
+        r = reciprocal(1.0 + e, False)
+        a2 = a * a
+        p = -5.70498872745e-3 * a2 + 2.06390887954e-2
+        p = p * a2 - 5.37397155531e-2
+        p = p * a2 + 1.33314422036e-1
+        p = p * a2 - 3.33332819422e-1
+        t = tl.where(a < 0.625, a + a * a2 * p, (1.0 - e) * r)
+    z = tl.where(x < 0.0, -cap * t, cap * t)
+    return tl.where(x == float("-inf"), x, z), 4.0 * e * r * r

@@ -17,6 +17,7 @@ from parallel_ops.triton_kernels._common import (
     cdiv,
     column_sum,
     multiprocessors,
+    next_power_of_2,
     partial_sums,
     quotient,
     reread,
@@ -26,16 +27,14 @@ from parallel_ops.triton_kernels._common import (
     vector_cols,
 )
 from parallel_ops.triton_kernels._launch import launch
-from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, blocks, load, scaled
+from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, load, scaled
 
 # Bytes of a row that fits beside the sums, and columns where there is a bias, which takes as many registers again.
 MAX_BACKWARD = 32 * 1024
 MAX_BACKWARD_BIAS = 12288
-# Elements of a chunk of a row, or of a tile of several rows: 8 a thread, one 16-byte load of bf16.
+# Elements of a chunk of a row, or of several rows: 8 a thread, one 16-byte load of bf16.
 WARPS = 8
 CHUNK = 2048
-# Columns up to which a program takes half of a multiprocessor's registers, so that two run at once.
-NARROW = 4096
 # One 16-byte load a thread, operand and row, two rows at a time.
 WIDE_BACKWARD_WARPS = 4
 
@@ -65,7 +64,9 @@ def _backward_kernel(
         dweight += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
         dbias += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
         if weight_ptr is not None:
-            weights += (tl.load(weight_ptr + col, mask=col < cols, other=0.0),)
+            # By every row's threads: a load of one row would come in another layout, which all others would be given.
+            every = tl.zeros((BLOCK_ROWS, 1), tl.int32) + col
+            weights += (tl.load(weight_ptr + every, mask=every < cols, other=0.0),)
     for first in tl.range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         in_rows = row < rows
@@ -81,22 +82,24 @@ def _backward_kernel(
             mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
 
         dots = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
-        totals = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+        totals = dots
         for chunk in tl.static_range(CHUNKS):
             col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
             kept = weights[chunk] if weight_ptr is not None else None
-            g = scaled(to_acc(grads[chunk]), kept, weight_ptr, col, col < cols, ZERO_CENTERED)
-            x = to_acc(xs[chunk])
+            grad, x = to_acc(grads[chunk]), to_acc(xs[chunk])
+            g = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED)
             if mean_ptr is not None:
                 x -= mean
-                totals += g
-            dots += g * x
+                totals = g if chunk == 0 else totals + g
+            dots = tl.fma(g, x, dots)
+        # dx = rstd (g - mean(g) - xhat mean(g xhat)), with the factors of a row gathered.
+        shift = tl.zeros((BLOCK_ROWS, 1), acc)
         if mean_ptr is not None:
             dot, total = tl.reduce((dots, totals), 1, _add_both, keep_dims=True)
-            mean_g = quotient(total, cols)
+            shift = rstd * quotient(total, cols)
         else:
             dot = tl.sum(dots, axis=1, keep_dims=True)
-        mean_g_xhat = quotient(dot * rstd, cols)
+        slope = rstd * quotient(dot * rstd, cols)
 
         new_dweight = ()
         new_dbias = ()
@@ -108,10 +111,7 @@ def _backward_kernel(
                 xhat -= mean
             xhat *= rstd
             kept = weights[chunk] if weight_ptr is not None else None
-            dx = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED) - xhat * mean_g_xhat
-            if mean_ptr is not None:
-                dx -= mean_g
-            dx *= rstd
+            dx = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED) * rstd - (xhat * slope + shift)
             if grad_sum_ptr is not None:
                 dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
             tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -205,9 +205,14 @@ def _wide_backward_kernel(
         tl.store(dbias_ptr + offset, tl.sum(dbias, axis=0, keep_dims=True), mask=in_cols)
 
 
-def fits_beside_sums(cols: int, itemsize: int, has_bias: bool) -> bool:
-    """Whether a row of x and one of the gradient fit on chip beside the parameters' gradients."""
-    return cols * itemsize <= MAX_BACKWARD and (not has_bias or itemsize > 2 or cols <= MAX_BACKWARD_BIAS)
+def tile(cols: int) -> dict[str, int]:
+    """Rows and columns of a chunk, and chunks of a row.
+
+    Rows of up to 1,024 columns are one warp's each, whose sums need no barrier; of up to 2,048, two warps'.
+    """
+    padded = max(16, next_power_of_2(cols))
+    block_cols = min(padded, max(256, padded // 4)) if cols <= CHUNK else CHUNK
+    return {"BLOCK_ROWS": CHUNK // block_cols, "BLOCK_COLS": block_cols, "CHUNKS": cdiv(cols, block_cols)}
 
 
 def _stages(tile_bytes: int, programs: int) -> int:
@@ -244,18 +249,16 @@ def backward(
     def partial(splits: int, gradient: Tensor | None) -> Tensor | None:
         return None if gradient is None else partial_sums(cols, x, splits)
 
-    if fits_beside_sums(cols, x.dtype.itemsize, dbias is not None):
-        block_rows, block_cols = blocks(cols, CHUNK, CHUNK)
-        programs = 2 if cols <= NARROW else 1
-        splits = min(cdiv(rows, block_rows), programs * multiprocessors(x.device))
+    if cols * x.dtype.itemsize <= MAX_BACKWARD and (dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS):
+        config = tile(cols)
+        programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
+        splits = min(cdiv(rows, config["BLOCK_ROWS"]), programs * multiprocessors(x.device))
         partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
-        chunks = cdiv(cols, block_cols)
+        tile_bytes = 2 * config["BLOCK_ROWS"] * config["BLOCK_COLS"] * config["CHUNKS"] * x.dtype.itemsize
         launch(
             _backward_kernel, (splits,),
             grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
-            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
-            CHUNKS=chunks, STAGES=_stages(2 * block_rows * block_cols * chunks * x.dtype.itemsize, programs),
-            num_warps=WARPS,
+            **config, STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
         )  # fmt: skip
     else:
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)

@@ -22,10 +22,11 @@ from parallel_ops.triton_kernels._launch import launch
 
 # Bytes of a row, and of its residual, that stay on chip: 64 registers a thread at 16 warps, half of what there is.
 MAX_FORWARD = 128 * 1024
-# Elements of a forward tile: 16 a thread at 4 warps, two or four independent 16-byte loads each.
-FORWARD_TILE = 2048
-# Columns of a row that are worked on together: 16 a thread at 16 warps.
-MAX_CHUNK = 8192
+# Elements of a row that a warp takes, 32 a thread: what a row costs beside its elements, two sums over threads and a
+# division, is 11 instructions an element at 16, half of all. Rows of up to 16,384 columns take at most 8 warps, so that
+# several programs fit a multiprocessor.
+WARP_COLS = 1024
+NARROW = 16384
 # Columns a step of the kernels for wide rows: 8 warps with 16 values a thread.
 WIDE_BLOCK = 4096
 WIDE_WARPS = 8
@@ -56,11 +57,16 @@ def reciprocal_root(x):
 
 
 @triton.jit
+def _wide(x, acc: tl.constexpr):
+    return x if x.dtype == acc else to_acc(reread(x))
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
     rows, cols, x_stride, residual_stride, eps: tl.float64, UNIT: tl.constexpr,
     CENTRED: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     cols, x_stride = aligned(cols, UNIT), aligned(x_stride, UNIT)
     residual_stride = aligned(residual_stride, UNIT)
@@ -78,8 +84,11 @@ def _forward_kernel(
             wide = to_acc(x) + load(residual_ptr, row * residual_stride + col, mask)
             x = reread(wide.to(sum_ptr.dtype.element_ty))
             tl.store(sum_ptr + row * cols + col, x, mask=mask)
-        kept += (x,)
-        sums += to_acc(x) if CENTRED else to_acc(x) * to_acc(x)
+        wide = to_acc(x)
+        kept += (wide if CHUNKS * BLOCK_COLS <= 8192 else x,)
+        # Not a product and a sum: where a thread has one element of a row, the product would be contracted with the sum
+        # over threads, and threads that share a row would get different bits.
+        sums = (wide if chunk == 0 else sums + wide) if CENTRED else tl.fma(wide, wide, sums)
     mean = quotient(tl.sum(sums, axis=1, keep_dims=True), cols)
     variance = mean
     if CENTRED:
@@ -87,15 +96,17 @@ def _forward_kernel(
         squares = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
         for chunk in tl.static_range(CHUNKS):
             col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-            x = tl.where(col < cols, to_acc(reread(kept[chunk])) - mean, 0.0)
-            squares += x * x
+            x = _wide(kept[chunk], acc) - mean
+            if not WHOLE and chunk == CHUNKS - 1:
+                x = tl.where(col < cols, x, 0.0)
+            squares = tl.fma(x, x, squares)
         variance = quotient(tl.sum(squares, axis=1, keep_dims=True), cols)
     rstd = reciprocal_root(variance + tl.cast(eps, acc))
     tl.store(rstd_ptr + row, rstd, mask=in_rows)
     for chunk in tl.static_range(CHUNKS):
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         in_cols = col < cols
-        x = to_acc(reread(kept[chunk]))
+        x = _wide(kept[chunk], acc)
         if CENTRED:
             x -= mean
         y = scaled(x * rstd, None, weight_ptr, col, in_cols, ZERO_CENTERED)
@@ -154,10 +165,27 @@ def _wide_forward_kernel(
         tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def blocks(cols: int, tile: int, chunk: int) -> tuple[int, int]:
-    """Rows and columns of a tile of about ``tile`` elements: whole rows, or ``chunk`` columns of one."""
-    block_cols = min(chunk, max(16, next_power_of_2(cols)))
-    return max(1, tile // block_cols), block_cols
+def tile(cols: int) -> dict[str, int | bool]:
+    """Rows and columns of a chunk, chunks of a row, whether they fill it, and warps, for rows that stay on chip."""
+    padded = max(16, next_power_of_2(cols))
+    if padded <= WARP_COLS:
+        return {
+            "BLOCK_ROWS": WARP_COLS // padded,
+            "BLOCK_COLS": padded,
+            "CHUNKS": 1,
+            "WHOLE": padded == cols,
+            "num_warps": 1,
+        }
+    num_warps = min(8 if cols <= NARROW else 16, padded // WARP_COLS)
+    # 32, 16 or 8 elements a thread, as they divide the row.
+    block_cols = next((n for n in (num_warps * 1024, num_warps * 512) if cols % n == 0), num_warps * 256)
+    return {
+        "BLOCK_ROWS": 1,
+        "BLOCK_COLS": block_cols,
+        "CHUNKS": cdiv(cols, block_cols),
+        "WHOLE": cols % block_cols == 0,
+        "num_warps": num_warps,
+    }
 
 
 def forward(
@@ -179,9 +207,6 @@ def forward(
     if cols * itemsize > MAX_FORWARD:
         launch(_wide_forward_kernel, (rows,), *tensors, *sizes, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS)
         return
-    block_rows, block_cols = blocks(cols, FORWARD_TILE, MAX_CHUNK)
-    num_warps = max(4, block_rows * block_cols // 512)
-    launch(
-        _forward_kernel, (cdiv(rows, block_rows),), *tensors, rows, *sizes, **flags,
-        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, CHUNKS=cdiv(cols, block_cols), num_warps=num_warps,
-    )  # fmt: skip
+    config = tile(cols)
+    grid = (cdiv(rows, config["BLOCK_ROWS"]),)
+    launch(_forward_kernel, grid, *tensors, rows, *sizes, **flags, **config)

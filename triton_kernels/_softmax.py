@@ -29,7 +29,7 @@ from parallel_ops.triton_kernels._common import (
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._math import exp_nonpositive
 
-# The longest row kept on chip, in bytes: 64 registers a thread at 16 warps, half as many beside a triangle's bounds.
+# The longest row kept on chip, in bytes: 64 registers a thread at 16 warps.
 MAX_ROW = 128 * 1024
 # The longest row that is kept in fp32 once it is loaded, in elements.
 MAX_WIDE = 16384
@@ -71,6 +71,16 @@ def _seen_by_any(first_row, queries, cols, window, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _seen_by_all(first_row, queries, cols, window, BLOCK_ROWS: tl.constexpr):
+    """The keys [first, end) that each of a program's rows sees."""
+    query = (first_row % queries).to(tl.int32)
+    first, end = _visible(query, queries, cols, window)
+    if BLOCK_ROWS > 1:
+        first = tl.where(query + BLOCK_ROWS > queries, cols, _visible(query + BLOCK_ROWS - 1, queries, cols, window)[0])
+    return first, end
+
+
+@triton.jit
 def _reach(col, first, end, inside, ALIGN: tl.constexpr):
     """What is loaded of what is inside: the visible keys, rounded outwards."""
     return inside & (col >= first // ALIGN * ALIGN) & (col < tl.cdiv(end, ALIGN) * ALIGN)
@@ -106,6 +116,17 @@ def _logits(
         hidden = hidden | (added == float("-inf"))
         z += _in_base(added, FAST)
     return tl.where(hidden, float("-inf"), z), hidden
+
+
+@triton.jit
+def _triangle(x, scale, first, end, all_first, all_end, FAST: tl.constexpr):
+    """The logits of a chunk by what each row sees of it, and by what all see; hidden ones are -inf."""
+    z = to_acc(x)
+    z = z * _in_base(tl.cast(scale, z.dtype), FAST)
+    if (all_first > 0) | (all_end < x.shape[1]):
+        col = tl.arange(0, x.shape[1])[None, :]
+        z = tl.where((col >= first) & (col < end), z, float("-inf"))
+    return z
 
 
 @triton.jit
@@ -151,10 +172,11 @@ def _forward_kernel(
     in_rows = row < rows
     scores_ptr += row.to(tl.int64) * row_stride
     y_ptr += row.to(tl.int64) * cols
-    first, end, any_first, any_end = 0, cols, 0, cols
+    first, end, any_first, any_end = 0, cols, 0, CHUNKS * BLOCK_COLS
     if CAUSAL:
         first, end = _visible((row % queries).to(tl.int32), queries, cols, window)
         any_first, any_end = _seen_by_any(first_row, queries, cols, window, BLOCK_ROWS)
+        all_first, all_end = _seen_by_all(first_row, queries, cols, window, BLOCK_ROWS)
     if MASK != "none":
         mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2, MASK_UNIT)
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -174,9 +196,14 @@ def _forward_kernel(
         z = tl.full((BLOCK_ROWS, BLOCK_COLS), float("-inf"), acc)
         if (chunk * BLOCK_COLS < any_end) & ((chunk + 1) * BLOCK_COLS > any_first):
             inside = in_rows & (col < cols)
-            z, _ = _logits(xs[chunk], mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
-            tops = tl.maximum(tops, z)
-        zs += (xs[chunk] if WIDE else z,)
+            if CAUSAL:
+                start = chunk * BLOCK_COLS
+                z = _triangle(xs[chunk], scale, first - start, end - start, all_first - start, all_end - start, FAST)
+            else:
+                z, _ = _logits(xs[chunk], mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
+            tops = z if chunk == 0 else tl.maximum(tops, z)
+        # Beside a triangle logits are made again: what waits over a branch is moved there, hidden chunks too.
+        zs += (xs[chunk] if WIDE or CAUSAL else z,)
     top = tl.max(tops, axis=1, keep_dims=True)
     if sink_ptr is not None:
         sink = _sink(sink_ptr, row, in_rows, queries, heads, acc, FAST)
@@ -190,11 +217,14 @@ def _forward_kernel(
         e = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
         if (chunk * BLOCK_COLS < any_end) & ((chunk + 1) * BLOCK_COLS > any_first):
             z = zs[chunk]
-            if WIDE:
+            if CAUSAL:
+                start = chunk * BLOCK_COLS
+                z = _triangle(reread(z), scale, first - start, end - start, all_first - start, all_end - start, FAST)
+            elif WIDE:
                 inside = in_rows & (col < cols)
                 z, _ = _logits(reread(z), mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
             e = _exponential(z - shift, FAST)
-            sums += e
+            sums = e if chunk == 0 else sums + e
         es += (zs[chunk] if WIDE else e,)
     total = tl.sum(sums, axis=1, keep_dims=True)
     if sink_ptr is not None:
@@ -206,7 +236,6 @@ def _forward_kernel(
     for chunk in tl.static_range(CHUNKS):
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         inside = in_rows & (col < cols)
-        y = tl.zeros((BLOCK_ROWS, BLOCK_COLS), y_ptr.dtype.element_ty)
         if (chunk * BLOCK_COLS < any_end) & ((chunk + 1) * BLOCK_COLS > any_first):
             x = es[chunk]
             if WIDE:
@@ -216,7 +245,9 @@ def _forward_kernel(
                 y = tl.where(hidden, 0.0, _exponential(z - shift, FAST) * inverse).to(y_ptr.dtype.element_ty)
             else:
                 y = (x * inverse).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + col, y, mask=inside)
+            tl.store(y_ptr + col, y, mask=inside)
+        else:
+            tl.store(y_ptr + col, tl.zeros((BLOCK_ROWS, BLOCK_COLS), y_ptr.dtype.element_ty), mask=inside)
     # What is hidden is zero in rows of NaN too, where 0 * inverse is not.
     if not WIDE and (CAUSAL or MASK != "none"):  # noqa: SIM102  (the first is decided when this is compiled)
         if tl.max((~(inverse >= 0.0)).to(tl.int32)) > 0:
@@ -225,7 +256,11 @@ def _forward_kernel(
                 col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
                 inside = in_rows & (col < cols)
                 zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
-                _, hidden = _logits(zero, mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
+                if CAUSAL:
+                    within = tl.arange(0, BLOCK_COLS)[None, :]
+                    hidden = (within < first - chunk * BLOCK_COLS) | (within >= end - chunk * BLOCK_COLS)
+                else:
+                    _, hidden = _logits(zero, mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
                 tl.store(y_ptr + col, zero.to(y_ptr.dtype.element_ty), mask=inside & hidden)
 
 
@@ -437,7 +472,7 @@ def launch_forward(
     args = (scores, mask, sink, y, share, rows, cols, stride, scale, *mask_layout, queries, heads, window)
     units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(*mask_layout[2:5])}
     flags = {**units, "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
-    if cols * y.dtype.itemsize * (2 if causal else 1) > MAX_ROW:
+    if cols * y.dtype.itemsize > MAX_ROW:
         launch(_forward_loop_kernel, (rows,), *args, **flags, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
         return
     config = tile(cols, causal)

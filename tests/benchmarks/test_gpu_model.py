@@ -21,17 +21,12 @@ pytestmark = pytest.mark.aot
 GPUS = {d.name: d for d in devices.load()}
 BF16 = torch.bfloat16
 NORMS = ("layer_norm", "rms_norm")
-# What the kernels do not reach yet; strict, so that who improves one has to say so here.
+# What the kernels do not reach; strict, so that who improves one has to say so here.
 LACKING = {
-    ("wide", "layer_norm", 16384): "the backward is two kernels from here on: 5N bytes",
-    ("long", "scaled_causal_softmax"): "above 32,768 keys of 16 bits a row is walked twice, since one walk spills",
-    ("instructions", "bias_dropout_add"): "25.0",
-    ("visible", "scaled_causal_softmax"): "15.9 of 20.4",
-    ("issue", "bias_dropout_add", "backward"): "78 %",
-    ("issue", "layer_norm", "forward"): "94 %",
-    ("issue", "layer_norm", "backward"): "78 %",
-    ("issue", "scaled_causal_softmax", "forward"): "78 %",
-    ("issue", "scaled_masked_softmax", "forward"): "78 %",
+    # One kernel that loads x and the gradient again, out of L1, moves 3.1N; beside 128 sums a thread registers spill.
+    ("wide", "layer_norm", 16384): "the backward is two kernels above 12,288 columns with a bias: 5N bytes",
+    # What is hidden costs a store and the tests of its chunk, three for 8 elements a thread; longer chunks hide less.
+    ("visible", "scaled_causal_softmax"): "a triangle takes 14.0 instructions an element, whole rows 19.1",
 }
 
 

@@ -69,7 +69,7 @@ def interpreted(p, seed, index_offset):
     draw = {"p": p, "seed": seed, "index_offset": index_offset}
 
     def forward(x, bias, residual):
-        y = torch.full(x.shape, torch.nan, dtype=torch.promote_types(x.dtype, residual.dtype))
+        y = poisoned(x.shape, torch.promote_types(x.dtype, residual.dtype))
         kernels.forward(x, bias, residual, y, **draw)
         return y
 
@@ -89,8 +89,8 @@ def reference(p, seed, index_offset):
 
 DRAWS = [
     (0.3, SEED, 0),
-    (0.3, -2, 4),
-    (0.9, 2**33, 2**34 + 3),  # counters and blocks that straddle 32 bits and start before the tensor
+    (0.3, -2, 2**34 - 100),  # counters whose upper word changes within the tensor
+    (0.9, 2**33, 2**34 + 3),  # blocks that start before the tensor
     (0.3, 7, 2**50 + 2),
     (1.0, SEED, 1),
     (0.0, None, 0),

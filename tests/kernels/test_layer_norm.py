@@ -33,7 +33,7 @@ def interpreted(zero_centered):
 
     def forward(x, residual, weight, bias):
         y, total = poisoned(x.shape, x), poisoned((0,), x) if residual is None else poisoned(x.shape, residual)
-        forward.statistics = torch.full((2, x.shape[:-1].numel()), torch.nan, dtype=statistics_dtype(x))
+        forward.statistics = poisoned((2, x.shape[:-1].numel()), statistics_dtype(x))
         kernels.forward(x, weight, bias, residual, y, total, *forward.statistics, eps=1e-5, zero_centered=zero_centered)
         forward.normalised = x if residual is None else total
         return y if residual is None else (y, total)

@@ -70,6 +70,18 @@ class Compiled:
 
 
 @contextlib.contextmanager
+def chosen_for(capability: int) -> Iterator[None]:
+    """Launchers choose for ``sm_<capability>``, not for the GPU that they assume where there is none."""
+    from parallel_ops.triton_kernels import _common
+
+    before, _common.assumed_capability = _common.assumed_capability, capability
+    try:
+        yield
+    finally:
+        _common.assumed_capability = before
+
+
+@contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Records the launches of the block, without duplicates, instead of executing them."""
     launches: list[Launch] = []

@@ -97,6 +97,6 @@ def differentiable(forward, backward):
     return lambda *args: _Kernels.apply(forward, backward, *args)
 
 
-def poisoned(shape, like: torch.Tensor) -> torch.Tensor:
-    """An output full of NaN, so that an element that no program writes is seen."""
-    return unwritten(tuple(shape), like.dtype)
+def poisoned(shape, like: torch.Tensor | torch.dtype) -> torch.Tensor:
+    """What a kernel is to write: full of NaN or large integers until then, and to read it earlier is a fault."""
+    return unwritten(tuple(shape), like if isinstance(like, torch.dtype) else like.dtype)

@@ -178,7 +178,10 @@ def _approximate(machine: "Machine", instruction: Instruction, mask: Array | Non
         exact = function(*(np.asarray(n, np.float64) for n in numbers))
         if kind != "f32":  # ex2 and tanh of 16-bit types
             error = {"relative": 2.0**-8 if kind.startswith("bf16") else 2.0**-9.9}
-        results.append(machine.approximation.off(np.atleast_1d(exact), **error))
+        result = machine.approximation.off(np.atleast_1d(exact), **error)
+        if name == "ex2":  # exact for integers: libdevice's exp and erf in fp64 take their powers of two from it
+            result = np.where(numbers[0] == np.rint(numbers[0]), exact.astype(np.float32), result)
+        results.append(result)
     value = encoded(kind, results)
     machine.write(instruction.operands[0], flushed(value) if "ftz" in instruction.modifiers else value, mask)
 

@@ -87,7 +87,7 @@ def executed(
     JITFunction.run = execute
     _current.append(notes)
     try:
-        with notes:
+        with notes, aot.chosen_for(capability):
             yield reports
     finally:
         JITFunction.run = original

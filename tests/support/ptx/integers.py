@@ -45,7 +45,10 @@ _PLAIN: dict[str, Callable[..., Array]] = {
 def _plain(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
     kind = instruction.kind
     operands = [machine.read(o, kind) for o in instruction.operands[1:]]
-    machine.write(instruction.operands[0], np.asarray(_PLAIN[instruction.name](*operands)).astype(dtype(kind)), mask)
+    result = np.asarray(_PLAIN[instruction.name](*operands)).astype(dtype(kind))
+    if "relu" in instruction.modifiers:  # of min and max
+        result = np.maximum(result, np.zeros_like(result))
+    machine.write(instruction.operands[0], result, mask)
 
 
 def _upper_half(x: Array, y: Array, kind: str) -> Array:

@@ -70,7 +70,8 @@ class Machine:
         self.shared = SharedMemory(len(programs), shared_bytes, transfers.shared_unit(program))
         self.copies: dict[int, list[transfers.Copy]] = {}
         self.products: list[warpgroup.Product] = []  # under way, oldest first
-        self.finished = 0  # groups of products that have been waited for
+        self.batches = 0  # of products, closed by commit_group
+        self.active: Array | None = None  # the threads that run the instruction; None is all
         self.live = np.ones(self.count, np.bool_)
         self._handlers = [_handler(i) for i in program.instructions]
 
@@ -92,7 +93,7 @@ class Machine:
         raise Fault(f"cannot read {operand}")
 
     def _register(self, name: str, kind: str) -> Array:
-        if self.products and any(name in p.registers for p in self.products):
+        if self.products and any(name in p.registers and p.taken_by(self.active) for p in self.products):
             raise Fault(f"reads {name}, which a matrix product under way will write")
         return self.raw(name, kind)
 
@@ -171,6 +172,7 @@ class Machine:
                         raise Fault("runs past its end")
                     instruction = self.program.instructions[place]
                     self.report.executed[place] += issued
+                    self.active = full
                     taking = self._taking(instruction, full)
                     place += 1
                     if instruction.name in ("bra", "ret", "exit"):
@@ -203,6 +205,7 @@ class Machine:
         return self.program.labels[label.name]  # type: ignore[union-attr]
 
     def _step(self, instruction: Instruction, place: int, taking: Array | None) -> None:
+        self.active = taking
         if instruction.name in ("bar", "barrier") and "warp" not in instruction.modifiers:
             self._barrier(instruction, taking)
         elif taking is None or taking.any():

@@ -72,7 +72,7 @@ def _innermost(loops: list[Loop], index: int) -> int | None:
     return min(inside, key=lambda n: loops[n].last - loops[n].first, default=None)
 
 
-def _loops_of_code(code: list[Instruction]) -> list[Loop]:
+def code_loops(code: list[Instruction]) -> list[Loop]:
     index = {x.address: i for i, x in enumerate(code)}
     back = [
         (index[t], i) for i, x in enumerate(code) if (t := _target(x)) is not None and t <= x.address and t in index
@@ -110,7 +110,7 @@ class Issued:
 def issued(sass: str, program: Program, report: Report) -> Issued:
     code = instructions(sass)
     warps = report.programs * report.warps
-    ptx_loops, loops = _loops_of_program(program), _loops_of_code(code)
+    ptx_loops, loops = _loops_of_program(program), code_loops(code)
     trips = [report.executed[loop.first] / warps for loop in ptx_loops]
     region = [_innermost(ptx_loops, i) for i in range(len(program.instructions))]
     density = {}  # how often an instruction of the region runs, over how often the region's first does

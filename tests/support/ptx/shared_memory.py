@@ -21,7 +21,7 @@ class SharedMemory:
         self._written = np.full(count, -1, np.int64)  # (barriers passed, warp) of the last write
         self._read = np.full(count, -1, np.int64)
         self.barriers = np.zeros(programs, np.int64)
-        self.under_way: list[Array] = []  # places that matrix products under way read
+        self._held = np.zeros(count, np.int32)  # by how many matrix products under way, which read it
 
     def _index(self, program: Array, address: Array, size: int) -> Array:
         address = address.astype(np.int64)
@@ -34,7 +34,11 @@ class SharedMemory:
         return first[:, None] + np.arange(max(1, size // self.unit))
 
     def places(self, program: Array, address: Array, size: int) -> Array:
-        return np.unique(self._index(program, address, size))
+        return self._index(program, address, size)
+
+    def hold(self, places: Array, by: int) -> None:
+        """``by`` products more read these places until they end, which is when they are held by as many less."""
+        np.add.at(self._held, places.ravel(), by)
 
     def _stamp(self, program: Array, warp: Array) -> Array:
         return ((self.barriers[program] << _WARPS) + warp)[:, None]
@@ -87,7 +91,7 @@ class SharedMemory:
         self._written[index] = stamp
 
     def _check_write(self, index: Array, stamp: Array, changes: Array) -> None:
-        if any(np.isin(index, places).any() for places in self.under_way):
+        if self._held[index].any():
             raise Fault("overwrites shared memory that a matrix product under way reads")
         for last, what in ((self._written[index], "wrote"), (self._read[index], "read")):
             if (((last >> _WARPS) == (stamp >> _WARPS)) & (last != stamp) & changes).any():

@@ -22,11 +22,15 @@ Handler = Callable[["Machine", Instruction, Array | None], None]
 
 @dataclasses.dataclass
 class Product:
-    """One under way."""
+    """One under way, by some warpgroups of those that run here."""
 
     registers: set[str]
-    places: list[Array]
-    group: int | None = None
+    groups: Array  # flags
+    places: list[tuple[Array, Array]]  # (warpgroups, the places of shared memory that each reads)
+    batch: int | None = None  # those that one commit_group closed
+
+    def taken_by(self, threads: Array | None) -> bool:
+        return threads is None or bool((np.repeat(self.groups, 128) & threads).any())
 
 
 def handler(instruction: Instruction) -> Handler | None:
@@ -70,18 +74,32 @@ class Layout:
         return address ^ ((address >> 7 & bits) << 4)
 
 
-def _fetch(machine: "Machine", descriptor: Array, shape: tuple[int, int], kind: str, contiguous: bool) -> Array:
+def _groups(machine: "Machine", mask: Array | None) -> Array:
+    """The numbers of the warpgroups that take part."""
+    if mask is None:
+        return np.arange(machine.count // 128)
+    threads = mask.reshape(-1, 128)
+    if (threads.any(1) != threads.all(1)).any():
+        raise Fault("wgmma by a part of its four warps")
+    return np.flatnonzero(threads.all(1))
+
+
+def _fetch(
+    machine: "Machine", groups: Array, where: Operand, shape: tuple[int, int], kind: str, contiguous: bool
+) -> Array:
     """[warpgroups, outer, depth] numbers, with the places noted as read by all four warps."""
     size = 4 if kind == "tf32" else 2
+    first = groups * 128
     outer, depth = np.meshgrid(np.arange(shape[0]), np.arange(shape[1]), indexing="ij")
+    descriptor = machine.wide(machine.read(where, "b64"))[first]
     address = Layout.of(descriptor).address(outer, depth, size, contiguous)
-    groups = len(descriptor)
-    first = np.arange(groups) * 128
     program = np.repeat(machine.slot[first], address[0].size)
     for warp in range(4):
         number = np.repeat(machine.warp[first] + warp, address[0].size)
         raw = machine.shared.load(program, number, address.ravel(), size)
-    machine.products[-1].places.append(machine.shared.places(program, address.ravel(), size))
+    places = machine.shared.places(program, address.ravel(), size).reshape(len(groups), -1)
+    machine.products[-1].places.append((groups, places))
+    machine.shared.hold(places, 1)
     words = np.ascontiguousarray(raw)
     if kind == "tf32":
         numbers = unpack("tf32", [words.view(np.uint32)[:, 0]])[0]
@@ -93,10 +111,7 @@ def _fetch(machine: "Machine", descriptor: Array, shape: tuple[int, int], kind: 
 
 def _multiply(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
     """wgmma.mma_async.sync.aligned.m64nNkK.f32.a.b d, a, b, scale-d, scale-a, scale-b, transpose-a, transpose-b"""
-    if mask is not None and (mask.reshape(-1, 128).any(1) != mask.reshape(-1, 128).all(1)).any():
-        raise Fault("wgmma by a part of its four warps")
-    if mask is not None:
-        raise Fault("wgmma of some programs only is not known here")
+    groups = _groups(machine, mask)
     shape, to, kind, kind_b = instruction.modifiers[3:7]
     if to != "f32" or kind != kind_b or kind not in ("bf16", "f16", "tf32"):
         raise Fault("a matrix product of types that are not known here")
@@ -106,27 +121,27 @@ def _multiply(machine: "Machine", instruction: Instruction, mask: Array | None) 
     from_registers = isinstance(a, Vector)
     signs = [_constant(f) for f in flags[:2]]
     transposed = [_constant(f) == 1 for f in flags[2:]] if len(flags) > 2 else [False, False]
-    machine.products.append(Product({r.name for r in d.parts}, []))  # type: ignore[union-attr]
-    first = np.arange(0, machine.count, 128)
+    taking = np.zeros(machine.count // 128, np.bool_)
+    taking[groups] = True
+    # Products of one register follow each other; between other instructions and a product lies a wait.
+    machine.products.append(Product({r.name for r in d.parts}, taking, []))  # type: ignore[union-attr]
     left = (
-        _fragment(machine, a.parts, kind, depth)
+        _fragment(machine, a.parts, kind, depth)[groups]
         if isinstance(a, Vector)
-        else _fetch(machine, machine.wide(machine.read(a, "b64"))[first], (64, depth), kind, not transposed[0])
+        else _fetch(machine, groups, a, (64, depth), kind, not transposed[0])
     )
     right = _fetch(
-        machine, machine.wide(machine.read(b, "b64"))[first], (cols, depth), kind,
-        not transposed[-1] if from_registers or len(flags) > 2 else True,
-    )  # fmt: skip
-    machine.shared.under_way += machine.products[-1].places
-    product = signs[0] * signs[1] * np.matmul(left.astype(np.float64), right.astype(np.float64).swapaxes(1, 2))
+        machine, groups, b, (cols, depth), kind, not transposed[-1] if from_registers or len(flags) > 2 else True
+    )
+    product = np.zeros((machine.count // 128, 64, cols))
+    product[groups] = signs[0] * signs[1] * np.matmul(left.astype(np.float64), right.astype(np.float64).swapaxes(1, 2))
     keep = machine.wide(machine.read(scale, "pred"))
     group, warp, quarter = machine.any_warp // 4, machine.any_warp % 4, machine.lane % 4
     for i, register in enumerate(d.parts):
         row = 16 * warp + machine.lane // 4 + 8 * (i // 2 % 2)
         old = np.where(keep, machine.raw(register.name, "f32"), 0.0)  # type: ignore[union-attr]
-        machine.write(
-            register, (product[group, row, 8 * (i // 4) + 2 * quarter + i % 2] + old).astype(np.float32), None
-        )
+        value = product[group, row, 8 * (i // 4) + 2 * quarter + i % 2] + old
+        machine.write(register, value.astype(np.float32), mask)
 
 
 def _fragment(machine: "Machine", registers: tuple[Operand, ...], kind: str, depth: int) -> Array:
@@ -152,16 +167,39 @@ def _fence(machine: "Machine", instruction: Instruction, mask: Array | None) -> 
 
 
 def _commit(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
-    number = 1 + max((p.group for p in machine.products if p.group is not None), default=machine.finished)
-    for product in machine.products:
-        if product.group is None:
-            product.group = number
+    """The products since the last commit of these warpgroups become a batch."""
+    taking = _groups(machine, mask)
+    machine.batches += 1
+    _part(machine, lambda p: p.batch is None, np.isin(np.arange(machine.count // 128), taking), machine.batches)
 
 
 def _wait(machine: "Machine", instruction: Instruction, mask: Array | None) -> None:
-    groups = sorted({p.group for p in machine.products if p.group is not None})
+    """All but the last n batches of these warpgroups have ended."""
     keep = _constant(instruction.operands[0])
-    done = groups[: len(groups) - keep] if keep else groups
-    machine.finished = max([machine.finished, *done])
-    machine.products = [p for p in machine.products if p.group not in done]
-    machine.shared.under_way = [place for p in machine.products for place in p.places]
+    waiting = np.isin(np.arange(machine.count // 128), _groups(machine, mask))
+    newer = np.zeros(len(waiting), np.int64)  # batches of each warpgroup
+    for batch in sorted({p.batch for p in machine.products if p.batch is not None}, reverse=True):
+        have = np.logical_or.reduce([p.groups for p in machine.products if p.batch == batch])
+        _part(machine, lambda p, batch=batch: p.batch == batch, waiting & have & (newer >= keep), None)
+        newer += have
+
+
+def _part(machine: "Machine", which: Callable[[Product], bool], groups: Array, batch: int | None) -> None:
+    """Takes ``groups`` out of the products that are meant: into a batch, or, without one, they have ended."""
+    products = []
+    for product in machine.products:
+        some = product.groups & groups
+        if not which(product) or not some.any():
+            products.append(product)
+            continue
+        inside = [(of[some[of]], places[some[of]]) for of, places in product.places]
+        if batch is None:
+            for _, places in inside:
+                machine.shared.hold(places, -1)
+        else:
+            products.append(Product(product.registers, some, inside, batch))
+        left = product.groups & ~groups
+        if left.any():
+            outside = [(of[left[of]], places[left[of]]) for of, places in product.places]
+            products.append(Product(product.registers, left, outside, product.batch))
+    machine.products = products
