@@ -101,6 +101,7 @@ def extension() -> Extension:
         "-Wall",
         "-Wextra",
         "-Wno-unused-parameter",
+        "-Wno-psabi",  # vectors are passed between inlined functions alone
     ]
     return factory(
         name="parallel_ops._C",
@@ -125,6 +126,10 @@ setup(
     packages=[
         "parallel_ops",
         "parallel_ops.comm",
+        "parallel_ops.context_parallel",
+        "parallel_ops.integrations",
+        "parallel_ops.integrations.huggingface",
+        "parallel_ops.integrations.megatron",
         "parallel_ops.layers",
         "parallel_ops.models",
         "parallel_ops.models.huggingface",

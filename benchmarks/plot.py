@@ -20,6 +20,11 @@ _COLORS = {
     "torch": "#8a6fb3",
     "liger": "#e3a857",
     "cce": "#c9645a",
+    "sdpa_flash": "#8a6fb3",
+    "sdpa_efficient": "#b39ddb",
+    "sdpa_cudnn": "#5e4b8b",
+    "sdpa_math": "#d9d2e9",
+    "flex": "#e3a857",
 }
 _LABELS = {
     "inplace": "parallel_ops, in place",
@@ -29,6 +34,11 @@ _LABELS = {
     "torch": "PyTorch's own fused op",
     "liger": "Liger-Kernel",
     "cce": "cut-cross-entropy",
+    "sdpa_flash": "SDPA, flash",
+    "sdpa_efficient": "SDPA, memory-efficient",
+    "sdpa_cudnn": "SDPA, cuDNN",
+    "sdpa_math": "SDPA, math",
+    "flex": "flex_attention",
 }
 _MAX_COLUMNS = 3
 _INK = "#2b2f33"

@@ -9,7 +9,10 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_type_hints
 from benchmarks.environment import Environment
 
 # The providers, in the order in which tables and charts show them.
-PROVIDERS = ("parallel_ops", "inplace", "in_forward", "eager", "compile", "torch", "liger", "cce", "clone")
+PROVIDERS = (
+    *("parallel_ops", "inplace", "in_forward", "eager", "compile", "torch", "liger", "cce"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "clone"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

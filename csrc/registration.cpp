@@ -13,10 +13,14 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def(
       "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, SymInt "
       "index_offset) -> (Tensor, Tensor)");
-  m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights) -> Tensor");
-  m.def("bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights) -> (Tensor, Tensor, Tensor)");
-  m.def("silu_mul(Tensor gate, Tensor up, Tensor? weights) -> Tensor");
-  m.def("silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights) -> (Tensor, Tensor, Tensor)");
+  m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
+  m.def(
+      "bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float "
+      "up_offset) -> (Tensor, Tensor, Tensor)");
+  m.def("silu_mul(Tensor gate, Tensor up, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
+  m.def(
+      "silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, float alpha, float? limit, float "
+      "up_offset) -> (Tensor, Tensor, Tensor)");
   m.def("gelu_mul(Tensor gate, Tensor up, Tensor? weights, bool tanh) -> Tensor");
   m.def(
       "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, bool tanh)"
@@ -39,8 +43,8 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "Tensor, Tensor)");
   m.def(
       "cross_entropy_with_gradient_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float label_smoothing, "
-      "float z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction) -> (Tensor, Tensor, Tensor, "
-      "Tensor)");
+      "float z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction, bool of_sum) -> (Tensor, "
+      "Tensor, Tensor, Tensor)");
   m.def("cross_entropy_scale_(Tensor(a!) gradient, Tensor factor) -> ()");
   m.def(
       "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? class_weight, int start, int vocab, int "
@@ -49,24 +53,25 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "cross_entropy_combine(Tensor statistics, Tensor column, float label_smoothing, float z_loss) -> (Tensor, "
       "Tensor)");
   m.def(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor? class_weight, Tensor column, Tensor saved, float "
-      "label_smoothing, float z_loss, float softcap) -> Tensor");
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor? class_weight, Tensor column, Tensor saved, Tensor? "
+      "divisor, float label_smoothing, float z_loss, float softcap) -> Tensor");
   m.def(
       "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor? class_weight, Tensor column, Tensor saved, "
-      "float label_smoothing, float z_loss, float softcap) -> ()");
+      "Tensor? divisor, float label_smoothing, float z_loss, float softcap) -> ()");
   m.def(
       "vocab_parallel_cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, str group, float "
       "label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_invalid, bool inplace_backward) -> "
       "(Tensor, Tensor, Tensor)");
   m.def(
-      "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, str? group, "
-      "float label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_invalid, bool per_row, int "
-      "parts, int chunk_bytes, "
-      "bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? "
+      "class_weight, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
+      "ignore_invalid, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor loss, Tensor column, Tensor "
+      "saved, Tensor divisor, Tensor dhidden, Tensor dweight, Tensor dbias)");
   m.def(
-      "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor "
-      "column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
-      "ignore_invalid, bool per_row, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, Tensor)");
+      "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor? "
+      "class_weight, Tensor column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int "
+      "ignore_index, bool ignore_invalid, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs) -> Tensor[]");
@@ -101,6 +106,34 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def(
       "rotary_embedding_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, "
       "bool interleaved) -> ()");
+  m.def(
+      "block_attention_(Tensor q, Tensor k, Tensor v, Tensor? spans, int? left, int? right, float scale, float "
+      "softcap, "
+      "float p, Tensor? seed, int[] places, Tensor(a!) out, Tensor(b!) lse, bool merge) -> ()");
+  m.def("attention_delta_(Tensor grad_out, Tensor out, Tensor(a!) delta) -> ()");
+  m.def(
+      "block_attention_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? "
+      "spans, int? left, int? right, float scale, float softcap, float p, Tensor? seed, int[] places, Tensor(a!) dq, "
+      "Tensor(b!) dk, Tensor(c!) dv, bool accumulate) -> ()");
+  m.def(
+      "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? seed, bool causal, "
+      "float "
+      "scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor out, Tensor lse)");
+  m.def(
+      "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
+      "Tensor? "
+      "cu_seqlens, Tensor? seed, bool causal, float scale, int? window, float softcap, float dropout_p, int "
+      "first_head) -> (Tensor dq, "
+      "Tensor dk, Tensor dv, Tensor dsink)");
+  m.def(
+      "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, SymInt "
+      "length, SymInt held, str layout, int head_ranks, bool gathered, bool causal, float scale, int? window, float "
+      "softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor lse, Tensor kept)");
+  m.def(
+      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, "
+      "Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int head_ranks, bool gathered, bool "
+      "causal, float scale, int? window, float softcap, float dropout_p, int first_head)"
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
     from parallel_ops.comm import ParallelMesh
+    from parallel_ops.context_parallel.attention import ring_attention
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.bias_gelu import bias_gelu
     from parallel_ops.ops.bias_swiglu import bias_swiglu
     from parallel_ops.ops.cross_entropy import cross_entropy
+    from parallel_ops.ops.flash_attention import flash_attention
     from parallel_ops.ops.gated import gelu_mul, silu_mul
     from parallel_ops.ops.layer_norm import layer_norm
     from parallel_ops.ops.rms_norm import rms_norm
@@ -33,9 +35,11 @@ __all__ = [
     "bias_gelu",
     "bias_swiglu",
     "cross_entropy",
+    "flash_attention",
     "gelu_mul",
     "layer_norm",
     "linear_reduce_scatter",
+    "ring_attention",
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_qk",
@@ -51,10 +55,11 @@ _HOMES = {
     "ParallelMesh": "comm",
     "all_gather_linear": "tensor_parallel",
     "linear_reduce_scatter": "tensor_parallel",
+    "ring_attention": "context_parallel",
     "vocab_parallel_cross_entropy": "tensor_parallel",
     "vocab_parallel_linear_cross_entropy": "tensor_parallel",
 }
-_ROOMS = {"comm", "layers", "models", "ops", "planner", "tensor_parallel"}
+_ROOMS = {"comm", "context_parallel", "integrations", "layers", "models", "ops", "planner", "tensor_parallel"}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name that it could not resolve yet from here

@@ -114,6 +114,10 @@ void dispatch(const char* op, ScalarType dtype, const F& f) {
 // A body that calls only PARALLEL_OPS_INLINE functions is compiled whole for each of them.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define PARALLEL_OPS_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// The same by hand, for code that is written for the width of the registers.
+#define PARALLEL_OPS_X86_TARGETS
+#define PARALLEL_OPS_X86_64_V4 __attribute__((target("arch=x86-64-v4")))
+#define PARALLEL_OPS_X86_64_V3 __attribute__((target("arch=x86-64-v3")))
 #else
 #define PARALLEL_OPS_MULTIVERSION
 #endif

@@ -6,6 +6,7 @@ from parallel_ops.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add
 from parallel_ops.ops.bias_gelu import bias_gelu, bias_gelu_reference
 from parallel_ops.ops.bias_swiglu import bias_swiglu, bias_swiglu_reference
 from parallel_ops.ops.cross_entropy import cross_entropy, cross_entropy_reference
+from parallel_ops.ops.flash_attention import flash_attention, flash_attention_reference
 from parallel_ops.ops.gated import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference
 from parallel_ops.ops.layer_norm import layer_norm, layer_norm_reference
 from parallel_ops.ops.rms_norm import rms_norm, rms_norm_reference
@@ -23,6 +24,8 @@ __all__ = [
     "bias_swiglu_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "flash_attention",
+    "flash_attention_reference",
     "gelu_mul",
     "gelu_mul_reference",
     "layer_norm",

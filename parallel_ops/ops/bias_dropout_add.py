@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from parallel_ops.ops._check import check_bias, check_floating, check_rows, check_same_device
-from parallel_ops.ops._philox import SMALLEST_P, keep_mask, kept_scale
+from parallel_ops.ops._dropout import dropout_seed
+from parallel_ops.ops._philox import keep_mask, kept_scale
 from parallel_ops.ops._registration import promote_to_widest, register
 
 
@@ -91,38 +92,11 @@ def bias_dropout_add_reference(
 
 
 def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_offset: int) -> Tensor | None:
-    """The seed as one int64 element on the device of ``x``, or ``None`` if nothing will be dropped."""
-    if not isinstance(p, (float, int)) or isinstance(p, bool):
-        raise TypeError(f"bias_dropout_add: p must be a number from 0 to 1, got {type(p).__name__}")
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
     if not isinstance(index_offset, (int, torch.SymInt)) or isinstance(index_offset, bool):
         raise TypeError(f"bias_dropout_add: index_offset must be an int, got {type(index_offset).__name__}")
     if index_offset < 0:
         raise ValueError(f"bias_dropout_add: index_offset must be at least 0, got {index_offset}")
-    if seed is not None:
-        seed = _as_tensor(seed, x)
-    if not training or p < SMALLEST_P:
-        return None
-    if seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    return seed
-
-
-def _as_tensor(seed: int | Tensor, x: Tensor) -> Tensor:
-    if isinstance(seed, Tensor):
-        if seed.dtype is not torch.int64:
-            raise TypeError(f"bias_dropout_add: seed must be an int64 tensor, got {seed.dtype}")
-        if seed.numel() != 1:
-            raise ValueError(f"bias_dropout_add: seed must have one element, got shape {list(seed.shape)}")
-        check_same_device("bias_dropout_add", "seed", seed, "x", x)
-        return seed
-    if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool):
-        raise TypeError(f"bias_dropout_add: seed must be None, an int or an int64 tensor, got {type(seed).__name__}")
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"bias_dropout_add: seed must fit 64 bits, got {seed}")
-    # A fill, unlike a copy from the host, neither synchronises nor breaks the capture of a CUDA graph.
-    return torch.full((1,), seed if seed < 2**63 else seed - 2**64, dtype=torch.int64, device=x.device)
+    return dropout_seed("bias_dropout_add", "p", p, seed, "x", x, training=training)
 
 
 def _fake(
