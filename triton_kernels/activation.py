@@ -4,7 +4,9 @@
     y     = w act(g + b) (u + c)          bias_swiglu, silu_mul, gelu_mul
     dg    = dy w (u + c) act'(g + b),  du = dy w act(g + b),  dw = sum over columns of dy act(g + b) (u + c)
 
-What is not there (u, the biases, w) costs nothing. Without a bias a program has one tile, on a flat grid. With one it
+SiLU with options is g sigmoid(alpha g); g + b and u + c may be clamped first, and u + c have an offset then. They are
+compile-time constants, since a model has one set of them; so fp64 has them in fp64. What is not there (options, u, the
+biases, w) costs nothing. Without a bias a program has one tile, on a flat grid. With one it
 walks over rows and sums dg and du on the way; see ``ROW_SPLITS``.
 """
 
@@ -38,11 +40,27 @@ GATED_ROWS = 2
 
 
 @triton.jit
-def _activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def _clamped(x, LIMIT: tl.constexpr, BELOW: tl.constexpr):
+    """x within the limit (from both sides with ``BELOW``), NaN included, and whether it was."""
+    inside = ~(x > LIMIT)
+    limit = tl.full(x.shape, LIMIT, x.dtype)
+    y = tl.where(inside, x, limit)
+    if BELOW:
+        inside &= ~(x < -LIMIT)
+        y = tl.where(x < -LIMIT, -limit, y)
+    return y, inside
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constexpr):
     """act(z) and its derivative."""
     if ACTIVATION == "silu":
-        s, s_slope = sigmoid(z, FAST)
-        return z * s, s + z * s_slope
+        if ALPHA == 1.0:
+            s, s_slope = sigmoid(z, FAST)
+            return z * s, s + z * s_slope
+        else:
+            s, s_slope = sigmoid(z * ALPHA, FAST)
+            return z * s, s + z * ALPHA * s_slope
     elif ACTIVATION == "gelu tanh":
         # As z sigmoid(2u), which does not cancel for negative z.
         k0: tl.constexpr = 1.5957691216057308  # 2 sqrt(2/pi); without constexpr it would be fp32 for fp64 too
@@ -64,8 +82,9 @@ def _activate(z, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     gate_ptr, up_ptr, bias_ptr, weights_ptr, y_ptr, rows, cols, col_blocks, gate_stride, up_stride,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
     block, col_block = tile_of(tl.program_id(0), col_blocks)
@@ -79,11 +98,15 @@ def _forward_kernel(
         up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
     if HAS_BIAS:
         gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
-    y, _ = _activate(gate, ACTIVATION, fast)
+    if LIMIT is not None:
+        gate, _ = _clamped(gate, LIMIT, False)
+    y, _ = _activate(gate, ACTIVATION, ALPHA, fast)
     if GATED:
         if HAS_BIAS:
             up += to_acc(tl.load(bias_ptr + cols + col, mask=in_cols)).to(up.dtype)
-        y *= up
+        if LIMIT is not None:
+            up, _ = _clamped(up, LIMIT, True)
+        y *= up if UP_OFFSET == 0.0 else up + UP_OFFSET
     if HAS_WEIGHTS:
         y *= to_acc(tl.load(weights_ptr + row, mask=row < rows)).to(y.dtype)
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -93,8 +116,8 @@ def _forward_kernel(
 def _backward_tile(
     grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
     grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Writes the tile's gradients and returns those of gate and up, zero outside of the tensor."""
     mask = (row < rows) & (col < cols)
@@ -105,15 +128,25 @@ def _backward_tile(
         up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
     if HAS_BIAS:
         gate += gate_bias
-    value, slope = _activate(gate, ACTIVATION, fast)
+    if LIMIT is not None:
+        gate, gate_inside = _clamped(gate, LIMIT, False)
+    value, slope = _activate(gate, ACTIVATION, ALPHA, fast)
+    if LIMIT is not None:
+        slope = tl.where(gate_inside, slope, 0.0)
     if GATED:
         if HAS_BIAS:
             up += up_bias
+        if LIMIT is not None:
+            up, up_inside = _clamped(up, LIMIT, True)
+        if UP_OFFSET != 0.0:
+            up += UP_OFFSET
         if HAS_WEIGHTS:
             dweights = tl.sum(tl.where(mask, grad * value * up, 0.0), axis=1, keep_dims=True)
             tl.store(dweights_ptr + row, dweights, mask=row < rows)
             grad *= to_acc(tl.load(weights_ptr + row, mask=row < rows)).to(grad.dtype)
         dup = grad * value
+        if LIMIT is not None:
+            dup = tl.where(up_inside, dup, 0.0)
         dgate = grad * up * slope
     else:
         dup = 0.0
@@ -133,8 +166,9 @@ def _backward_tile(
 def _backward_kernel(
     grad_ptr, gate_ptr, up_ptr, bias_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_ptr, dweights_ptr,
     rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
     split, col_block = tile_of(tl.program_id(0), col_blocks)
@@ -155,7 +189,7 @@ def _backward_kernel(
             dgate, dup = _backward_tile(
                 grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
                 grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
-                ACTIVATION, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+                ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
             )  # fmt: skip
             gate_total += sum_within_threads(dgate, GROUPS)
             if GATED:
@@ -169,13 +203,14 @@ def _backward_kernel(
         _backward_tile(
             grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
             grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
-            ACTIVATION, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
         )  # fmt: skip
 
 
 def forward(
-    gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, y: Tensor, *, activation: str
-) -> None:
+    gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, y: Tensor, *, activation: str,
+    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0,
+) -> None:  # fmt: skip
     """``y``, contiguous.
 
     Args:
@@ -183,6 +218,7 @@ def forward(
         bias: of ``gate``, or of ``gate`` and ``up`` one after the other.
         weights: one for each row.
         activation: ``"silu"``, ``"gelu tanh"`` or ``"gelu"``.
+        alpha, limit, up_offset: options of ``"silu"``.
     """
     if y.numel() == 0:
         return
@@ -194,7 +230,8 @@ def forward(
     launch(
         _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
         gate, up, _contiguous(bias), _contiguous(weights), y, rows, cols, col_blocks, gate_stride, up_stride,
-        ACTIVATION=activation, GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
+        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
         UNIT=unit_of(cols, gate_stride, up_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -202,6 +239,7 @@ def forward(
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None,
     dgate: Tensor, dup: Tensor | None, dbias: Tensor, dweights: Tensor, *, activation: str,
+    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0,
 ) -> None:  # fmt: skip
     """``dgate`` and ``dup``, with adjacent columns and rows equally far apart in both, and the sums that are asked for.
 
@@ -227,7 +265,8 @@ def backward(
         _backward_kernel, (col_blocks * splits,),
         grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
         rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
-        ACTIVATION=activation, GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
+        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
         UNIT=unit_of(cols, grad_stride, gate_stride, up_stride, dx_stride),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS,
     )  # fmt: skip

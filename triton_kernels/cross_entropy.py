@@ -17,7 +17,7 @@ from parallel_ops.triton_kernels._common import (
     vector_cols,
 )
 from parallel_ops.triton_kernels._launch import launch
-from parallel_ops.triton_kernels._math import exp_nonpositive, reciprocal
+from parallel_ops.triton_kernels._math import capped, exp_nonpositive
 
 # A program's part of a row stays in registers between its maximum and its sum: 8 warps with 64 fp32 values a thread,
 # so that what a program does beside its elements is a quarter of its instructions. Longer rows are cut into such parts,
@@ -41,35 +41,6 @@ INVALID = tl.constexpr(-3)
 
 # Options are fp64 for fp64 logits, and values that change do not compile a kernel each.
 _OPTIONS = ["label_smoothing", "z_loss", "cap"]
-
-
-@triton.jit
-def _softcap(x, cap):
-    """cap tanh(x / cap) and its derivative, without cancellation; -inf stays. Polynomial: Cephes, tanhf."""
-    cap = tl.cast(cap, x.dtype)
-    if x.dtype == tl.float64:
-        a = tl.abs(x / cap)
-        e = tl.exp(-2.0 * a)
-        r = 1.0 / (1.0 + e)
-        # No short polynomial serves fp64: tanh(a) = -expm1(-2a) / (1 + e), with expm1(v) = (e - 1) v / log(e).
-        v = tl.where(e == 1.0, 1.0, tl.log(e))
-        expm1 = tl.where(e == 1.0, -2.0 * a, tl.where(e < 0.1, e - 1.0, (e - 1.0) * (-2.0 * a) / v))
-        t = -expm1 * r
-    else:
-        # The remainder gives the quotient's last digits, whatever the division on the device is worth.
-        inverse = 1.0 / cap
-        a = tl.abs(x) * inverse
-        a += tl.where(a < float("inf"), (tl.abs(x) - a * cap) * inverse, 0.0)
-        e = exp_nonpositive(-2.0 * a, False)
-        r = reciprocal(1.0 + e, False)
-        a2 = a * a
-        p = -5.70498872745e-3 * a2 + 2.06390887954e-2
-        p = p * a2 - 5.37397155531e-2
-        p = p * a2 + 1.33314422036e-1
-        p = p * a2 - 3.33332819422e-1
-        t = tl.where(a < 0.625, a + a * a2 * p, (1.0 - e) * r)
-    z = tl.where(x < 0.0, -cap * t, cap * t)
-    return tl.where(x == float("-inf"), x, z), 4.0 * e * r * r
 
 
 @triton.jit
@@ -128,14 +99,14 @@ def _statistics_kernel(
     x_ptr += row * aligned(x_stride, UNIT)
     z = to_acc(_load(x_ptr + col, col, cols, EVEN, float("-inf")))
     if SOFTCAP:
-        z, _ = _softcap(z, cap)
+        z, _ = capped(z, cap)
     largest, exps, total, count, weights = _part_statistics(z, col, cols, weight_ptr, EVEN, WIDTH > 3, WIDTH > 5)
 
     column = _column(tl.load(target_ptr + row), start, vocab, cols, ignore_index, IGNORE_INVALID)
     in_part = (column >= first) & (column < first + BLOCK_COLS)
     at_target = to_acc(tl.load(x_ptr + column, mask=in_part, other=0.0))
     if SOFTCAP:
-        at_target, _ = _softcap(at_target, cap)
+        at_target, _ = capped(at_target, cap)
         at_target = tl.where(in_part, at_target, 0.0)
 
     out = out_ptr + part.to(tl.int64) * WIDTH * rows + row
@@ -263,7 +234,7 @@ def _gradient(
     eps, z_loss = tl.cast(label_smoothing, z.dtype), tl.cast(z_loss, z.dtype)
     slope = z
     if SOFTCAP:
-        z, slope = _softcap(z, cap)
+        z, slope = capped(z, cap)
     p = exp_nonpositive((z - largest) - log_exps, FAST)
     of_target = 1.0 - eps
     uniform = eps / count if SMOOTHING else eps
@@ -341,14 +312,14 @@ def _with_gradient_kernel(
     x = _load(x_ptr + col, col, cols, EVEN, float("-inf"))
     z = to_acc(x)
     if SOFTCAP:
-        z, _ = _softcap(z, cap)
+        z, _ = capped(z, cap)
     largest, exps, total, count, weights = _part_statistics(z, col, cols, weight_ptr, EVEN, WIDTH > 3, WIDTH > 5)
     if not WHOLE:
         for first in range(BLOCK_COLS, cols, BLOCK_COLS):
             part = first + col
             z = to_acc(_load(x_ptr + part, part, cols, EVEN, float("-inf")))
             if SOFTCAP:
-                z, _ = _softcap(z, cap)
+                z, _ = capped(z, cap)
             other, other_exps, other_total, other_count, other_weights = _part_statistics(
                 z, part, cols, weight_ptr, EVEN, WIDTH > 3, WIDTH > 5
             )
@@ -361,7 +332,7 @@ def _with_gradient_kernel(
     here = target >= 0
     at_target = to_acc(tl.load(x_ptr + target, mask=here, other=0.0))
     if SOFTCAP:
-        at_target, _ = _softcap(at_target, cap)
+        at_target, _ = capped(at_target, cap)
     at_target = tl.where(here, at_target, 0.0)
     target_weight = at_target
     if WIDTH > 5:

@@ -156,8 +156,9 @@ void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_
 }
 
 void check_class_weight(const char* op, const std::optional<Tensor>& class_weight, const Tensor& logits) {
-  STD_TORCH_CHECK(!class_weight || (class_weight->is_cpu() && class_weight->numel() == last_dim(logits)), op,
-                  ": class_weight must have one element for each column of the logits");
+  STD_TORCH_CHECK(!class_weight ||
+                      (class_weight->is_cpu() && class_weight->dim() == 1 && class_weight->size(0) == last_dim(logits)),
+                  op, ": class_weight must have one element for each column of the logits");
 }
 
 void check_target(const char* op, const Tensor& target) {
@@ -278,17 +279,22 @@ void row_gradient(const Logits<T>& logits, int64_t row, int64_t col, int64_t n, 
   }
 }
 
+// `grad` is one for each row, or with a divisor one for all, to be divided by it.
 void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                    const Tensor& column, const Tensor& saved, const Options& options, void* out) {
+                    const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor,
+                    const Options& options, void* out) {
   const int64_t rows = column.numel();
-  check_rows(op, logits, grad);
+  check_rows(op, logits, divisor ? column : grad);
   check_columns(op, column);
   check_like_loss(op, saved, logits.scalar_type());
   check_class_weight(op, class_weight, logits);
   STD_TORCH_CHECK(grad.scalar_type() == saved.scalar_type(), op, ": grad must have the dtype of the loss");
   const int64_t width = saved_rows(options.label_smoothing != 0, class_weight.has_value());
-  STD_TORCH_CHECK(grad.numel() == rows && saved.dim() == 2 && saved.size(0) == width && saved.size(1) == rows, op,
-                  ": grad, column and saved must have one entry for each row of the logits");
+  if (divisor) check_like_loss(op, *divisor, logits.scalar_type());
+  STD_TORCH_CHECK(grad.is_cpu() && grad.numel() == (divisor ? 1 : rows) && (!divisor || divisor->numel() == 1), op,
+                  ": grad must have one entry for each row of the logits, or one in all beside one divisor");
+  STD_TORCH_CHECK(saved.dim() == 2 && saved.size(0) == width && saved.size(1) == rows, op,
+                  ": column and saved must have one entry for each row of the logits");
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
@@ -301,29 +307,31 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
     std::vector<int64_t> strides(grad.strides().begin(), grad.strides().end());
     strides.push_back(1);
     const Rows<A> grads(grad, sizes.data(), grad.dim() + 1, strides.data());
+    const A shared = divisor ? *grads.row(0) / *static_cast<const A*>(divisor->const_data_ptr()) : A(0);
     const int64_t* columns = static_cast<const int64_t*>(column.const_data_ptr());
     const A* kept = static_cast<const A*>(saved.const_data_ptr());
     const Shape2d shape{rows, in.cols()};
     for_each_tile(shape, [&](int64_t r, int64_t col, int64_t n) {
       T* dx = static_cast<T*>(out) + r * shape.cols + col;
-      row_gradient(in, r, col, n, columns[r], *grads.row(r), kept + r, rows, options, dx);
+      row_gradient(in, r, col, n, columns[r], divisor ? shared : *grads.row(r), kept + r, rows, options, dx);
     });
   });
 }
 
 Tensor backward(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                const Tensor& column, const Tensor& saved, double label_smoothing, double z_loss, double softcap) {
+                const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor, double label_smoothing,
+                double z_loss, double softcap) {
   Tensor out = empty_output(logits, logits.sizes());
-  write_gradient("cross_entropy_backward", grad, logits, class_weight, column, saved,
+  write_gradient("cross_entropy_backward", grad, logits, class_weight, column, saved, divisor,
                  {label_smoothing, z_loss, softcap}, out.mutable_data_ptr());
   return out;
 }
 
 void backward_inplace(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
-                      const Tensor& column, const Tensor& saved, double label_smoothing, double z_loss,
-                      double softcap) {
+                      const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor,
+                      double label_smoothing, double z_loss, double softcap) {
   STD_TORCH_CHECK(logits.is_contiguous(), "cross_entropy_backward_: logits must be contiguous");
-  write_gradient("cross_entropy_backward_", grad, logits, class_weight, column, saved,
+  write_gradient("cross_entropy_backward_", grad, logits, class_weight, column, saved, divisor,
                  {label_smoothing, z_loss, softcap}, logits.mutable_data_ptr());
 }
 
@@ -342,14 +350,19 @@ std::pair<A, A> sum_and_divisor(const std::vector<A>& losses, const int64_t* col
 }
 
 // (loss, column, saved, divisor): `loss` is a scalar, or one for each target for reduction none. With `gradient`, that
-// of the logits for an incoming gradient of 1 is written there while the row is in the cache.
+// of the logits for an incoming gradient of 1 is written there while the row is in the cache; with `of_sum` that of the
+// sum of the losses, whatever the reduction.
 std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tensor& logits, const Tensor& target,
                                                      const std::optional<Tensor>& class_weight, const Options& options,
                                                      int64_t ignore_index, bool ignore_invalid, int64_t reduction,
-                                                     void* gradient) {
+                                                     void* gradient, bool of_sum = false) {
   check_rows(op, logits, target);
   check_target(op, target);
   check_class_weight(op, class_weight, logits);
+  const auto of_rows = logits.sizes(), of_targets = target.sizes();
+  STD_TORCH_CHECK(
+      of_targets.size() + 1 == of_rows.size() && std::equal(of_targets.begin(), of_targets.end(), of_rows.begin()), op,
+      ": target must have the shape of logits without its last dimension");
   const bool smooth = options.label_smoothing != 0, weighted = class_weight.has_value();
   const int64_t rows = target.numel(), cols = last_dim(logits), width = statistics_rows(smooth, weighted);
   Tensor column = empty_tensor({rows}, ScalarType::Long);
@@ -370,7 +383,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
       if (weighted) target_weights[static_cast<size_t>(row)] = columns[row] >= 0 ? in.weight(columns[row]) : A(0);
     }
     const A* row_weights = weighted ? target_weights.data() : nullptr;
-    const A scale = reduction == kMean ? A(1) / sum_and_divisor(losses, columns, row_weights).second : A(1);
+    const A scale = reduction == kMean && !of_sum ? A(1) / sum_and_divisor(losses, columns, row_weights).second : A(1);
     if (gradient && rows >= kFewRows) {
       const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cols));
       torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
@@ -438,11 +451,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient_inplace(const Tensor& l
                                                                  const std::optional<Tensor>& class_weight,
                                                                  double label_smoothing, double z_loss, double softcap,
                                                                  int64_t ignore_index, bool ignore_invalid,
-                                                                 int64_t reduction) {
+                                                                 int64_t reduction, bool of_sum) {
   const char* op = "cross_entropy_with_gradient_";
   STD_TORCH_CHECK(logits.is_contiguous(), op, ": logits must be contiguous");
   return unsharded(op, logits, target, class_weight, {label_smoothing, z_loss, softcap}, ignore_index, ignore_invalid,
-                   reduction, logits.mutable_data_ptr());
+                   reduction, logits.mutable_data_ptr(), of_sum);
 }
 
 // gradient *= factor, a scalar; one of 1 costs nothing.

@@ -1,6 +1,8 @@
 // Gated activations on the CPU: y = w act(g) u; dg = dy w u act'(g), du = dy w act(g), dw = sum of dy act(g) u.
-// bias_swiglu takes g and u as the halves of x + bias, silu_mul and gelu_mul as two tensors; w is one value a row.
+// bias_swiglu takes g and u as the halves of x + bias, silu_mul and gelu_mul as two tensors; w is one value a row. With
+// options SiLU is g sigmoid(alpha g), g and u are clamped first, and u has an offset.
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -17,13 +19,24 @@
 namespace parallel_ops::cpu {
 namespace {
 
-enum class Act { kSilu, kGeluTanh, kGelu };
+// kSwish is SiLU with options.
+enum class Act { kSilu, kSwish, kGeluTanh, kGelu };
 
-template <Act kAct, class A>
-PARALLEL_OPS_INLINE Activation<A> activate(A z) {
-  if constexpr (kAct == Act::kSilu) return silu(z);
-  return gelu<kAct == Act::kGeluTanh>(z);
-}
+struct SwishOptions {
+  double alpha = 1.0;
+  std::optional<double> limit;
+  double up_offset = 0.0;
+};
+
+// The same in the type of the arithmetic, without a limit an infinite one.
+template <class A>
+struct Swish {
+  explicit Swish(const SwishOptions& o)
+      : alpha(static_cast<A>(o.alpha)),
+        limit(o.limit ? static_cast<A>(*o.limit) : std::numeric_limits<A>::infinity()),
+        up_offset(static_cast<A>(o.up_offset)) {}
+  A alpha, limit, up_offset;
+};
 
 // One tile of one row: inputs, biases (zeros where there are none) and the row's weight (1 where there is none).
 template <class T>
@@ -34,7 +47,32 @@ struct Tile {
   const acc_t<T>* up_bias;
   acc_t<T> weight;
   int64_t n;
+  Swish<acc_t<T>> swish;
 };
+
+// act(g) and its slope, and u as it is multiplied and its own slope.
+template <class A>
+struct Factors {
+  Activation<A> act;
+  A up;
+  A up_slope;
+};
+
+// NaN passes, as in torch.clamp, whose gradient is 1 at the limit itself.
+template <Act kAct, class A>
+PARALLEL_OPS_INLINE Factors<A> factors(A g, A u, const Swish<A>& swish) {
+  if constexpr (kAct == Act::kSwish) {
+    const A limit = swish.limit, z = g > limit ? limit : g;
+    const auto s = sigmoid(swish.alpha * z);
+    const A slope = g > limit ? A(0) : s.value + swish.alpha * z * s.slope;
+    const A clamped = u > limit ? limit : u < -limit ? -limit : u;
+    return {{z * s.value, slope}, clamped + swish.up_offset, u > limit || u < -limit ? A(0) : A(1)};
+  } else if constexpr (kAct == Act::kSilu) {
+    return {silu(g), u, A(1)};
+  } else {
+    return {gelu<kAct == Act::kGeluTanh>(g), u, A(1)};
+  }
+}
 
 template <Act kAct, class T>
 PARALLEL_OPS_INLINE void forward_loop(const Tile<T>& t, T* __restrict y) {
@@ -42,8 +80,10 @@ PARALLEL_OPS_INLINE void forward_loop(const Tile<T>& t, T* __restrict y) {
   const T* __restrict gate = t.gate, * __restrict up = t.up;
   const A* __restrict gate_bias = t.gate_bias, * __restrict up_bias = t.up_bias;
   const A weight = t.weight;
+  const Swish<A> swish = t.swish;
   for (int64_t i = 0; i < t.n; ++i) {
-    y[i] = from_acc<T>(activate<kAct>(to_acc(gate[i]) + gate_bias[i]).value * (to_acc(up[i]) + up_bias[i]) * weight);
+    const auto f = factors<kAct>(to_acc(gate[i]) + gate_bias[i], to_acc(up[i]) + up_bias[i], swish);
+    y[i] = from_acc<T>(f.act.value * f.up * weight);
   }
 }
 
@@ -54,11 +94,12 @@ PARALLEL_OPS_INLINE void backward_loop(const Tile<T>& t, const T* __restrict dy,
   const T* __restrict gate = t.gate, * __restrict up = t.up;
   const A* __restrict gate_bias = t.gate_bias, * __restrict up_bias = t.up_bias;
   const A weight = t.weight;
+  const Swish<A> swish = t.swish;
   for (int64_t i = 0; i < t.n; ++i) {
     const A d = to_acc(dy[i]) * weight;
-    const auto act = activate<kAct>(to_acc(gate[i]) + gate_bias[i]);
-    const A dg = d * (to_acc(up[i]) + up_bias[i]) * act.slope;
-    const A du = d * act.value;
+    const auto f = factors<kAct>(to_acc(gate[i]) + gate_bias[i], to_acc(up[i]) + up_bias[i], swish);
+    const A dg = d * f.up * f.act.slope;
+    const A du = d * f.act.value * f.up_slope;
     dgate[i] = from_acc<T>(dg);
     dup[i] = from_acc<T>(du);
     sum[i] += dg;
@@ -70,7 +111,8 @@ PARALLEL_OPS_INLINE void backward_loop(const Tile<T>& t, const T* __restrict dy,
 template <Act kAct, class T>
 PARALLEL_OPS_INLINE acc_t<T> weight_gradient(const Tile<T>& t, const T* dy) {
   return sum_lanes<acc_t<T>>(t.n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
-    return to_acc(dy[i]) * activate<kAct>(to_acc(t.gate[i]) + t.gate_bias[i]).value * (to_acc(t.up[i]) + t.up_bias[i]);
+    const auto f = factors<kAct>(to_acc(t.gate[i]) + t.gate_bias[i], to_acc(t.up[i]) + t.up_bias[i], t.swish);
+    return to_acc(dy[i]) * f.act.value * f.up;
   });
 }
 
@@ -84,6 +126,7 @@ PARALLEL_OPS_INLINE acc_t<T> weight_gradient(const Tile<T>& t, const T* dy) {
   }
 #define DEFINE_TILES(T)                         \
   DEFINE_TILES_OF(T, silu, Act::kSilu)          \
+  DEFINE_TILES_OF(T, swish, Act::kSwish)        \
   DEFINE_TILES_OF(T, gelu_tanh, Act::kGeluTanh) \
   DEFINE_TILES_OF(T, gelu_erf, Act::kGelu)
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
@@ -97,16 +140,23 @@ struct Operands {
   Tensor gate, up;
   std::optional<Tensor> bias;  // of gate, then up
   std::optional<Tensor> weights;
+  SwishOptions swish;
 };
+
+Act silu_or_swish(const SwishOptions& o) {
+  return o.alpha == 1.0 && !o.limit && o.up_offset == 0.0 ? Act::kSilu : Act::kSwish;
+}
 
 void check(const Operands& in) {
   check_like(in.op, "up", in.up, in.gate);
   STD_TORCH_CHECK(in.gate.dim() > 0, in.op, ": expected at least one dimension");
   if (in.weights) {
-    int64_t rows = 1;
-    for (int64_t d = 0; d + 1 < in.gate.dim(); ++d) rows *= in.gate.size(d);
-    STD_TORCH_CHECK(in.weights->is_cpu() && in.weights->numel() == rows, in.op,
-                    ": weights must be on the same device and have one element for each row");
+    const auto rows = in.gate.sizes(), sizes = in.weights->sizes();
+    const size_t dims = rows.size() - 1;
+    STD_TORCH_CHECK(in.weights->is_cpu() && sizes.size() >= dims &&
+                        std::equal(rows.begin(), rows.begin() + dims, sizes.begin()) &&
+                        (sizes.size() == dims || (sizes.size() == dims + 1 && sizes[dims] == 1)),
+                    in.op, ": weights must be on the same device and have one element for each row");
   }
 }
 
@@ -120,13 +170,20 @@ Tensor forward(const Operands& in) {
     const Bias<acc_t<T>> biases(in.bias);
     std::optional<Values<acc_t<T>>> weights;
     if (in.weights) weights.emplace(*in.weights);
+    const Swish<acc_t<T>> swish(in.swish);
     T* out = static_cast<T*>(y.mutable_data_ptr());
     for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
       Scratch<T> gate, up;
-      const Tile<T> tile{gates.tile(row, col, n, gate.data), ups.tile(row, col, n, up.data),          biases.tile(col),
-                         biases.tile(shape.cols + col),      weights ? (*weights)[row] : acc_t<T>(1), n};
+      const Tile<T> tile{gates.tile(row, col, n, gate.data),
+                         ups.tile(row, col, n, up.data),
+                         biases.tile(col),
+                         biases.tile(shape.cols + col),
+                         weights ? (*weights)[row] : acc_t<T>(1),
+                         n,
+                         swish};
       T* to = out + row * shape.cols + col;
       in.act == Act::kSilu       ? forward_silu(tile, to)
+      : in.act == Act::kSwish    ? forward_swish(tile, to)
       : in.act == Act::kGeluTanh ? forward_gelu_tanh(tile, to)
                                  : forward_gelu_erf(tile, to);
     });
@@ -152,12 +209,18 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
     const Bias<A> biases(in.bias);
     std::optional<Values<A>> weights;
     if (in.weights) weights.emplace(*in.weights);
+    const Swish<A> swish(in.swish);
     std::vector<A> tile_sums(static_cast<size_t>(in.weights ? shape.rows * per_row : 0));
     const auto tile = [&](int64_t row, int64_t col, int64_t n, A* sum) {
       Scratch<T> grad, gate, up;
       const T* d = dys.tile(row, col, n, grad.data);
-      const Tile<T> t{gates.tile(row, col, n, gate.data), ups.tile(row, col, n, up.data),   biases.tile(col),
-                      biases.tile(shape.cols + col),      weights ? (*weights)[row] : A(1), n};
+      const Tile<T> t{gates.tile(row, col, n, gate.data),
+                      ups.tile(row, col, n, up.data),
+                      biases.tile(col),
+                      biases.tile(shape.cols + col),
+                      weights ? (*weights)[row] : A(1),
+                      n,
+                      swish};
       T* dg = static_cast<T*>(dgate) + row * stride + col;
       T* du = static_cast<T*>(dup) + row * stride + col;
       A* of_weight = weights ? &tile_sums[static_cast<size_t>(row * per_row + col / kTileCols)] : nullptr;
@@ -165,6 +228,10 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
         case Act::kSilu:
           backward_silu(t, d, dg, du, sum);
           if (of_weight) *of_weight = weight_silu(t, d);
+          break;
+        case Act::kSwish:
+          backward_swish(t, d, dg, du, sum);
+          if (of_weight) *of_weight = weight_swish(t, d);
           break;
         case Act::kGeluTanh:
           backward_gelu_tanh(t, d, dg, du, sum);
@@ -188,23 +255,30 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
 
 // The halves of x, as views.
 Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& weights) {
+                const std::optional<Tensor>& weights, const SwishOptions& swish) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
   check_bias(op, x, bias);
   const int64_t cols = last_dim(x) / 2, last = x.dim() - 1;
   Tensor whole = x;
-  return {op,   Act::kSilu, torch::stable::narrow(whole, last, 0, cols), torch::stable::narrow(whole, last, cols, cols),
-          bias, weights};
+  return {op,
+          silu_or_swish(swish),
+          torch::stable::narrow(whole, last, 0, cols),
+          torch::stable::narrow(whole, last, cols, cols),
+          bias,
+          weights,
+          swish};
 }
 
-Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& weights) {
-  return forward(halves("bias_swiglu", x, bias, weights));
+Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& weights,
+                   double alpha, std::optional<double> limit, double up_offset) {
+  return forward(halves("bias_swiglu", x, bias, weights, {alpha, limit, up_offset}));
 }
 
 std::tuple<Tensor, Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x,
                                                         const std::optional<Tensor>& bias,
-                                                        const std::optional<Tensor>& weights) {
-  const Operands in = halves("bias_swiglu_backward", x, bias, weights);
+                                                        const std::optional<Tensor>& weights, double alpha,
+                                                        std::optional<double> limit, double up_offset) {
+  const Operands in = halves("bias_swiglu_backward", x, bias, weights, {alpha, limit, up_offset});
   const int64_t cols = last_dim(x) / 2;
   Tensor dx = empty_output(x, x.sizes());
   char* out = static_cast<char*>(dx.mutable_data_ptr());
@@ -218,23 +292,27 @@ std::tuple<Tensor, Tensor, Tensor> two_tensors_backward(const Operands& in, cons
   return {dgate, dup, dweights};
 }
 
-Tensor silu_mul(const Tensor& gate, const Tensor& up, const std::optional<Tensor>& weights) {
-  return forward({"silu_mul", Act::kSilu, gate, up, std::nullopt, weights});
+Tensor silu_mul(const Tensor& gate, const Tensor& up, const std::optional<Tensor>& weights, double alpha,
+                std::optional<double> limit, double up_offset) {
+  const SwishOptions swish{alpha, limit, up_offset};
+  return forward({"silu_mul", silu_or_swish(swish), gate, up, std::nullopt, weights, swish});
 }
 
 std::tuple<Tensor, Tensor, Tensor> silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
-                                                     const std::optional<Tensor>& weights) {
-  return two_tensors_backward({"silu_mul_backward", Act::kSilu, gate, up, std::nullopt, weights}, dy);
+                                                     const std::optional<Tensor>& weights, double alpha,
+                                                     std::optional<double> limit, double up_offset) {
+  const SwishOptions swish{alpha, limit, up_offset};
+  return two_tensors_backward({"silu_mul_backward", silu_or_swish(swish), gate, up, std::nullopt, weights, swish}, dy);
 }
 
 Tensor gelu_mul(const Tensor& gate, const Tensor& up, const std::optional<Tensor>& weights, bool tanh) {
-  return forward({"gelu_mul", tanh ? Act::kGeluTanh : Act::kGelu, gate, up, std::nullopt, weights});
+  return forward({"gelu_mul", tanh ? Act::kGeluTanh : Act::kGelu, gate, up, std::nullopt, weights, {}});
 }
 
 std::tuple<Tensor, Tensor, Tensor> gelu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
                                                      const std::optional<Tensor>& weights, bool tanh) {
   const Act act = tanh ? Act::kGeluTanh : Act::kGelu;
-  return two_tensors_backward({"gelu_mul_backward", act, gate, up, std::nullopt, weights}, dy);
+  return two_tensors_backward({"gelu_mul_backward", act, gate, up, std::nullopt, weights, {}}, dy);
 }
 
 }  // namespace

@@ -16,81 +16,12 @@
 
 #include "check.h"
 #include "column_sum.h"
-#include "lanes.h"
+#include "norm_tile.h"
 #include "output.h"
 #include "rows.h"
 
 namespace parallel_ops::cpu {
 namespace {
-
-// What the loops over a row's tiles need to know of the row.
-template <class A>
-struct Row {
-  A mean;
-  A rstd;
-  A mean_g;
-  A mean_g_xhat;
-};
-
-// T is the dtype of x and y, S that of what is normalised: the wider one of x and its residual. The sum is rounded to S
-// before it is normalised, so that what is returned is what was normalised. Weight and bias come widened.
-template <class T, class S>
-PARALLEL_OPS_INLINE void add_loop(const T* __restrict x, const S* __restrict residual, S* __restrict sum, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) sum[i] = from_acc<S>(to_acc(x[i]) + to_acc(residual[i]));
-}
-
-template <class S>
-PARALLEL_OPS_INLINE acc_t<S> total_loop(const S* __restrict x, int64_t n) {
-  return sum_lanes<acc_t<S>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(x[i]); });
-}
-
-template <class S>
-PARALLEL_OPS_INLINE acc_t<S> squares_loop(const S* __restrict x, acc_t<S> mean, int64_t n) {
-  return sum_lanes<acc_t<S>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
-    const acc_t<S> d = to_acc(x[i]) - mean;
-    return d * d;
-  });
-}
-
-template <class T, class S>
-PARALLEL_OPS_INLINE void normalise_loop(const S* __restrict x, const acc_t<T>* __restrict weight,
-                                        const acc_t<T>* __restrict bias, Row<acc_t<T>> row, T* __restrict y,
-                                        int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const acc_t<T> xhat = (to_acc(x[i]) - row.mean) * row.rstd;
-    y[i] = from_acc<T>(xhat * weight[i] + bias[i]);
-  }
-}
-
-template <class T>
-PARALLEL_OPS_INLINE acc_t<T> dot_g_loop(const T* __restrict dy, const acc_t<T>* __restrict weight, int64_t n) {
-  return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(dy[i]) * weight[i]; });
-}
-
-template <class T, class S>
-PARALLEL_OPS_INLINE acc_t<T> dot_g_xhat_loop(const T* __restrict dy, const S* __restrict x,
-                                             const acc_t<T>* __restrict weight, Row<acc_t<T>> row, int64_t n) {
-  return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
-    return to_acc(dy[i]) * weight[i] * ((to_acc(x[i]) - row.mean) * row.rstd);
-  });
-}
-
-// dx in S and, where that is another dtype, in T too. kSums: 0 for neither parameter's gradient, 1 for the weight's.
-template <int kSums, class T, class S>
-PARALLEL_OPS_INLINE void gradient_loop(const T* __restrict dy, const S* __restrict x, const acc_t<T>* __restrict weight,
-                                       const S* __restrict dsum, Row<acc_t<T>> row, S* __restrict dx,
-                                       T* __restrict narrow_dx, acc_t<T>* __restrict dweight,
-                                       acc_t<T>* __restrict dbias, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const acc_t<T> d = to_acc(dy[i]);
-    const acc_t<T> xhat = (to_acc(x[i]) - row.mean) * row.rstd;
-    const acc_t<T> v = row.rstd * (d * weight[i] - row.mean_g - xhat * row.mean_g_xhat) + to_acc(dsum[i]);
-    dx[i] = from_acc<S>(v);
-    if constexpr (!std::is_same_v<S, T>) narrow_dx[i] = from_acc<T>(v);
-    if constexpr (kSums > 0) dweight[i] += d * xhat;
-    if constexpr (kSums > 1) dbias[i] += d;
-  }
-}
 
 #define DEFINE_TILES(T)                                                                                                \
   PARALLEL_OPS_MULTIVERSION acc_t<T> total(const T* x, int64_t n) { return total_loop(x, n); }                         \
@@ -158,10 +89,10 @@ void dispatch_stream(const char* op, ScalarType narrow, ScalarType stream, const
   });
 }
 
-// A parameter in the dtype of the arithmetic, plus `offset`; `otherwise` throughout where there is none.
+// The weight in the dtype of the arithmetic, plus `offset`; ones where there is none.
 template <class A>
-std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, int64_t cols, A offset, A otherwise) {
-  std::vector<A> out(static_cast<size_t>(cols), otherwise);
+std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, int64_t cols, A offset) {
+  std::vector<A> out(static_cast<size_t>(cols), A(1));
   if (!parameter) return out;
   dispatch(op, parameter->scalar_type(), [&](auto tag) {
     using P = decltype(tag);
@@ -171,8 +102,6 @@ std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, i
       for_each_tile_of_row(cols, [&](int64_t col, int64_t n) {
         widen(rows.tile(0, col, n, scratch.data), offset, out.data() + col, n);
       });
-    } else {
-      STD_TORCH_CHECK(false, op, ": float64 parameters go with float64 x alone");
     }
   });
   return out;
@@ -183,12 +112,20 @@ ScalarType statistics_dtype(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-void check_parameter(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& t) {
+void check_parameters(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
-  if (!t) return;
-  STD_TORCH_CHECK(t->is_cpu(), op, ": ", name, " must be on the same device as x");
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == last_dim(x), op, ": ", name,
-                  " must have one element for each element of the last dimension of x");
+  for (const auto* t : {&weight, &bias}) {
+    if (!*t) continue;
+    const char* name = t == &weight ? "weight" : "bias";
+    STD_TORCH_CHECK((*t)->is_cpu(), op, ": ", name, " must be on the same device as x");
+    STD_TORCH_CHECK(((*t)->scalar_type() == ScalarType::Double) == (x.scalar_type() == ScalarType::Double), op,
+                    ": float64 parameters go with float64 x alone");
+    STD_TORCH_CHECK((*t)->dim() == 1 && (*t)->size(0) == last_dim(x), op, ": ", name,
+                    " must have one element for each element of the last dimension of x");
+  }
+  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+                  ": bias must be of the dtype of weight");
 }
 
 void check_statistics(const char* op, const char* name, const Tensor& t, const Tensor& x, int64_t rows) {
@@ -208,8 +145,7 @@ Shape2d norm_shape(const Tensor& x) {
 
 NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std::optional<Tensor>& weight,
                          const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double eps) {
-  check_parameter(options.op, "weight", x, weight);
-  check_parameter(options.op, "bias", x, bias);
+  check_parameters(options.op, x, weight, bias);
   if (residual) check_shape(options.op, "residual", *residual, x);
   const Shape2d shape = norm_shape(x);
   const auto statistics = [&](int64_t n) { return empty_tensor({n}, statistics_dtype(x)); };
@@ -223,8 +159,8 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std:
     using A = acc_t<T>;
     const Rows<T> xs(x);
     const std::optional<Rows<S>> residuals = residual ? std::optional<Rows<S>>(*residual) : std::nullopt;
-    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0), A(1));
-    const auto biases = widened<A>(options.op, bias, shape.cols, A(0), A(0));
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
+    const Bias<A> biases(bias);
     T* y = static_cast<T*>(out.y.mutable_data_ptr());
     S* sum = residual ? static_cast<S*>(out.sum.mutable_data_ptr()) : nullptr;
     A* mean = static_cast<A*>(out.mean.mutable_data_ptr());
@@ -254,7 +190,7 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std:
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) { variance += squares(tile(col, n), row.mean, n); });
       rstd[r] = row.rstd = A(1) / std::sqrt(variance * scale + static_cast<A>(eps));
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
-        normalise(tile(col, n), weights.data() + col, biases.data() + col, row, y + r * shape.cols + col, n);
+        normalise(tile(col, n), weights.data() + col, biases.tile(col), row, y + r * shape.cols + col, n);
       });
     };
     const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, shape.cols));
@@ -269,10 +205,7 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
                             const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                             const std::optional<Tensor>& mean, const Tensor& rstd) {
   const Shape2d shape = norm_shape(x);
-  check_parameter(options.op, "weight", x, weight);
-  check_parameter(options.op, "bias", x, bias);
-  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), options.op,
-                  ": bias must be of the dtype of weight");
+  check_parameters(options.op, x, weight, bias);
   check_shape(options.op, "grad", grad, x);
   if (grad_sum) check_like(options.op, "grad_sum", *grad_sum, x);
   if (mean) check_statistics(options.op, "mean", *mean, x, shape.rows);
@@ -290,7 +223,7 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
     using A = acc_t<T>;
     const Rows<T> dys(grad);
     const Rows<S> dsums(grad_sum ? *grad_sum : x), xs(x);
-    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0), A(1));
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
     const A* means = mean ? static_cast<const A*>(mean->const_data_ptr()) : nullptr;
     const A* rstds = static_cast<const A*>(rstd.const_data_ptr());
     S* dx = static_cast<S*>(out.dx.mutable_data_ptr());

@@ -174,25 +174,25 @@ void rotate(const char* op, const Tensor& q, Tensor& to_q, const std::optional<T
     T* out_k = k ? static_cast<T*>(to_k->mutable_data_ptr()) : nullptr;
     dispatch(op, a.cos.scalar_type(), [&](auto angle_tag) {
       using C = decltype(angle_tag);
-      const auto* coss = static_cast<const C*>(a.cos.const_data_ptr());
-      const auto* sins = static_cast<const C*>(a.sin.const_data_ptr());
-      const auto angle = [&](const Tensor& t, const C* data, int64_t token) {
-        const int64_t per_token = t.dim() == 3 ? (token % xq.b) * t.stride(1) : 0;
-        return data + rows[static_cast<size_t>(token)] * t.stride(0) + per_token;
-      };
-      const int64_t cos_stride = a.cos.stride(a.cos.dim() - 1), sin_stride = a.sin.stride(a.sin.dim() - 1);
+      const bool per_token = a.cos.dim() == 3;
+      const Rows<C> cos_rows(a.cos), sin_rows(a.sin);
+      const auto angle_row = [&](int64_t token) { return per_token ? token : rows[static_cast<size_t>(token)]; };
       // Whole heads are read and written where they are, unless columns lie apart or an input is the output.
       const bool direct = in_q != out_q && (!k || in_k != out_k) && xq.stride_d == 1 && yq.stride_d == 1 &&
                           xk.stride_d == 1 && yk.stride_d == 1;
       const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, widest));
       torch::stable::parallel_for(0, static_cast<int64_t>(rows.size()), grain, [&](int64_t begin, int64_t end) {
         std::vector<A> c(static_cast<size_t>(half)), s(static_cast<size_t>(half));
+        std::vector<C> scratch(static_cast<size_t>(half));
         std::vector<T> space(static_cast<size_t>(direct ? 0 : 2 * widest));
+        int64_t at = -1;
         for (int64_t token = begin; token < end; ++token) {
-          const C *cos = angle(a.cos, coss, token), *sin = angle(a.sin, sins, token);
-          for (int64_t i = 0; i < half; ++i) c[i] = static_cast<A>(to_acc(cos[i * cos_stride]));
-          for (int64_t i = 0; i < half; ++i) {
-            s[i] = static_cast<A>(inverse ? -to_acc(sin[i * sin_stride]) : to_acc(sin[i * sin_stride]));
+          if (angle_row(token) != at) {  // the tokens of a batch follow each other, and mostly share their angles
+            at = angle_row(token);
+            const C* row = cos_rows.tile(at, 0, half, scratch.data());
+            for (int64_t i = 0; i < half; ++i) c[i] = static_cast<A>(to_acc(row[i]));
+            row = sin_rows.tile(at, 0, half, scratch.data());
+            for (int64_t i = 0; i < half; ++i) s[i] = static_cast<A>(inverse ? -to_acc(row[i]) : to_acc(row[i]));
           }
           rotate_token(in_q, xq, out_q, yq, token, c.data(), s.data(), half, a.interleaved, space.data());
           if (k) rotate_token(in_k, xk, out_k, yk, token, c.data(), s.data(), half, a.interleaved, space.data());

@@ -127,21 +127,7 @@ void store_values(const A* values, Tensor& out) {
 template <class T>
 inline const Scratch<T> kZeroTile{};
 
-template <class T>
-class BiasTiles {
- public:
-  explicit BiasTiles(const std::optional<Tensor>& bias) {
-    if (bias) rows_.emplace(*bias);
-  }
-  const T* tile(int64_t col, int64_t n, T* scratch) const {
-    return rows_ ? rows_->tile(0, col, n, scratch) : kZeroTile<T>.data;
-  }
-
- private:
-  std::optional<Rows<T>> rows_;
-};
-
-// The same in the arithmetic type, from a bias of any dtype.
+// The tiles in the arithmetic type, from a bias of any dtype.
 template <class A>
 class Bias {
  public:

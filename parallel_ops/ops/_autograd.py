@@ -7,7 +7,12 @@ holds where nobody could tell: for tensors that are just memory, with nobody wat
 autocast, modes, subclasses, function transforms, tracers, profilers and ``torch.ops`` find the same op with the same
 formula in the dispatcher.
 
-The private names of torch below only ask whether that is so. A torch that lacks one always takes the dispatcher.
+After an engine's turn everything here runs cold, at a third of a microsecond a Python function. So this file has few
+functions on the way of a call, and a CPU kernel's own checks of tensors come first: Python's, which name the argument,
+run where the kernel refused.
+
+The private names of torch below only ask whether somebody could tell. A torch that lacks one always takes the
+dispatcher.
 """
 
 from collections.abc import Callable
@@ -15,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN = {Tensor, torch.nn.Parameter}
-_NO_TENSORS = {type(None), bool, int, float, str, list, tuple, torch.dtype}
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
 
 def _always() -> bool:
@@ -27,65 +30,110 @@ def _always() -> bool:
 
 
 _autocast = getattr(torch._C, "_is_any_autocast_enabled", _always)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", _always)
 _function_mode = getattr(torch._C, "_is_torch_function_mode_enabled", _always)
 _transforms = getattr(torch._C, "_are_functorch_transforms_active", _always)
 _tracing = getattr(torch._C, "_get_tracing_state", _always)
 _profiler = getattr(torch.autograd, "_profiler_enabled", _always)
 
 
-def _changing() -> bool:
-    """Is anything in force that changes what an op does, or wants to see it?"""
-    return bool(
-        _autocast() or is_in_torch_dispatch_mode() or _function_mode() or _transforms() or _tracing() or _profiler()
-    )
-
-
 def straight(
     op: torch._ops.OpOverload, kernel: Callable[..., Any], apply: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """``op`` as a function: ``kernel``, or with gradients ``apply``, where nobody could tell, else the dispatcher."""
-    if any("List[Tensor]" in str(a.type) for a in (*op._schema.arguments, *op._schema.returns)):
-        return op  # autograd functions see no tensors within lists
+    """``op`` as a function: ``kernel``, or with gradients ``apply``, where nobody could tell, else the dispatcher.
 
-    def call(*args: Any) -> Any:
-        if _is_compiling() or _changing():
-            return op(*args)
-        requires_grad = False
-        for a in args:
-            kind = type(a)
-            if kind in _PLAIN:
+    The function takes ``check`` beside the op's arguments, which raises where these are bad. It runs first, but for a
+    kernel on the CPU, which must refuse the same arguments by itself: there only once that has raised. ``all_outputs``
+    goes to the dispatcher for the outputs that ``with_autograd`` leaves out.
+    """
+    arguments = op._schema.arguments
+    kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
+    if any("List[Tensor]" in kind for kind in kinds):
+        return op  # autograd functions see no tensors within lists
+    tensors = [i for i, kind in enumerate(kinds[: len(arguments)]) if "Tensor" in kind]
+
+    def call(*args: Any, check: Callable[[], None] | None = None, all_outputs: bool = False) -> Any:
+        plain = not (
+            all_outputs
+            or _is_compiling()
+            or _autocast()
+            or _dispatch_modes()
+            or _function_mode()
+            or _transforms()
+            or _tracing()
+            or _profiler()
+        )
+        requires_grad, run = False, kernel
+        if plain:
+            for i in tensors:
+                a = args[i]
+                if a is None:
+                    continue
                 # A negative view and a zero that has no memory are plain to Python, and not to a kernel.
-                if a.is_neg() or a._is_zerotensor():
-                    return op(*args)
+                if type(a) not in _PLAIN or a.is_neg() or a._is_zerotensor():
+                    plain = False
+                    break
                 requires_grad = requires_grad or a.requires_grad
-            elif kind not in _NO_TENSORS:
-                return op(*args)
         if requires_grad and _is_grad_enabled():
-            return op(*args) if apply is None else apply(*args)
-        return kernel(*args)
+            if apply is None:
+                plain = False
+            else:
+                run = apply
+        if check is None:
+            return run(*args) if plain else op(*args)
+        if not (plain and args[0].is_cpu):
+            check()
+            return run(*args) if plain else op(*args)
+        try:
+            return run(*args)
+        except (RuntimeError, TypeError):
+            check()
+            raise
 
     return call
 
 
 def with_autograd(
+    name: str,
     op: torch._ops.OpOverload,
     kernel: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
+    setup_context: Callable[..., None],
     backward: Callable[..., Any],
+    differentiable: int | None,
 ) -> Callable[..., Any]:
     """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes, and returns the
-    function to call it by."""
-    torch.library.register_autograd(op._schema.name, backward, setup_context=setup_context)
+    function to call it by.
+
+    ``differentiable`` is how many of the op's outputs, the first ones, have gradients; ``None`` for all. The others are
+    for the backward: with gradients and past the dispatcher, the function gives ``None`` in their places, since
+    autograd takes a microsecond for each that it sees.
+    """
+    checked = once_differentiable(name, backward)
+    torch.library.register_autograd(op._schema.name, checked, setup_context=setup_context)
+    others = () if differentiable is None else (None,) * (len(op._schema.returns) - differentiable)
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = kernel(*args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
-        return output
+        setup_context(ctx, args, output)
+        return (*output[:differentiable], *others) if others else output
 
     function: Any = type(
         op._opname,
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+        {"forward": staticmethod(forward), "backward": staticmethod(checked)},
     )
-    return straight(op, kernel, function.apply)
+    # Past what torch.autograd.Function does in Python for function transforms, which are not in force here.
+    return straight(op, kernel, super(torch.autograd.Function, function).apply)
+
+
+def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, refusing ``create_graph=True``, which would otherwise drop second derivatives silently."""
+
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if _is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: second derivatives are not implemented; with create_graph=True use {name}_reference"
+            )
+        return backward(ctx, *grads)
+
+    return checked

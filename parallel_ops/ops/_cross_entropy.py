@@ -54,14 +54,17 @@ def statistics_of(column: Tensor, saved: Tensor, shape: torch.Size) -> LossStati
 
 
 def gradient(
-    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, options: Any,
-    *, inplace: bool,
+    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
+    options: Any, *, inplace: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, over them where that is asked for and possible."""
+    """The gradient of the logits, over them where that is asked for and possible.
+
+    ``grad`` is one for each row, or with a divisor one for all, to be divided by it.
+    """
     if not (inplace and logits.is_contiguous() and is_memory(logits)):
-        return backward(grad, logits, class_weight, column, saved, *options)
+        return backward(grad, logits, class_weight, column, saved, divisor, *options)
     dlogits = logits.detach()
-    backward_inplace(grad, dlogits, class_weight, column, saved, *options)
+    backward_inplace(grad, dlogits, class_weight, column, saved, divisor, *options)
     torch.autograd.graph.increment_version(logits)
     return dlogits
 
@@ -117,14 +120,14 @@ def _fake_gradient(grad: Tensor, logits: Tensor, *_: object) -> Tensor:
 
 
 def _cuda_gradient(
-    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor,
+    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
     label_smoothing: float, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     from parallel_ops.triton_kernels import cross_entropy as kernels
 
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
-    kernels.backward(grad, logits, class_weight, column, saved, out, **options)
+    kernels.backward(_by_row(grad, divisor, column), logits, class_weight, column, saved, out, **options)
     return out
 
 
@@ -133,13 +136,17 @@ def _fake_nothing(*_: object) -> None:
 
 
 def _cuda_gradient_inplace(
-    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor,
+    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
     label_smoothing: float, z_loss: float, softcap: float,
 ) -> None:  # fmt: skip
     from parallel_ops.triton_kernels import cross_entropy as kernels
 
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
-    kernels.backward(grad, logits, class_weight, column, saved, logits, **options)
+    kernels.backward(_by_row(grad, divisor, column), logits, class_weight, column, saved, logits, **options)
+
+
+def _by_row(grad: Tensor, divisor: Tensor | None, column: Tensor) -> Tensor:
+    return grad if divisor is None else (grad / divisor).expand(column.shape)
 
 
 statistics = register("cross_entropy_statistics", fake=_fake_statistics, cuda=statistics_on_cuda)

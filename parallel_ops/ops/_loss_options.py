@@ -1,7 +1,7 @@
 """The options that all cross-entropies take, their checks, and the reduction of per-row losses."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from parallel_ops.ops._check import check_floating, check_same_device
 
 REDUCTIONS = ("none", "mean", "sum")
+NONE = REDUCTIONS.index("none")
 
 # What `column` says of a row instead of a column of this shard.
 ON_ANOTHER_SHARD, IGNORED, INVALID = -1, -2, -3
@@ -17,8 +18,7 @@ ON_ANOTHER_SHARD, IGNORED, INVALID = -1, -2, -3
 _ONE_PIECE = 32768
 
 
-@dataclass(frozen=True)
-class LossOptions:
+class LossOptions(NamedTuple):
     """How a row's loss is made of its logits. ``softcap`` 0 means none, as in the ops' schemas."""
 
     label_smoothing: float
@@ -53,16 +53,21 @@ def check_logits(op: str, logits: Tensor, target: Tensor, class_weight: Tensor |
         raise ValueError(f"{op}: logits must have at least one dimension, got a scalar")
     check_target(op, target, logits.shape[:-1], "that of logits without its last dimension")
     check_same_device(op, "target", target, "logits", logits)
-    if class_weight is not None:
-        check_floating(op, "class_weight", class_weight)
-        check_same_device(op, "class_weight", class_weight, "logits", logits)
-        if class_weight.shape != logits.shape[-1:]:
-            raise ValueError(
-                f"{op}: class_weight must have shape {list(logits.shape[-1:])}, the last dimension of logits, "
-                f"got {list(class_weight.shape)}"
-            )
-        if class_weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: class_weight requires a gradient, which is not implemented; detach it")
+    check_class_weight(op, class_weight, logits.shape[-1:], "the last dimension of logits", "logits", logits)
+
+
+def check_class_weight(
+    op: str, class_weight: Tensor | None, shape: torch.Size, what: str, x_name: str, x: Tensor
+) -> None:
+    """``class_weight`` has the given shape, which is ``what``, is on the device of ``x``, and takes no gradient."""
+    if class_weight is None:
+        return
+    check_floating(op, "class_weight", class_weight)
+    check_same_device(op, "class_weight", class_weight, x_name, x)
+    if class_weight.shape != shape:
+        raise ValueError(f"{op}: class_weight must have shape {list(shape)}, {what}, got {list(class_weight.shape)}")
+    if class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: class_weight requires a gradient, which is not implemented; detach it")
 
 
 def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
@@ -85,17 +90,20 @@ def divisor_of(reduction: str, column: Tensor, target_weight: Tensor | None, dty
     return torch.where(weights == 0, 1.0, weights)
 
 
-def reduce(loss: Tensor, reduction: str, column: Tensor, target_weight: Tensor | None = None) -> Tensor:
-    """Reduces per-row losses. The mean is over rows that count, and 0 where none does; nothing waits for a device.
+def reduced(loss: Tensor, reduction: str, column: Tensor, target_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Per-row losses reduced, and what their sum was divided by.
+
+    The mean is over rows that count, and 0 where none does; nothing waits for a device.
 
     Args:
         column: where each row's target is, or a constant.
         target_weight: the class weight of each row's target.
     """
+    divisor = divisor_of(reduction, column, target_weight, loss.dtype)
     if reduction == "none":
-        return loss
+        return loss, divisor
     total = _sum(loss)
-    return total / divisor_of(reduction, column, target_weight, total.dtype) if reduction == "mean" else total
+    return total / divisor if reduction == "mean" else total, divisor
 
 
 def _sum(loss: Tensor) -> Tensor:

@@ -9,10 +9,8 @@ from torch import Tensor
 from parallel_ops.ops._check import check_floating, check_rows, check_same_device
 
 
-def check_norm(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
-) -> None:
-    """``weight`` and ``bias`` are ``[H]`` for ``x`` of ``[..., H]``; ``residual`` is like ``x``; ``eps`` is usable."""
+def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    """``weight`` and ``bias`` are ``[H]`` for ``x`` of ``[..., H]``; ``residual`` is like ``x``."""
     check_rows(op, x)
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is None:
@@ -28,6 +26,10 @@ def check_norm(
             )
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which raises for devices without autocast
         _check_dtypes(op, x, weight, bias, residual)
+
+
+def check_eps(op: str, eps: float) -> None:
+    """``eps`` is a number that can be added to a variance."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
     if not eps >= 0:

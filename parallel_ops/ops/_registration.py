@@ -28,6 +28,7 @@ def register(
     cpu: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    differentiable: int | None = None,
     autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
 ) -> Callable[..., Any]:
     """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
@@ -38,6 +39,7 @@ def register(
         cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
             asking for its gradient raises.
+        differentiable: how many of the outputs, the first ones, have gradients; absent, all.
         autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. Absent,
             autocast changes nothing.
     """
@@ -49,9 +51,9 @@ def register(
     _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
-    if backward is None:
+    if backward is None or setup_context is None:
         return straight(op, kernel)
-    call = with_autograd(op, kernel, setup_context, once_differentiable(name, backward))
+    call = with_autograd(name, op, kernel, setup_context, backward, differentiable)
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(call, device_type, autocast), key)
@@ -60,7 +62,7 @@ def register(
 
 def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of the device of the first argument, called without the dispatcher."""
-    on_cpu = cpu or functools.partial(op.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
     on_cuda = _on_its_device(cuda)
     # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
     floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
@@ -77,6 +79,13 @@ def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Cal
     return kernel
 
 
+def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``op.redispatch`` without a frame of Python around it, where torch has it so."""
+    handle = getattr(op, "_handle", None)
+    redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", op.redispatch)
+    return redispatch
+
+
 def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device, so make it the one that the first argument lives on."""
 
@@ -88,19 +97,6 @@ def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
             return cuda(first, *args)
 
     return launch
-
-
-def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward``, refusing ``create_graph=True``, which would otherwise drop second derivatives silently."""
-
-    def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: second derivatives are not implemented; with create_graph=True use {name}_reference"
-            )
-        return backward(ctx, *grads)
-
-    return checked
 
 
 def _autocast(call: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:

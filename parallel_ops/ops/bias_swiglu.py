@@ -7,7 +7,8 @@
     db     = sum over rows of [dg, du]                      (fp32 partial sums in an order set by the shape)
     dw     = sum over columns of dy * silu(g) * u
 
-w is one weight a row, 1 where there are none: the router's probability of the expert that the token went to.
+w is one weight a row, 1 where there are none: the router's probability of the expert that the token went to. With the
+options of ``gated.py`` silu has a factor in its sigmoid, g and u are clamped, and u has an offset.
 Saved for backward: x, b and w, nothing else. Both halves are read in place and both halves of dx are written in place:
 no chunk, no cat. The unfused composite saves x + b and silu(g), and joins dg and du by a copy.
 Source: Shazeer, arXiv:2002.05202.
@@ -16,14 +17,22 @@ Source: Shazeer, arXiv:2002.05202.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops.ops._check import check_bias, check_row_weights, check_rows, empty_like_or_none
 from parallel_ops.ops._registration import cast_to_autocast_dtype, register
+from parallel_ops.ops.gated import silu_mul_reference, swiglu_options
 
 
-def bias_swiglu(x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None) -> Tensor:
+def bias_swiglu(
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Tensor:
     """``silu(gate) * up``, where ``gate`` and ``up`` are the halves of ``x + bias``, forward and backward fused.
 
     Args:
@@ -31,12 +40,14 @@ def bias_swiglu(x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None
         bias: ``[2F]``, of any of these dtypes, on the device of ``x``; ``None`` for plain SwiGLU.
         weights: ``[...]`` or ``[..., 1]``, of any of these dtypes: each row of the result is multiplied by its weight,
             as in a mixture of experts. ``None``: by nothing.
+        alpha, limit, up_offset: as in ``silu_mul``, of the halves of ``x + bias``.
 
     Returns:
         ``[..., F]``, contiguous, dtype of ``x``. Under autocast x and bias are cast to the autocast dtype.
 
     Raises:
-        TypeError: unsupported dtypes. ValueError: wrong shape (an odd last dimension too) or device.
+        TypeError: unsupported dtypes, an option that is no number. ValueError: wrong shape (an odd last dimension too)
+        or device, a ``limit`` that is not above 0.
 
     Sharding: elementwise over rows, so any shard of rows gives that shard of y. A shard of the last dimension must
     hold the gate columns and the up columns of the same features, as ``[gate shard, up shard]``; bias likewise, and
@@ -50,41 +61,47 @@ def bias_swiglu(x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None
         )
     check_bias("bias_swiglu", bias, x)
     check_row_weights("bias_swiglu", weights, "x", x)
-    return _forward(x, bias, weights)
+    return _forward(x, bias, weights, *swiglu_options("bias_swiglu", alpha, limit, up_offset))
 
 
-def bias_swiglu_reference(x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None) -> Tensor:
+def bias_swiglu_reference(
+    x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None, **options: Any
+) -> Tensor:
     """The same in plain PyTorch."""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-    y = F.silu(gate) * up
-    return (y if weights is None else y * weights.view(*x.shape[:-1], 1)).to(x.dtype)
+    return silu_mul_reference(gate, up, weights=weights, **options).to(x.dtype)
 
 
-def _fake(x: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
+def _fake(x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 def _fake_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None
+    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), empty_like_or_none(bias, x), empty_like_or_none(weights, x)
 
 
-def _cuda(x: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
+def _cuda(
+    x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
+) -> Tensor:
     from parallel_ops.triton_kernels import activation as kernels
 
     y = _fake(x, bias, weights)
-    kernels.forward(*_halves(x), bias, weights, y, activation="silu")
+    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    kernels.forward(*_halves(x), bias, weights, y, activation="silu", **options)
     return y
 
 
 def _cuda_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
+    up_offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from parallel_ops.triton_kernels import activation as kernels
 
     dx, dbias, dweights = _fake_backward(grad, x, bias, weights)
-    kernels.backward(grad, *_halves(x), bias, weights, *_halves(dx), dbias, dweights, activation="silu")
+    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    kernels.backward(grad, *_halves(x), bias, weights, *_halves(dx), dbias, dweights, activation="silu", **options)
     return dx, dbias, dweights
 
 
@@ -93,19 +110,19 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, weights = ctx.saved_tensors
-    dx, dbias, dweights = _backward(grad, x, bias, weights)
-    return dx, None if bias is None else dbias, None if weights is None else dweights
+    dx, dbias, dweights = _backward(grad, x, bias, weights, *ctx.options)
+    return dx, None if bias is None else dbias, None if weights is None else dweights, None, None, None
 
 
 def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, bias, weights = args
-    return *cast_to_autocast_dtype(dtype, (x, bias)), weights
+    return *cast_to_autocast_dtype(dtype, args[:2]), *args[2:]
 
 
 _backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)

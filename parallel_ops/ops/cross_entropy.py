@@ -23,6 +23,7 @@ Sources: Szegedy et al., arXiv:1512.00567 (smoothing); Chowdhery et al., arXiv:2
 arXiv:2408.00118 (softcap).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,11 +43,13 @@ from parallel_ops.ops._cross_entropy import (
 from parallel_ops.ops._loss_options import (
     IGNORED,
     INVALID,
+    NONE,
     REDUCTIONS,
     LossOptions,
     check_logits,
     check_reduction,
     divisor_of,
+    reduced,
 )
 from parallel_ops.ops._registration import register
 
@@ -112,15 +115,18 @@ def unsharded(
     gradient_in_forward: bool, return_statistics: bool,
 ) -> Any:  # fmt: skip
     """``cross_entropy`` under the name of the op that was called."""
-    check_logits(name, logits, target, class_weight)
     check_reduction(name, reduction)
     o = LossOptions.checked(name, label_smoothing, z_loss, softcap, ignore_index)
     options = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range, REDUCTIONS.index(reduction))
     if gradient_in_forward and reduction == "none":
         raise ValueError(f"{name}: gradient_in_forward needs reduction 'mean' or 'sum', got 'none'")
-    run = _forward_with_gradient if gradient_in_forward else _forward
+    run = _forward_with_gradient if gradient_in_forward else forward
+    check = lambda: check_logits(name, logits, target, class_weight)  # noqa: E731
+    indices = target.contiguous() if isinstance(target, Tensor) else target
     try:
-        loss, column, saved, *_ = run(logits, target.contiguous(), class_weight, *options, inplace_backward)
+        loss, column, saved, *_ = run(
+            logits, indices, class_weight, *options, inplace_backward, check=check, all_outputs=return_statistics
+        )
     except RuntimeError:  # the kernel met a target outside the vocabulary, or something else is wrong
         if not ignore_out_of_range:
             check_target_values(name, target, logits.shape[-1], o.ignore_index)
@@ -184,7 +190,7 @@ def _fake(
     dtype, rows = accumulation_dtype(logits.dtype), target.numel()
     width = saved_per_row(label_smoothing != 0.0, class_weight is not None)
     return (
-        logits.new_empty(target.shape if REDUCTIONS[reduction] == "none" else (), dtype=dtype),
+        logits.new_empty(target.shape if reduction == NONE else (), dtype=dtype),
         target.new_empty(rows, dtype=torch.int64),
         logits.new_empty((width, rows), dtype=dtype),
         logits.new_empty((), dtype=dtype),
@@ -200,10 +206,8 @@ def _cuda(
         logits, target, class_weight, 0, cols, ignore_index, ignore_invalid, softcap, smoothing
     )
     loss, saved = combine_on_cuda(part.unsqueeze(0), column, label_smoothing, z_loss)
-    divisor = divisor_of(REDUCTIONS[reduction], column, target_weights(saved), loss.dtype)
-    if REDUCTIONS[reduction] == "none":
-        return loss.view(target.shape), column, saved, divisor
-    return loss.sum() / divisor, column, saved, divisor
+    loss, divisor = reduced(loss, REDUCTIONS[reduction], column, target_weights(saved))
+    return loss.view(target.shape) if reduction == NONE else loss, column, saved, divisor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -219,19 +223,21 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return (None,) * ctx.arguments
     logits, class_weight, column, saved, divisor = ctx.saved_tensors
-    if REDUCTIONS[ctx.reduction] != "none":
-        grad = (grad / divisor if REDUCTIONS[ctx.reduction] == "mean" else grad).expand(column.shape)
-    dlogits = gradient(grad, logits, class_weight, column, saved, ctx.options, inplace=ctx.inplace)
+    divisor = None if ctx.reduction == NONE else divisor
+    dlogits = gradient(grad, logits, class_weight, column, saved, divisor, ctx.options, inplace=ctx.inplace)
     return dlogits, *(None,) * (ctx.arguments - 1)
 
 
-def _forward_with_gradient(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _forward_with_gradient(
+    logits: Tensor, *arguments: Any, check: Callable[[], None], all_outputs: bool
+) -> tuple[Tensor, ...]:
+    check()
     *given, inplace = arguments
     if not (torch.is_grad_enabled() and logits.requires_grad):
-        return _forward(logits, *given, False)
+        return forward(logits, *given, False)
     if inplace and logits.is_contiguous() and is_memory(logits) and not torch.compiler.is_compiling():
         return _GradientOverLogits.apply(logits, *given)
-    return _with_gradient(logits, *given)
+    return _with_gradient(logits, *given, all_outputs=all_outputs)
 
 
 def _fake_with_gradient(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -249,7 +255,7 @@ def _cuda_with_gradient_inplace(logits: Tensor, *arguments: Any) -> tuple[Tensor
 
 def _launch_with_gradient(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float,
-    softcap: float, ignore_index: int, ignore_invalid: bool, reduction: int, *, out: Tensor,
+    softcap: float, ignore_index: int, ignore_invalid: bool, reduction: int, of_sum: bool = False, *, out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from parallel_ops.triton_kernels import cross_entropy as kernels
 
@@ -266,11 +272,14 @@ def _launch_with_gradient(
         (saved_per_row(label_smoothing != 0.0, class_weight is not None), target.numel()), dtype=dtype
     )
     loss = saved.new_empty(target.numel())
+    scale = torch.ones_like(divisor) if of_sum else divisor.reciprocal()
     kernels.with_gradient(
-        logits, target, class_weight, divisor.reciprocal(), loss, column, saved, out,
+        logits, target, class_weight, scale, loss, column, saved, out,
         label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, ignore_index=ignore_index,
         ignore_invalid=ignore_invalid,
     )  # fmt: skip
+    if reduction == NONE:
+        return loss.view(target.shape), column, saved, divisor
     return loss.sum() / divisor, column, saved, divisor
 
 
@@ -298,7 +307,7 @@ class _GradientOverLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         dlogits = logits.detach()
-        outputs = _with_gradient_inplace(dlogits, *arguments)
+        outputs = over_logits(dlogits, *arguments, False)
         torch.autograd.graph.increment_version(logits)
         _setup_context_with_gradient(ctx, (logits, *arguments), (*outputs, dlogits))
         ctx.mark_non_differentiable(*outputs[1:])
@@ -321,12 +330,15 @@ def _cuda_scale(dlogits: Tensor, factor: Tensor) -> None:
 
 
 _scale_inplace = register("cross_entropy_scale_", fake=_fake_scale, cuda=_cuda_scale)
-_with_gradient_inplace = register("cross_entropy_with_gradient_", fake=_fake, cuda=_cuda_with_gradient_inplace)
+over_logits = register("cross_entropy_with_gradient_", fake=_fake, cuda=_cuda_with_gradient_inplace)
 _with_gradient = register(
     "cross_entropy_with_gradient",
     fake=_fake_with_gradient,
     cuda=_cuda_with_gradient,
     setup_context=_setup_context_with_gradient,
     backward=_autograd_with_gradient,
+    differentiable=1,
 )
-_forward = register("cross_entropy", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)
+forward = register(
+    "cross_entropy", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, differentiable=1
+)

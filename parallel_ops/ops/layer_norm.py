@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops.ops._norm import (
+    check_eps,
     check_norm,
     empty_like_parameter,
     empty_narrow,
@@ -87,8 +88,10 @@ def layer_norm(
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight and
     bias are replicated, and their gradients are then partial over the ranks (sum them).
     """
-    check_norm("layer_norm", x, weight, bias, residual, eps)
-    y, total, _, _ = _forward(x, weight, bias, residual, float(eps), zero_centered)
+    if type(eps) is not float or not eps >= 0:
+        check_eps("layer_norm", eps)
+    check = lambda: check_norm("layer_norm", x, weight, bias, residual)  # noqa: E731
+    y, total, *_ = _forward(x, weight, bias, residual, eps, zero_centered, check=check)
     return y if residual is None else (y, total)
 
 
@@ -194,5 +197,6 @@ _forward = register(
     cuda=_cuda,
     setup_context=_setup_context,
     backward=_autograd,
+    differentiable=2,
     autocast=in_dtype_of_stream(residual=3, parameters=(1, 2)),
 )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops.ops._norm import (
+    check_eps,
     check_norm,
     empty_like_parameter,
     empty_narrow,
@@ -70,8 +71,10 @@ def rms_norm(
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight is
     replicated, and its gradient is then partial over the ranks (sum it).
     """
-    check_norm("rms_norm", x, weight, None, residual, eps)
-    y, total, _ = _forward(x, weight, residual, float(eps), zero_centered)
+    if type(eps) is not float or not eps >= 0:
+        check_eps("rms_norm", eps)
+    check = lambda: check_norm("rms_norm", x, weight, None, residual)  # noqa: E731
+    y, total, _ = _forward(x, weight, residual, eps, zero_centered, check=check)
     return y if residual is None else (y, total)
 
 
@@ -151,5 +154,6 @@ _forward = register(
     cuda=_cuda,
     setup_context=_setup_context,
     backward=_autograd,
+    differentiable=2,
     autocast=in_dtype_of_stream(residual=2, parameters=(1,)),
 )

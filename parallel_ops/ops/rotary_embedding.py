@@ -27,7 +27,7 @@ Layout = Literal["sbhd", "bhsd"]
 def rotary_embedding(
     x: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     *,
     interleaved: bool = False,
     positions: Tensor | None = None,
@@ -42,14 +42,17 @@ def rotary_embedding(
         x: ``[s, b, h, d]``, ``[b, h, s, d]`` (see ``layout``) or packed ``[t, h, d]``, float32, float16, bfloat16 or
             float64, any strides: a view of a fused qkv is read as it is.
         cos, sin: ``[positions, R / 2]``, R <= d even, or one row for each token, ``[s, b, R / 2]`` (``[b, s, R / 2]``
-            with heads first); float32 or the dtype of ``x``. They take no gradient.
+            with heads first); float32 or the dtype of ``x``. They take no gradient. Without ``sin``, ``cos`` holds the
+            angles themselves, of any of these dtypes, also as ``[s, 1, 1, R / 2]``: with ``doubled`` Megatron-LM's
+            freqs. Their cosine and sine are computed in fp32 at every call; make tables of
+            them once where several layers share them.
         interleaved: which dimensions make a pair (see the top of this file).
         positions: int64, ``[s]``, ``[s, b]`` (``[b, s]`` with heads first) or, for packed ``x``, ``[t]``: the row of
             ``cos`` and ``sin`` for each token. ``None``: row i for index i of the sequence. Context-parallel ranks need
             them. One out of range raises on CPU; on CUDA, where checking would wait for the GPU, it gives NaN.
         cu_seqlens: int32 or int64 ``[n + 1]``, for packed ``x`` in place of positions: where each of its n sequences
             starts, and t. Positions count from the start of a sequence.
-        doubled: ``cos`` and ``sin`` have R columns, each angle twice, as Megatron-LM's and Transformers' tables do.
+        doubled: ``cos`` and ``sin`` have R columns, each angle twice, as Megatron-LM's and Transformers' do.
         layout: ``"sbhd"``, or ``"bhsd"`` for heads before the sequence, as Transformers has it.
         inplace: writes over ``x``, which must not be expanded, and returns it. Under ``torch.compile`` memory is the
             compiler's to plan.
@@ -71,7 +74,7 @@ def rotary_embedding_qk(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     *,
     interleaved: bool = False,
     positions: Tensor | None = None,
@@ -87,13 +90,15 @@ def rotary_embedding_qk(
 def rotary_embedding_reference(
     x: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None = None,
     *,
     interleaved: bool = False,
     positions: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The same in plain PyTorch, as Megatron-LM and Transformers have it: angles in the dtype of x."""
+    if sin is None:
+        cos, sin = cos.cos(), cos.sin()
     if cu_seqlens is not None:
         token = torch.arange(x.shape[0], device=x.device)
         positions = token - cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1]
@@ -115,8 +120,8 @@ def rotary_embedding_reference(
 
 
 def _run(
-    op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None,
-    cu_seqlens: Tensor | None, doubled: bool, layout: str, inplace: bool,
+    op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor | None, interleaved: bool,
+    positions: Tensor | None, cu_seqlens: Tensor | None, doubled: bool, layout: str, inplace: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads_first = layout == "bhsd"
     if layout not in ("sbhd", "bhsd"):
@@ -128,8 +133,7 @@ def _run(
         allowed = "[b, h, s, d]" if heads_first else "[s, b, h, d] or [t, h, d]"
         if t.dim() != 4 and (heads_first or t.dim() != 3):
             raise ValueError(f"{op}: {name} must be {allowed}, got {list(t.shape)}")
-    if doubled:
-        cos, sin = (_halved(op, name, t, interleaved) for name, t in (("cos", cos), ("sin", sin)))
+    cos, sin = _tables(op, cos, sin, interleaved, doubled, q.dtype)
     if heads_first:
         q, k = q.permute(2, 0, 1, 3), None if k is None else k.permute(2, 0, 1, 3)
         cos, sin, positions = (_sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
@@ -150,6 +154,21 @@ def _run(
     if heads_first:
         q, k = q.permute(1, 2, 0, 3), k if k is None or k.dim() < 4 else k.permute(1, 2, 0, 3)
     return q, q if k is None else k
+
+
+def _tables(
+    op: str, cos: Tensor, sin: Tensor | None, interleaved: bool, doubled: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine with each angle once, of angles where ``sin`` is ``None``."""
+    if doubled:
+        cos, sin = _halved(op, "cos", cos, interleaved), sin if sin is None else _halved(op, "sin", sin, interleaved)
+    if sin is not None:
+        return cos, sin
+    check_floating(op, "cos", cos)
+    angles = cos[:, 0, 0] if cos.dim() == 4 and cos.shape[1:3] == (1, 1) else cos
+    angles = angles.to(torch.promote_types(angles.dtype, torch.float32))
+    table = torch.promote_types(dtype, torch.float32)
+    return angles.cos().to(table), angles.sin().to(table)
 
 
 def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:

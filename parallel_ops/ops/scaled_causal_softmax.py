@@ -123,11 +123,13 @@ def _setup_context(
     ctx.save_for_backward(y, None if sink is None else sink_share)
 
 
-def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     y, sink_share = ctx.saved_tensors
     dx, by_row = _backward(grad, y, sink_share, ctx.scale, ctx.window)
     return dx, None if ctx.heads is None else sink_gradient(by_row, y, ctx.heads), None, None
 
 
 _backward = register("scaled_causal_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
-_forward = register("scaled_causal_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)
+_forward = register(
+    "scaled_causal_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, differentiable=1
+)

@@ -132,7 +132,7 @@ def _setup_context(
     ctx.save_for_backward(y, None if sink is None else sink_share)
 
 
-def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     y, sink_share = ctx.saved_tensors
     dx, by_row = _backward(grad, y, sink_share, ctx.scale)
     dmask = None
@@ -147,4 +147,6 @@ def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 _backward = register("scaled_masked_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
-_forward = register("scaled_masked_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)
+_forward = register(
+    "scaled_masked_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, differentiable=1
+)

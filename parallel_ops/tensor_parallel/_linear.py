@@ -24,10 +24,11 @@ from parallel_ops.comm._agreement import Call, agree, announcing
 from parallel_ops.comm._arguments import check_tensor
 from parallel_ops.comm._group import group_name, resolve_group
 from parallel_ops.comm.transport import Transport
+from parallel_ops.comm.transports import transport_of
+from parallel_ops.ops._autograd import once_differentiable
 from parallel_ops.ops._check import check_floating, check_same_device, check_same_dtype
-from parallel_ops.ops._registration import cast_to_autocast_dtype, once_differentiable, register
+from parallel_ops.ops._registration import cast_to_autocast_dtype, register
 from parallel_ops.tensor_parallel import _overlap_plan as plan
-from parallel_ops.tensor_parallel.transports import transport_of
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.

@@ -1,19 +1,20 @@
 """The logits of a linear, a chunk of rows at a time, and the gradients that go back through it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm._compat import all_gather_single, reduce_scatter_single
 from parallel_ops.ops import _cross_entropy as local
+from parallel_ops.ops._loss_options import NONE
 from parallel_ops.tensor_parallel.weight_gradients import add_product
 
 
-@dataclass(frozen=True)
-class LinearCall:
+class LinearCall(NamedTuple):
     """The arguments of the op that are not tensors."""
 
     group: str | None
@@ -22,40 +23,41 @@ class LinearCall:
     softcap: float
     ignore_index: int
     ignore_invalid: bool  # targets outside the vocabulary are ignored
-    per_row: bool  # reduction "none"
+    reduction: int  # of REDUCTIONS
     parts: int  # ranks that hold a part of the rows each
     chunk_bytes: int
     needs: list[bool]  # of hidden, weight and bias: whether a gradient is wanted
+
+    @property
+    def in_forward(self) -> bool:
+        """Are gradients made in the forward pass?"""
+        return self.reduction != NONE and any(self.needs)
 
 
 class Chunks:
     """The chunks of one call: rows of hidden in, logits in one buffer, gradients out."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, widest: int, *, gradients: bool
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, widest: int) -> None:
         self._shape = hidden.shape
         self.weight, self.bias, self.call = weight, bias, call
-        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
         rows = max(1, call.chunk_bytes // max(1, widest * weight.itemsize * call.parts))
         self.count = max(1, -(-self.local_rows // rows))
         self.rows = max(1, -(-self.local_rows // self.count))
-        self._buffer = weight.new_empty((self.rows * call.parts, weight.shape[0]))
-        accumulate = local.accumulation_dtype(weight.dtype)
-        needs_hidden, needs_weight, needs_bias = (gradients and needed for needed in call.needs)
-        self.dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-        self.dweight = weight.new_zeros(weight.shape, dtype=accumulate) if needs_weight else None
-        self.dbias = weight.new_zeros(weight.shape[:1], dtype=accumulate) if needs_bias else None
+        self._buffer: Tensor | None = None
+        # Each of its whole shape from the first chunk on, the last two in the dtype that they are summed in.
+        self._dhidden: Tensor | None = None
+        self._dweight: Tensor | None = None
+        self._dbias: Tensor | None = None
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of hidden, weight and bias; empty where not wanted. The last two are not rounded to their dtype yet."""
-        dhidden = None if self.dhidden is None else self.dhidden.view(self._shape)
         accumulate = local.accumulation_dtype(self.weight.dtype)
         return (
-            self.weight.new_empty(0) if dhidden is None else dhidden,
-            self.weight.new_empty(0, dtype=accumulate) if self.dweight is None else self.dweight,
-            self.weight.new_empty(0, dtype=accumulate) if self.dbias is None else self.dbias,
+            self.weight.new_empty(0) if self._dhidden is None else self._dhidden.view(self._shape),
+            self.weight.new_empty(0, dtype=accumulate) if self._dweight is None else self._dweight,
+            self.weight.new_empty(0, dtype=accumulate) if self._dbias is None else self._dbias,
         )
 
     def of(self, t: Tensor) -> list[Tensor]:
@@ -65,11 +67,15 @@ class Chunks:
 
     def logits(self, i: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """(hidden rows of the chunk, of all ranks that hold a part; logits, in the buffer)."""
-        h = self.hidden[i * self.rows : (i + 1) * self.rows]
+        h = self.hidden if self.count == 1 else self.hidden[i * self.rows : (i + 1) * self.rows]
         if self.call.parts > 1:
             gathered = h.new_empty((self.call.parts * h.shape[0], h.shape[1]))
             all_gather_single(gathered, h.contiguous(), group=group)
             h = gathered
+        if self.count == 1:
+            return h, F.linear(h, self.weight, self.bias)
+        if self._buffer is None:
+            self._buffer = self.weight.new_empty((self.rows * self.call.parts, self.weight.shape[0]))
         z = self._buffer[: h.shape[0]]
         if self.bias is None:
             torch.mm(h, self.weight.t(), out=z)
@@ -78,12 +84,26 @@ class Chunks:
         return h, z
 
     def add_gradients(self, i: int, h: Tensor, dz: Tensor, group: ProcessGroup | None) -> None:
-        if self.dhidden is not None:
-            self.dhidden[i * self.rows : (i + 1) * self.rows] = self._sum_over_ranks(dz @ self.weight, group)
-        if self.dweight is not None:
-            add_product(self.dweight, dz, h, rounded=True)  # once a chunk; the chunks are summed in fp32
-        if self.dbias is not None:
-            self.dbias += dz.sum(0, dtype=self.dbias.dtype)
+        needs_hidden, needs_weight, needs_bias = self.call.needs
+        accumulate = local.accumulation_dtype(dz.dtype)
+        if needs_hidden:
+            dh = self._sum_over_ranks(dz @ self.weight, group)
+            if self.count == 1:
+                self._dhidden = dh if dh.dtype is self.hidden.dtype else dh.to(self.hidden.dtype)
+            else:
+                if self._dhidden is None:
+                    self._dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+                self._dhidden[i * self.rows : (i + 1) * self.rows] = dh
+        if needs_weight:
+            if self._dweight is None and dz.dtype is accumulate:
+                self._dweight = dz.t() @ h
+            else:
+                if self._dweight is None:
+                    self._dweight = self.weight.new_zeros(self.weight.shape, dtype=accumulate)
+                add_product(self._dweight, dz, h, rounded=True)  # once a chunk; the chunks are summed in fp32
+        if needs_bias:
+            db = dz.sum(0, dtype=accumulate)
+            self._dbias = db if self._dbias is None else self._dbias.add_(db)
 
     def _sum_over_ranks(self, dh: Tensor, group: ProcessGroup | None) -> Tensor:
         if group is None:

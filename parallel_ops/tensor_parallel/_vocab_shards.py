@@ -22,7 +22,7 @@ class Layout:
     """The shard sizes of a group, in rank order, seen from one rank."""
 
     sizes: tuple[int, ...]
-    rank: int = 0
+    rank: int
 
     @property
     def start(self) -> int:
@@ -39,13 +39,13 @@ _NONE = (-1, 0)
 _layouts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Layout]] = weakref.WeakKeyDictionary()
 
 
-def known_layout(group: ProcessGroup | None, cols: int) -> Layout:
+def known_layout(group: ProcessGroup, cols: int) -> Layout:
     """The layout that the forward of this rank's shard of ``cols`` columns agreed upon."""
-    return Layout((cols,)) if group is None else _layouts[group][cols]
+    return _layouts[group][cols]
 
 
 def agreed_layout(
-    op: str, group: ProcessGroup | None, cols: int, target: Tensor, ignore_index: int, options: tuple[object, ...]
+    op: str, group: ProcessGroup, cols: int, target: Tensor, ignore_index: int, options: tuple[object, ...]
 ) -> Layout:
     """The layout of the group for this rank's shard of ``cols`` columns.
 
@@ -57,11 +57,6 @@ def agreed_layout(
         CUDA the loss of such a row is NaN instead).
     """
     furthest = _furthest(target, ignore_index) if target.device.type == "cpu" else _NONE
-    if group is None:
-        layout = Layout((cols,))
-        if _outside(furthest, layout):
-            raise ValueError(_bad_target(op, furthest, layout))
-        return layout
     layouts, same = _layouts.setdefault(group, {}), (target.numel(), ignore_index, *options)
     call = Call(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
     answers = agree(group, call, target.device, known=cols in layouts)
@@ -87,7 +82,7 @@ def _outside(furthest: Sequence[int], layout: Layout) -> bool:
     return row >= 0 and not 0 <= value < layout.vocab
 
 
-def _bad_target(op: str, furthest: Sequence[int], layout: Layout, where: str = "") -> str:
+def _bad_target(op: str, furthest: Sequence[int], layout: Layout, where: str) -> str:
     row, value = furthest
     inside = f"the vocabulary [0, {layout.vocab})"
     return f"{op}: target {value} in row {row}{where} is outside {inside} and is not ignore_index"

@@ -20,7 +20,7 @@ from parallel_ops.comm._agreement import announcing, sends
 from parallel_ops.comm._group import group_name, resolve_group
 from parallel_ops.comm._primitives import gathered
 from parallel_ops.ops import _cross_entropy as local
-from parallel_ops.ops._loss_options import LossOptions, check_logits, check_reduction, reduce
+from parallel_ops.ops._loss_options import LossOptions, check_logits, check_reduction, reduced
 from parallel_ops.ops._registration import register
 from parallel_ops.ops.cross_entropy import unsharded
 from parallel_ops.tensor_parallel._vocab_shards import agreed_layout
@@ -83,8 +83,8 @@ def vocab_parallel_cross_entropy(
         logits, target, class_weight, name, o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range,
         inplace_backward,
     )  # fmt: skip
-    reduced = reduce(loss, reduction, column, local.target_weights(saved))
-    return (reduced, local.statistics_of(column, saved, target.shape)) if return_statistics else reduced
+    loss, _ = reduced(loss, reduction, column, local.target_weights(saved))
+    return (loss, local.statistics_of(column, saved, target.shape)) if return_statistics else loss
 
 
 @sends
@@ -130,7 +130,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return (None,) * ctx.arguments
     logits, class_weight, column, saved = ctx.saved_tensors
-    dlogits = local.gradient(grad, logits, class_weight, column, saved, ctx.options, inplace=ctx.inplace)
+    dlogits = local.gradient(grad, logits, class_weight, column, saved, None, ctx.options, inplace=ctx.inplace)
     return dlogits, *(None,) * (ctx.arguments - 1)
 
 

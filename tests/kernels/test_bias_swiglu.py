@@ -18,6 +18,9 @@ def launches(dtype, cols):
             kernels.backward(y, *halves, bias, None, *halves, dbias, b[:0], activation="silu")
         kernels.forward(y, y, None, w, y, activation="silu")
         kernels.backward(y, y, y, None, w, y, y, b[:0], w, activation="silu")
+        gpt_oss = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+        kernels.forward(*halves, b, None, y, activation="silu", **gpt_oss)
+        kernels.backward(y, *halves, b, None, *halves, b, b[:0], activation="silu", **gpt_oss)
     return recorded
 
 

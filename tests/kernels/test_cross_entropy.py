@@ -73,8 +73,8 @@ def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
         shards_of = [logits] if shards == 1 else split(logits)
         dtype = accumulation_dtype(logits.dtype)
         for x in shards_of:
-            out = torch.full((statistics_per_row(smoothing, weighted), target.numel()), torch.nan, dtype=dtype)
-            column = torch.full((target.numel(),), -77)
+            out = poisoned((statistics_per_row(smoothing, weighted), target.numel()), dtype)
+            column = poisoned((target.numel(),), torch.int64)
             kernels.statistics(
                 x, target.contiguous(), weight_of(start, x), out, column, start=start, vocab=logits.shape[-1],
                 ignore_index=-100, ignore_invalid=False, softcap=softcap or 0.0,
@@ -82,8 +82,8 @@ def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
             start += x.shape[-1]
             parts.append(out)
             columns.append(column)
-        loss = torch.full((target.numel(),), torch.nan, dtype=dtype)
-        saved = torch.full((saved_per_row(smoothing, weighted), target.numel()), 7.0, dtype=dtype)
+        loss = poisoned((target.numel(),), dtype)
+        saved = poisoned((saved_per_row(smoothing, weighted), target.numel()), dtype)
         kernels.combine(torch.stack(parts), columns[0], loss, saved, label_smoothing=label_smoothing, z_loss=z_loss)
         return loss, saved, columns, shards_of
 
@@ -150,10 +150,11 @@ def interpreted_with_gradient(inplace, label_smoothing, z_loss, softcap, class_w
         dtype = accumulation_dtype(x.dtype)
         kept = target != -100
         divisor = kept.sum() if class_weight is None else class_weight[target[kept]].sum()
-        saved = torch.full((saved_per_row(label_smoothing != 0, class_weight is not None), rows), 7.0, dtype=dtype)
-        loss, dx = saved.new_full((rows,), torch.nan), x if inplace else poisoned(x.shape, x)
+        saved = poisoned((saved_per_row(label_smoothing != 0, class_weight is not None), rows), dtype)
+        column, loss = poisoned((rows,), torch.int64), poisoned((rows,), dtype)
+        dx = x if inplace else poisoned(x.shape, x)
         kernels.with_gradient(
-            x, target, class_weight, divisor.to(dtype).reciprocal().view(1), loss, torch.full((rows,), -77), saved, dx,
+            x, target, class_weight, divisor.to(dtype).reciprocal().view(1), loss, column, saved, dx,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap or 0.0, ignore_index=-100,
             ignore_invalid=False,
         )  # fmt: skip

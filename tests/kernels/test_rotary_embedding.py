@@ -97,7 +97,7 @@ def test_q_and_k_in_one_launch(dtype, interleaved):
         expected = [
             rotary_embedding_reference(x.double(), c, s, positions=positions, interleaved=interleaved) for x in (q, k)
         ]
-        y = [torch.full((2, x.shape[2], 5, 20), torch.nan, dtype=dtype).permute(2, 0, 1, 3) for x in (q, k)]
+        y = [poisoned((2, x.shape[2], 5, 20), dtype).permute(2, 0, 1, 3) for x in (q, k)]
         kernels.rotate(q, k, c, s, positions, None, *y, interleaved=interleaved, inverse=False)
         mine = qkv.clone()
         over = mine[:, :, :5], mine[:, :, 5:]

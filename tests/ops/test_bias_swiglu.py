@@ -9,6 +9,7 @@ from support import suite
 from support.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+NO_OPTIONS = (1.0, None, 0.0)
 raw_op = torch.ops.parallel_ops.bias_swiglu.default
 
 
@@ -55,8 +56,8 @@ def test_gradient_matches_finite_differences(device):
 def test_custom_op_contract(device):
     x, bias = inputs(3, 2, 5, device=device)
     for args in ([x, bias], [x, None], [x.detach(), bias], [x.transpose(0, 1).detach(), None]):
-        suite.check_op(raw_op, [*args, None])
-    suite.check_op(raw_op, [x, bias, randn(3, 2, 1, dtype=torch.float32, device=device)])
+        suite.check_op(raw_op, [*args, None, *NO_OPTIONS])
+    suite.check_op(raw_op, [x, bias, randn(3, 2, 1, dtype=torch.float32, device=device), 1.702, 7.0, 1.0])
     suite.check_second_derivative_raises(bias_swiglu, [x, bias])
 
 
@@ -151,8 +152,8 @@ def test_bad_arguments_are_named(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8, device="cpu")
     with pytest.raises(RuntimeError, match="bias_swiglu: bias must have one element"):
-        raw_op(x, torch.randn(7), None)
+        raw_op(x, torch.randn(7), None, *NO_OPTIONS)
     with pytest.raises(RuntimeError, match="bias_swiglu: the last dimension of x must be even"):
-        raw_op(x[:, :7], None, None)
+        raw_op(x[:, :7], None, None, *NO_OPTIONS)
     with pytest.raises(RuntimeError, match="bias_swiglu_backward: grad must have the shape"):
-        torch.ops.parallel_ops.bias_swiglu_backward.default(x, x, None, None)
+        torch.ops.parallel_ops.bias_swiglu_backward.default(x, x, None, None, *NO_OPTIONS)

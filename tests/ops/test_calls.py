@@ -14,6 +14,7 @@ from parallel_ops import (
     bias_dropout_add,
     bias_gelu,
     bias_swiglu,
+    flash_attention,
     gelu_mul,
     layer_norm,
     rms_norm,
@@ -40,6 +41,7 @@ CALLS = {
     "gelu_mul": (gelu_mul, (X, X * 2)),
     "rotary_embedding_qk": (lambda q, k: rotary_embedding_qk(q, k, *angles(6, 4)), (HEADS, HEADS * 2)),
     "scaled_masked_softmax": (scaled_masked_softmax, (X, BIAS)),
+    "flash_attention": (lambda q, k: flash_attention(q, k, k * 2, window=3), (HEADS[:, None], HEADS[:, None] * 2)),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
 }
 GELU = torch.ops.parallel_ops.bias_gelu.default
@@ -76,6 +78,46 @@ def test_same_bits_as_through_the_dispatcher(name, monkeypatch):
 
 def _tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+BROKEN = {
+    "shorter": lambda t: t[:-1],
+    "narrower": lambda t: t[..., :-1],
+    "one dimension more": lambda t: t.unsqueeze(0),
+    "one number": lambda t: t.flatten()[0],
+    "integers": lambda t: t.int(),
+    "float64": lambda t: t.double(),
+    "float16": lambda t: t.half(),
+    "on another device": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "no tensor": lambda t: t.tolist(),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_arguments_are_refused_alike(name, gradients, monkeypatch):
+    """Past the dispatcher a CPU kernel's checks come before those that name the argument: they must not miss any."""
+    op, args = CALLS[name]
+    args = [a.detach().requires_grad_(gradients and a.is_floating_point()) for a in args]
+    broken = {
+        (index, how): [*args[:index], change(a), *args[index + 1 :]]
+        for index, a in enumerate(args)
+        for how, change in BROKEN.items()
+    }
+    straight = {case: outcome(op, given) for case, given in broken.items()}
+    monkeypatch.setattr(_autograd, "_profiler", _autograd._always)
+    assert straight == {case: outcome(op, given) for case, given in broken.items()}
+    kinds = {kind for (_, how), (kind, _) in straight.items() if how != "sparse"}  # torch refuses sparse targets itself
+    assert kinds <= {None, TypeError, ValueError}
+
+
+def outcome(op, args):
+    try:
+        op(*args)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
 
 
 def test_plain_calls_do_not_reach_the_dispatcher(monkeypatch):

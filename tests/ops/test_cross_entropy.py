@@ -96,7 +96,7 @@ def test_custom_op_contract(device):
         partial, column = ops.cross_entropy_statistics(*statistics)
         suite.check_op(ops.cross_entropy_combine.default, [partial[None], column, eps, 0.1])
         _, saved = ops.cross_entropy_combine(partial[None], column, eps, 0.1)
-        backward = [torch.rand(3, 2, device=device), raw, weight, column, saved, eps, 0.1, softcap]
+        backward = [torch.rand(3, 2, device=device), raw, weight, column, saved, None, eps, 0.1, softcap]
         suite.check_op(ops.cross_entropy_backward.default, backward)
         suite.check_op(ops.cross_entropy_backward_.default, [backward[0], raw.clone(), *backward[2:]])
     suite.check_second_derivative_raises(vocab_parallel_cross_entropy, [x, target])
@@ -387,6 +387,6 @@ def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
         ops.cross_entropy_combine(statistics[None], column, 0.1, 0.0)
     _, saved = ops.cross_entropy_combine(statistics[None], column, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="cross_entropy_backward: expected one element for each row"):
-        ops.cross_entropy_backward(torch.ones(3), x, None, column, saved, 0.0, 0.0, 0.0)
+        ops.cross_entropy_backward(torch.ones(3), x, None, column, saved, None, 0.0, 0.0, 0.0)
     with pytest.raises(RuntimeError, match="cross_entropy_backward_: logits must be contiguous"):
-        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), None, column, saved, 0.0, 0.0, 0.0)
+        ops.cross_entropy_backward_(torch.ones(4), x.t().contiguous().t(), None, column, saved, None, 0.0, 0.0, 0.0)

@@ -13,8 +13,11 @@ from support import suite
 from support.suite import DEVICES, DTYPES, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+GPT_OSS = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # but for a limit that is reached often
+NO_OPTIONS = (1.0, None, 0.0)
 PAIRS = {
     "silu": (silu_mul, silu_mul_reference),
+    "gpt-oss": tuple(functools.partial(f, **GPT_OSS) for f in (silu_mul, silu_mul_reference)),
     "gelu tanh": (gelu_mul, gelu_mul_reference),
     "gelu": tuple(functools.partial(f, approximate="none") for f in (gelu_mul, gelu_mul_reference)),
 }
@@ -54,6 +57,20 @@ def test_silu_mul_is_bias_swiglu_of_halves(device):
     assert torch.equal(silu_mul(*whole.chunk(2, dim=-1)), silu_mul(gate, up))
 
 
+def test_limits_clamp_as_in_gpt_oss(device):
+    """At the limit itself the gradient passes, as through torch.clamp; bias_swiglu clamps what it has added."""
+    gpt_oss = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    gate = torch.tensor([7.0, 8.0, -8.0, 1.0, 1.0, 1.0], device=device).requires_grad_()
+    up = torch.tensor([7.0, 2.0, 2.0, 7.5, -7.0, -7.5], device=device).requires_grad_()
+    ours, theirs = (suite.forward_backward(functools.partial(f, **gpt_oss), [gate, up]) for f in PAIRS["silu"])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    assert [t.count_nonzero() for t in ours] == [6, 5, 4]
+    bias = torch.ones(12, device=device)
+    assert torch.equal(bias_swiglu(torch.cat([gate, up]) - bias, bias, **gpt_oss), ours[0])
+    assert silu_mul(gate, up * torch.nan, **gpt_oss).isnan().all()
+
+
 @pairs
 def test_gradient_matches_finite_differences(device, name):
     gate, up, _ = inputs(3, 2, 5, dtype=torch.float64, device=device)
@@ -64,7 +81,8 @@ def test_gradient_matches_finite_differences(device, name):
 def test_custom_op_contract(device):
     gate, up, weights = inputs(3, 2, 5, device=device)
     for w in (None, weights):
-        suite.check_op(ops.silu_mul.default, [gate, up, w])
+        suite.check_op(ops.silu_mul.default, [gate, up, w, *NO_OPTIONS])
+        suite.check_op(ops.silu_mul.default, [gate, up, w, *GPT_OSS.values()])
         suite.check_op(ops.gelu_mul.default, [gate.transpose(0, 1).detach(), up.transpose(0, 1).detach(), None, True])
     suite.check_second_derivative_raises(silu_mul, [gate, up])
 
@@ -109,6 +127,10 @@ def test_bad_arguments_are_named(device):
         silu_mul(gate, up[:, :7])
     with pytest.raises(ValueError, match=r"silu_mul: weights must have shape \[4\] or \[4, 1\].*got \[3\]"):
         silu_mul(gate, up, weights=up[:3, 0])
+    with pytest.raises(ValueError, match=r"silu_mul: limit must be None or a finite number above 0, got 0"):
+        silu_mul(gate, up, limit=0)
+    with pytest.raises(TypeError, match=r"silu_mul: alpha must be a number, got Tensor"):
+        silu_mul(gate, up, alpha=up)
     with pytest.raises(ValueError, match=r"gelu_mul: approximate must be 'tanh' or 'none', got 'erf'"):
         gelu_mul(gate, up, approximate="erf")
 
@@ -116,8 +138,8 @@ def test_bad_arguments_are_named(device):
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x = torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="silu_mul: up must have the shape"):
-        ops.silu_mul(x, x[:2], None)
+        ops.silu_mul(x, x[:2], None, *NO_OPTIONS)
     with pytest.raises(RuntimeError, match="gelu_mul: weights must be"):
         ops.gelu_mul(x, x, x[:3, 0], True)
     with pytest.raises(RuntimeError, match="silu_mul_backward: grad must have the shape"):
-        ops.silu_mul_backward(x[:2], x, x, None)
+        ops.silu_mul_backward(x[:2], x, x, None, *NO_OPTIONS)

@@ -146,6 +146,21 @@ def test_tables_of_others(device, interleaved):
     assert torch.equal(heads_first.permute(2, 0, 1, 3), expected)
 
 
+@interleavings
+def test_angles_themselves(device, interleaved):
+    """As Megatron-LM has them: ``[s, 1, 1, R]``, each angle twice."""
+    x = randn(4, 3, 2, 20, dtype=torch.bfloat16, device=device)
+    freqs = torch.rand(4, 8, device=device) * 100
+    expected = rotary_embedding(x, freqs.cos(), freqs.sin(), interleaved=interleaved)
+    twice = freqs.repeat_interleave(2, -1) if interleaved else torch.cat([freqs, freqs], -1)
+    megatron = rotary_embedding(x, twice[:, None, None], doubled=True, interleaved=interleaved)
+    assert torch.equal(megatron, expected)
+    assert torch.equal(rotary_embedding(x, freqs, interleaved=interleaved), expected)
+    check([x, freqs.double(), None], None, interleaved)
+    with pytest.raises(ValueError, match=r"cos must be \[positions, R / 2\]"):
+        rotary_embedding(x, twice[:, None, None].expand(4, 1, 2, 16), doubled=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sequences(device, dtype):
     x, cos_sin = randn(9, 2, 16, dtype=torch.float32, device=device), angles(5, 8, device=device)

@@ -94,6 +94,24 @@ def sharded_linear_cross_entropy(shards: int, **options: Any):
     return differentiable(forward, backward)
 
 
+def weighted(rank: int, hidden: Tensor, weight: Tensor, target: Tensor, class_weight: Tensor, options: dict[str, Any]):
+    """Both losses with class weights: for each (loss, gradient of hidden, of this rank's weight, statistics)."""
+    sizes, results = sizes_of(weight.shape[0], 2), []
+    of_rank = class_weight.split(sizes)[rank]
+    given = {"group": dist.group.WORLD, "class_weight": of_rank, "return_statistics": True, **options}
+    for linear in (False, True):
+        h, w = hidden.clone().requires_grad_(), _shard(weight, sizes, rank, 0)
+        if linear:
+            loss, statistics = vocab_parallel_linear_cross_entropy(h, w, target, chunk_bytes=600, **given)
+        else:
+            loss, statistics = vocab_parallel_cross_entropy(h @ w.t(), target, **given)
+        loss.sum().backward()
+        if not linear:
+            dist.all_reduce(h.grad)
+        results.append((loss.detach(), h.grad, w.grad, *statistics))
+    return results
+
+
 def compiled_linear(rank: int, hidden: Tensor, weight: Tensor, target: Tensor, options: dict[str, Any]):
     """As ``compiled``."""
     torch._dynamo.reset()

@@ -62,6 +62,61 @@ def test_numerics_of_every_option(device, shape, vocab, dtype, options, chunk_ro
     suite.check_numerics(ours, positional(linear_cross_entropy_reference, **options), args, slack_ulps=PRODUCT)
 
 
+def class_weights(vocab, device="cpu"):
+    return torch.rand(vocab, generator=torch.Generator().manual_seed(5)).to(device) + 0.1
+
+
+@devices
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_class_weights(device, options, chunk_rows):
+    args = inputs((3, 4), 16, 300, dtype=torch.bfloat16, device=device)
+    weights = class_weights(300, device)
+    ours = positional(
+        vocab_parallel_linear_cross_entropy, class_weight=weights, chunk_bytes=chunk_rows * 600, **options
+    )
+    reference = positional(linear_cross_entropy_reference, class_weight=weights, **options)
+    suite.check_numerics(ours, reference, args, slack_ulps=PRODUCT)
+
+
+@devices
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_statistics_of_rows(device, reduction):
+    h, w, target, _ = inputs((9,), 16, 40, device=device)
+    target[:4] = (h @ w.t()).argmax(-1)[:4]
+    for size in (320, None):
+        loss, statistics = vocab_parallel_linear_cross_entropy(
+            h, w, target, reduction=reduction, return_statistics=True, chunk_bytes=size
+        )
+        torch.testing.assert_close(statistics.logsumexp, (h @ w.t()).logsumexp(-1).detach())
+        assert torch.equal(statistics.correct, (h @ w.t()).argmax(-1) == target) and statistics.correct.any()
+        plain = vocab_parallel_linear_cross_entropy(h, w, target, reduction=reduction, chunk_bytes=size)
+        torch.testing.assert_close(loss, plain, rtol=0, atol=0)
+        for a, b in zip(*(torch.autograd.grad(y.sum(), (h, w)) for y in (loss, plain)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+def test_class_weights_and_statistics_over_a_group(options):
+    """Of both losses; the whole on one rank is what the shards make together."""
+    h, w, target, _ = inputs((7,), 8, 90, bias=False)
+    h, w, weights = h.detach(), w.detach(), class_weights(90)
+    whole = suite.forward_backward(
+        positional(vocab_parallel_linear_cross_entropy, class_weight=weights, **options),
+        [h.requires_grad_(), w.requires_grad_(), target],
+    )
+    _, statistics = vocab_parallel_linear_cross_entropy(h, w, target, class_weight=weights, return_statistics=True)
+    of_ranks = ranks(2).run(vocab_parallel.weighted, h.detach(), w.detach(), target, weights, options)
+    for by_rank in zip(*of_ranks, strict=True):
+        losses, dh, dw, logsumexp, correct = zip(*by_rank, strict=True)
+        for one in (0, 1):
+            torch.testing.assert_close(losses[one], whole[0])
+            torch.testing.assert_close(dh[one], whole[1])
+            torch.testing.assert_close(logsumexp[one], statistics.logsumexp)
+            assert torch.equal(correct[one], statistics.correct)
+        torch.testing.assert_close(torch.cat(dw), whole[2])
+
+
 @pytest.mark.parametrize("shards", [2, 3, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @settings(max_examples=10)
@@ -92,9 +147,10 @@ def test_gradient_matches_finite_differences(device, options):
 @pytest.mark.parametrize("per_row", [False, True])
 def test_custom_op_contract(device, per_row):
     h, w, target, bias = inputs((3, 2), 4, 5, device=device)
-    options = [0.1, 0.01, 3.0, -100, False, per_row, 1, 100]
+    options = [None, 0.1, 0.01, 3.0, -100, False, 0 if per_row else 1, 1, 100]
     suite.check_op(raw_op, [h, w, bias, target, None, *options, [True, True, True]])
-    suite.check_op(raw_op, [h.detach(), w, None, target, None, *options, [False, True, False]])
+    weight = torch.rand(5, device=device)
+    suite.check_op(raw_op, [h.detach(), w, None, target, weight, *options, [False, True, False]])
     reduction = "none" if per_row else "mean"
     ours = positional(vocab_parallel_linear_cross_entropy, reduction=reduction)
     suite.check_second_derivative_raises(ours, [h, w, target])
@@ -228,6 +284,8 @@ def test_bad_arguments_are_named(device):
         op(h, w, target, bias=bias[:5])
     with pytest.raises(ValueError, match=r"target must have shape \[4\].*got \[3\]"):
         op(h, w, target[:3])
+    with pytest.raises(ValueError, match=r"class_weight must have shape \[6\], one element for each row.*got \[8\]"):
+        op(h, w, target, class_weight=h[0])
     with pytest.raises(ValueError, match=r"weight is on meta"):
         op(h, w.to("meta"), target)
     with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1, got 0"):
