@@ -72,8 +72,9 @@ def command(
 
 
 def ops_available() -> list[str]:
-    """The ops that have a benchmark file. That of overlap has a command line of its own."""
-    return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - {"overlap"})
+    """The ops that have a benchmark file. Those of overlap, ring attention and models have their own command lines."""
+    others = {"overlap", "ring_attention", "drop_in", "huggingface"}
+    return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - others)
 
 
 def load(op: str) -> Benchmark:

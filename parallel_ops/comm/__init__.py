@@ -13,6 +13,7 @@ from parallel_ops.comm.collectives import (
 )
 from parallel_ops.comm.mesh import ParallelMesh
 from parallel_ops.comm.transport import PeerError
+from parallel_ops.comm.transports import use_transport
 
 __all__ = [
     "ParallelMesh",
@@ -25,4 +26,5 @@ __all__ = [
     "reduce_scatter",
     "scatter_to_group",
     "shard_sizes",
+    "use_transport",
 ]

@@ -8,10 +8,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group  # type: ignore[attr-defined]
+from torch.nn import Module
 
 # 2.13 renamed the two and warns at every call of the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ``(DTensor, local, spec, requires_grad=)``: a DTensor whose mesh, placements, shape and strides are those of a spec.
+# torch's dispatcher calls this; ``DTensor.from_local`` finds the spec out anew, and ``DTensor.__init__`` only asks the
+# compiler to look away, both at many times the cost.
+new_dtensor: Callable[..., Tensor] = getattr(Tensor, "_dtensor__new__", None) or (lambda cls, *a, **k: cls(*a, **k))
 
 
 def resolve_group(name: Any) -> ProcessGroup:
@@ -29,14 +35,11 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def dtensor_of(local: Tensor, spec: Any) -> Tensor:
-    """``local`` as the part of a DTensor whose mesh, placements, shape and strides are those of ``spec``.
+def replicate(module: Module, **options: Any) -> None:
+    """Replicates a module over a mesh, DTensors and all: FSDP2's machinery, not that of DDP, which knows no DTensor."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    ``DTensor.from_local`` finds them out anew, at several times the cost.
-    """
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(local, spec, requires_grad=False)
+    replicate(module, **options)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -161,4 +161,6 @@ def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, flat: what travels, so that every dtype does."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().view(-1)
+    # One element is contiguous whatever its stride, but can be seen as bytes only with a stride of one.
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)

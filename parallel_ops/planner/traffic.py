@@ -9,9 +9,10 @@ M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k e
                reduce-scatters; 6 with full recomputation. arXiv:1909.08053, arXiv:2205.05198
     pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
                parallelism, then all-gathered inside the tensor group. arXiv:2104.04473, section 4.1
-    context    ring: keys and values pass all ranks forward, they and their gradients backward, behind the attention of
-               the block at hand (arXiv:2310.01889); all-to-all: q, k, v and the output change from shards of the
-               sequence to shards of the heads and back (arXiv:2309.14509)
+    context    ring: keys and values go to all ranks forward, they again and their gradients in fp32 backward, behind
+               the attention of the block at hand (arXiv:2310.01889); all-to-all: q, k, v and the output change from
+               shards of the sequence to shards of the heads and back (arXiv:2309.14509). The formulas are those of
+               parallel_ops/context_parallel/cost.py
     expert     dispatch and combine, an all-to-all of 2 s b h k bytes each, forward and backward (arXiv:2006.16668);
                a node that holds several of a token's experts gets it once (arXiv:2412.19437, section 3.2.2), and fp8
                dispatches in one byte
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from parallel_ops.context_parallel import cost
 from parallel_ops.planner import collectives
 from parallel_ops.planner.cluster import Cluster, Link
 from parallel_ops.planner.compute import Passes, Work, attention_seconds
@@ -89,8 +91,8 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
         forward += 2 * seconds
         backward += 2 * seconds
     if plan.cp > 1:
-        transfer, count, exposed = _context(model, cluster, plan, work, efficiency, tokens * width)
-        found.append((transfer, count + count // 3 * again))
+        there, back, exposed = _context(model, cluster, plan, work, efficiency, tokens, width)
+        found += [(transfer, count * (1 + again)) for transfer, count in there] + back
         forward += exposed[0]
         backward += exposed[1]
     return LayerTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
@@ -104,25 +106,44 @@ def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
     return min(model.experts_per_token, model.expert_nodes or model.experts_per_token, nodes)
 
 
+Transfers = list[tuple[Transfer, int]]
+
+
 def _context(
-    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, row: float
-) -> tuple[Transfer, int, tuple[float, float]]:
-    """Transfer, number of them a layer, and the seconds that forward and backward wait. ``row``: bytes a unit of
-    width."""
+    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, tokens: float, width: int
+) -> tuple[Transfers, Transfers, tuple[float, float]]:
+    """Transfers of a layer, with their counts, forward and backward, and the seconds that either waits."""
     link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
     if plan.cp_kind == "all-to-all":
-        size = row * (model.query_width + model.key_value_width + model.value_width) / plan.tp
-        seconds = collectives.all_to_all(plan.cp, size, link, torus=cluster.topology == "torus")
-        seconds += start(efficiency, plan.cp)
-        sent = (plan.cp - 1) / plan.cp * size
-        return _transfer("cp", "all-to-all", "direct", link, plan.cp, sent, seconds), 2, (seconds, seconds)
-    block = row * model.key_value_width / plan.tp
-    step = collectives.send_receive(block, link) + start(efficiency, 2)
+        query, key_value, value, heads = (
+            n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.heads)
+        )
+        sizes = cost.heads_sent(tokens, tokens, query, key_value, value, heads, width)
+        torus, share = cluster.topology == "torus", (plan.cp - 1) / plan.cp
+        waits = [collectives.all_to_all(plan.cp, n, link, torus=torus) + start(efficiency, plan.cp) for n in sizes]
+        there, back = (
+            [(_transfer("cp", "all-to-all", "direct", link, plan.cp, share * size, seconds), 1)]
+            for size, seconds in zip(sizes, waits, strict=True)
+        )
+        return there, back, (waits[0], waits[1])
+    sizes = cost.keys_sent(tokens, tokens, model.key_value_width / plan.tp, width)
+    steps, share = plan.cp - 1, cost.ZIGZAG_SHARE
+    # Backward, keys and values travel again, and their gradients in messages of their own.
+    messages = [
+        _transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))
+        for size in (sizes.forward, sizes.backward - sizes.forward)
+    ]
     forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.sequence / plan.cp)
-    waits = max(0.0, step - forward), max(0.0, 2 * step - backward)
-    steps = plan.cp - 1
-    transfer = _transfer("cp", "send-receive", "ring", link, plan.cp, block, step)
-    return transfer, 3 * steps, (steps * waits[0], steps * waits[1])
+    waits = [max(0.0, messages[0].seconds - forward), max(0.0, sum(m.seconds for m in messages) - backward)]
+    return (
+        [(messages[0], steps)],
+        [(message, steps) for message in messages],
+        (steps * waits[0], steps * waits[1]),
+    )
+
+
+def _message(size: float, link: Link, efficiency: Efficiency) -> float:
+    return collectives.send_receive(size, link) + start(efficiency, 2)
 
 
 def _transfer(

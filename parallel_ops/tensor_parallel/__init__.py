@@ -1,10 +1,10 @@
 """Ops whose tensors are sharded over a process group."""
 
+from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.all_gather_linear import all_gather_linear, all_gather_linear_reference
 from parallel_ops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from parallel_ops.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear_reduce_scatter import linear_reduce_scatter, linear_reduce_scatter_reference
-from parallel_ops.tensor_parallel.transports import use_transport
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
 
 __all__ = [

@@ -17,26 +17,16 @@ adds them in rank order in fp32 (fp64 for fp64). The result does not depend on a
 unfused computation with the same pieces, on every run.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from parallel_ops.comm.transport import Handle, Receive, Send, Transport
-
-# Exchanges on their way while a piece is multiplied: with one, the link would idle between the end of a message and the
-# end of the product that the host is busy with.
-IN_FLIGHT = 2
+from parallel_ops.comm._exchange import IN_FLIGHT, Exchange, in_flight
+from parallel_ops.comm.transport import Receive, Send, Transport
 
 Span = tuple[int, int]
-
-
-def in_flight(transport: Transport) -> int:
-    """How many exchanges are on their way while a piece is multiplied. Ranks need not agree on it."""
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    return 1 if one_queue and transport.capabilities.stream_ordered else IN_FLIGHT
 
 
 def spans(sizes: Sequence[int]) -> list[Span]:
@@ -61,22 +51,6 @@ def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span
     """The spans of the whole in the order in which ``scatter`` asks for them on ``rank``."""
     for k in (*range(1, len(sizes)), 0):
         yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
-
-
-class Exchange:
-    """Messages that leave and arrive together. Empty ones are not sent: both ends know the sizes."""
-
-    def __init__(self, op: str, transport: Transport, sends: list[Send], receives: list[Receive]) -> None:
-        everything: list[Send | Receive] = [*receives, *sends]
-        chunks = [chunk for chunk in everything if chunk.tensor.numel()]
-        self._kept = chunks  # what is being sent must live until it has left
-        self._handles: list[Handle] = list(transport.post(op, chunks))
-
-    def wait(self) -> None:
-        """Until all have arrived and left. May be called again."""
-        while self._handles:
-            self._handles.pop(0).wait()
-        self._kept.clear()
 
 
 def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Exchange]:

@@ -14,9 +14,7 @@ two runs of a program and with it the order of some sums, so ``torch.use_determi
 choice to the model alone. On a CPU the cores that multiply also copy the messages: there is nothing to hide behind.
 """
 
-import functools
 import math
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -26,6 +24,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from parallel_ops.comm._rates import Rates, rates_of
 
 Overlap = Literal["auto", "off", "bulk"] | int
 Phase = Literal["gather", "scatter"]
@@ -78,22 +78,6 @@ class Task:
     transport: str
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What the model believes of a device and its links.
-
-    Attributes:
-        flops: of one processor, per second. processors: streaming multiprocessors.
-        bandwidth: bytes per second that one rank sends. latency: seconds of an exchange. launch: seconds of a product.
-    """
-
-    flops: float
-    processors: int
-    bandwidth: float
-    latency: float = 10e-6
-    launch: float = 4e-6
-
-
 def product_seconds(rates: Rates, rows: int, columns: int, inner: int) -> float:
     """A product as waves of tiles; the last wave costs as much as a full one."""
     tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
@@ -120,42 +104,6 @@ def modelled(task: Task, rates: Rates | None) -> int:
         return OFF
     best = min(_CANDIDATES, key=lambda pieces: predict(task, rates, pieces))
     return best if predict(task, rates, best) < _MARGIN * predict(task, rates, OFF) else OFF
-
-
-@functools.cache
-def _device_rates(index: int) -> Rates | None:
-    """Data sheets of NVIDIA's A100, H100 and B200: dense 16-bit rate, and NVLink one way. Two thirds of the former and
-    four fifths of the latter are what large products and messages reach."""
-    properties = torch.cuda.get_device_properties(index)
-    sheet = {8: (312e12, 300e9), 9: (989e12, 450e9), 10: (2250e12, 900e9)}.get(properties.major)
-    if sheet is None:
-        return None
-    processors = properties.multi_processor_count
-    return Rates(flops=0.66 * sheet[0] / processors, processors=processors, bandwidth=0.8 * sheet[1])
-
-
-# How much slower than in 16 bits products are.
-_SLOWDOWN = {torch.float32: 15.0, torch.float64: 15.0}
-
-# One 400 Gbit/s network card for each GPU, where a group has ranks on several nodes.
-_NETWORK = 45e9
-
-
-def rates_of(device: torch.device, dtype: torch.dtype, group: ProcessGroup) -> Rates | None:
-    """What the model believes; ``None`` for a device that it does not know, and for CPUs."""
-    if device.type != "cuda":
-        return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    rates = _device_rates(index)
-    if rates is None:
-        return None
-    bandwidth = _NETWORK if _spans_nodes(group) else rates.bandwidth
-    return replace(rates, flops=rates.flops / _SLOWDOWN.get(dtype, 1.0), bandwidth=bandwidth)
-
-
-def _spans_nodes(group: ProcessGroup) -> bool:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return len({rank // local for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 # The choices of each group, made once for each task and device.

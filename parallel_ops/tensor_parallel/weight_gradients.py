@@ -8,6 +8,7 @@ The last is for zero-bubble pipeline schedules (Qi et al., arXiv:2401.10241): th
 computes input gradients only, and the schedule computes weight gradients where it would otherwise idle.
 """
 
+import abc
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_ops.comm._compat import dtensor_of
+from parallel_ops.comm._compat import new_dtensor
 
 # CPUs have no product of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
 # each at a time: large enough for a product to run at full speed, small next to weights and activations.
@@ -69,7 +70,15 @@ class DeferredWeightGradients:
         return taken.compute
 
 
-class GradientOf:
+class Accumulator(abc.ABC):
+    """What a weight gradient is added to, where that is more than a tensor."""
+
+    @abc.abstractmethod
+    def add(self, dz: Tensor, h: Tensor) -> Tensor | None:
+        """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``; returns what autograd gets."""
+
+
+class GradientOf(Accumulator):
     """The ``.grad`` of a parameter as what a weight gradient is added to: as autograd does, but without its hooks.
 
     Args:
@@ -92,23 +101,23 @@ class GradientOf:
             return
         product = (dz.t() @ h).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            parameter.grad = dtensor_of(product.view(parameter.to_local().shape), parameter._spec)
+            part = product.view(parameter.to_local().shape)
+            parameter.grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
         else:
             parameter.grad = product.view(parameter.shape)
 
 
 # None: autograd, which gets the gradient back.
-Target = Tensor | GradientOf | None
+Target = Tensor | Accumulator | None
 
 
 def add_to(target: Target, dz: Tensor, h: Tensor) -> Tensor | None:
-    """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``, to the target, or returns it for autograd."""
+    """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``, to the target; returns what autograd gets."""
     if target is None:
         return dz.t() @ h
-    if isinstance(target, GradientOf):
-        target.add(dz, h)
-    else:
-        add_product(target, dz, h)
+    if isinstance(target, Accumulator):
+        return target.add(dz, h)
+    add_product(target, dz, h)
     return None
 
 
@@ -162,7 +171,7 @@ def targets_of(
                     "computed from another would reach neither"
                 )
             targets[i] = GradientOf(weight)
-        elif target is not None and not isinstance(target, GradientOf):
+        elif target is not None and not isinstance(target, Accumulator):
             _check_main_grad(op, target, weight)
     if any(target is not None for target in targets):
         _check_surroundings(op)

@@ -1,4 +1,4 @@
-"""Which transport carries the messages of a group's overlapped linears."""
+"""Which transport carries the messages of a group's overlapped ops."""
 
 import weakref
 
@@ -11,7 +11,8 @@ _chosen: weakref.WeakKeyDictionary[ProcessGroup, Transport] = weakref.WeakKeyDic
 
 
 def use_transport(group: ProcessGroup, transport: Transport | None) -> None:
-    """From now on ``all_gather_linear`` and ``linear_reduce_scatter`` send over ``transport`` in ``group``.
+    """From now on ``all_gather_linear``, ``linear_reduce_scatter`` and ``ring_attention`` send over ``transport`` in
+    ``group``.
 
     Args:
         transport: this rank's end, such as ``symmetric_transport(group)``; ``None`` for the default, the process

@@ -1,0 +1,118 @@
+"""Which tokens each rank has, by the helpers and by the formulas behind them, and sequences split and joined."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence
+from parallel_ops.context_parallel import _places as places
+from support import context_parallel_ranks as on_rank
+from support.distributed import ranks
+
+KINDS = ("zigzag", "striped", "contiguous")
+kinds = st.sampled_from(KINDS)
+
+
+@given(kind=kinds, length=st.integers(0, 50), size=st.integers(1, 16))
+def test_every_token_is_on_one_rank_in_order(kind, length, size):
+    layout = SequenceLayout(length, size, kind)
+    positions = [layout.positions(rank) for rank in range(size)]
+    assert [len(p) for p in positions] == list(layout.lengths)
+    assert max(layout.lengths) - min(layout.lengths) <= 1
+    assert sorted(torch.cat(positions).tolist()) == list(range(length))
+    assert all(p.tolist() == sorted(p.tolist()) for p in positions)
+    x = torch.randn(2, length, 3)
+    shards = layout.split(x, dim=1)
+    assert all(torch.equal(shard, x[:, p]) for shard, p in zip(shards, positions, strict=True))
+    assert torch.equal(layout.join(shards, dim=1), x)
+    assert torch.equal(layout.join(layout.split(x[0], dim=-2), dim=-2), x[0])
+
+
+@given(kind=kinds, length=st.integers(0, 50), size=st.integers(1, 16), data=st.data())
+def test_neighbours_hold_a_shard_of_the_same_layout(kind, length, size, data):
+    together = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    rank = data.draw(st.integers(0, size - 1))
+    near, far = (f(kind, size, rank, together) for f in (places.neighbours, places.counterparts))
+    assert len(near) == together and len(far) == size // together and set(near) & set(far) == {rank}
+    union = places.runs(kind, length, size, rank, together)
+    own = [token for member in near for token in SequenceLayout(length, size, kind).positions(member).tolist()]
+    assert sorted(own) == [run.start + i * run.step for run in union for i in range(run.length)]
+    if length % (2 * size) == 0:
+        index = far.index(rank)
+        assert union == places.runs(kind, length, size // together, index)
+
+
+@given(
+    kind=kinds, length=st.integers(0, 40), size=st.integers(1, 8), causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 45)),
+)  # fmt: skip
+def test_what_is_sent_is_what_is_seen(kind, length, size, causal, window):
+    """No key is missing, and under a causal mask or a window within a run none is sent that nobody sees."""
+    window = window if causal else None
+    shards = [places.runs(kind, length, size, rank) for rank in range(size)]
+    tokens = [[run.start + i * run.step for run in shard for i in range(run.length)] for shard in shards]
+
+    def sees(q, k):
+        return (not causal or k <= q) and (window is None or q - k < window)
+
+    for source in range(size):
+        for target in range(size):
+            sent = places.seen(shards[source], shards[target], causal, window)
+            listed = [run.start + i * run.step for run in sent for i in range(run.length)]
+            needed = [k for k in tokens[source] if any(sees(q, k) for q in tokens[target])]
+            assert set(needed) <= set(listed) <= set(tokens[source])
+            if needed != listed:  # between what two runs of queries see may be what neither sees
+                assert len(shards[target]) > 1 and window is not None
+            index = [i for run in sent for i in range(len(tokens[source]))[places.where(run, shards[source])]]
+            assert [tokens[source][i] for i in index] == listed
+
+
+def test_zigzag_is_balanced_under_a_causal_mask():
+    for size in (2, 5, 8):
+        layout = SequenceLayout(size * 64, size)
+        seen = [sum(layout.positions(rank).tolist()) for rank in range(size)]
+        assert len(set(seen)) == 1
+
+
+def test_positions_start_again_with_each_document():
+    layout, bounds = SequenceLayout(10, 2), torch.tensor([0, 3, 3, 9, 10], dtype=torch.int32)
+    whole = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5, 0])
+    assert layout.positions(0).tolist() == [0, 1, 2, 8, 9]
+    for rank in range(2):
+        assert torch.equal(layout.positions(rank, cu_seqlens=bounds), layout.shard(whole, rank))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_splits_and_joins(size):
+    for kind in KINDS:
+        for length in (2, 13):
+            whole = torch.arange(2.0 * length).view(2, length)
+            layout = SequenceLayout(length, size, kind)
+            for rank, (part, joined, grad) in enumerate(ranks(size).run(on_rank.half_joined, length, kind)):
+                assert torch.equal(part, layout.shard(whole, rank, dim=1))
+                assert torch.equal(joined, whole)
+                assert torch.equal(grad, part)
+    x = torch.randn(3, 2)
+    assert torch.equal(join_sequence(split_sequence(x, None), None), x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: SequenceLayout(-1, 2), ValueError, "length must be at least 0, got -1"),
+        (lambda: SequenceLayout(4, 0), ValueError, "ranks must be at least 1, got 0"),
+        (lambda: SequenceLayout(4.0, 2), TypeError, "length must be an int, got float"),
+        (lambda: SequenceLayout(4, 2, "blocks"), ValueError, "kind must be one of zigzag, striped, contiguous"),
+        (lambda: SequenceLayout(4, 2).positions(2), ValueError, "rank must be from 0 to 1, got 2"),
+        (
+            lambda: SequenceLayout(4, 2).shard(torch.ones(5), 0),
+            ValueError,
+            r"dimension 0 must have 4 tokens, got \[5\]",
+        ),
+        (lambda: SequenceLayout(4, 2).join([torch.ones(4)]), ValueError, "one for each of the 2 ranks"),
+    ],
+)
+def test_bad_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

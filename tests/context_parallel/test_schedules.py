@@ -1,0 +1,170 @@
+"""Ring, all-to-all, hybrid and gathered attention over the loopback transport: up to 16 ranks in any interleaving."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel_ops.comm.loopback import LoopbackGroup
+from parallel_ops.comm.transport import Send
+from parallel_ops.context_parallel import _blocks, cost
+from parallel_ops.context_parallel import _places as places
+from support.context_parallel import Case, joined, oracle, shared
+
+KINDS = ("zigzag", "striped", "contiguous")
+
+
+def run(case, size, tensors, seed=0, credits=0):
+    return LoopbackGroup(size, seed=seed, credits=credits).run(lambda transport: shared(case, transport, tensors))
+
+
+def check(case, size, seed=0, credits=0):
+    tensors = case.tensors()
+    for got, want in zip(joined(case, run(case, size, tensors, seed, credits)), oracle(case, tensors), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def cases(draw):
+    """Any attention, shared out in any way: (case, ranks)."""
+    size = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]))
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
+    head_ranks = draw(st.sampled_from([n for n in divisors(size) if kv_heads % n == 0]))
+    length = draw(st.integers(0, 40))
+    documents = None
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=6)))
+        documents = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
+    causal = draw(st.booleans())
+    case = Case(
+        length,
+        batch=draw(st.sampled_from([1, 2])),
+        heads=kv_heads * draw(st.sampled_from([1, 2])),
+        kv_heads=kv_heads,
+        causal=causal,
+        window=draw(st.one_of(st.none(), st.integers(1, 45))) if causal else None,
+        sink=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        dropout_p=draw(st.sampled_from([0.0, 0.3])),
+        documents=documents,
+        layout=draw(st.sampled_from(KINDS)),
+        head_ranks=head_ranks,
+        gathered=head_ranks == 1 and draw(st.booleans()),
+    )
+    return case, size
+
+
+@given(drawn=cases(), seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+def test_any_attention_is_that_of_one_rank(drawn, seed, credits):
+    check(*drawn, seed, credits)
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}, {"head_ranks": 4}])
+def test_every_layout_and_way_with_every_option(layout, way):
+    """4 ranks; 13 tokens of which one document is empty and one a single token; fewer tokens than ranks."""
+    options = {"heads": 8, "kv_heads": 4, "layout": layout, **way}
+    documents = (0, 1, 7, 0, 5)
+    check(Case(13, **options), 4)
+    check(Case(13, causal=False, documents=documents, **options), 4)
+    check(Case(3, sink=True, **options), 4)
+    check(Case(13, window=4, sink=True, softcap=2.0, dropout_p=0.4, documents=documents, **options), 4)
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}])
+def test_the_error_does_not_grow_with_the_ring(size, way):
+    """In bfloat16: the relative error of each result is that of one rank."""
+    case = Case(192, heads=4, kv_heads=2, head_dim=32, **way)
+    tensors = case.tensors(torch.bfloat16)
+    want = oracle(case, tensors)
+    alone = run(dataclasses.replace(case, head_ranks=1, gathered=False), 1, tensors)[0]
+    for got, one, true in zip(joined(case, run(case, size, tensors)), alone, want, strict=True):
+        errors = [((t.double() - true).norm() / true.norm()).item() for t in (got, one)]
+        assert errors[0] <= 1.01 * errors[1], errors
+
+
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}])
+def test_the_same_bits_in_any_interleaving(way):
+    case = Case(45, heads=4, kv_heads=2, head_dim=8, dropout_p=0.2, **way)
+    tensors = case.tensors(torch.bfloat16)
+    first = run(case, 6, tensors)
+    for seed, credits in ((1, 0), (2, 3)):
+        for got, want in zip(run(case, 6, tensors, seed, credits), first, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class Counted:
+    """A transport that counts the bytes that it sends and the ranks that it receives from."""
+
+    def __init__(self, transport):
+        self._transport, self.sent, self.sources = transport, 0, set()
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def post(self, op, chunks):
+        self.sent += sum(c.tensor.nbytes for c in chunks if isinstance(c, Send))
+        self.sources |= {c.peer for c in chunks if not isinstance(c, Send)}
+        return self._transport.post(op, chunks)
+
+
+def counted(case, size, dtype):
+    """For each rank: bytes sent forward, bytes sent backward, ranks received from forward."""
+    tensors = case.tensors(dtype)
+
+    def of_rank(transport):
+        counting, forward = Counted(transport), []
+        shared(case, counting, tensors, lambda: forward.extend((counting.sent, len(counting.sources))))
+        sent, sources = forward
+        return sent, counting.sent - sent, sources
+
+    return LoopbackGroup(size).run(of_rank)
+
+
+def shape_of(case, size, itemsize):
+    return cost.AttentionShape(
+        length=case.length, ranks=size, batch=case.batch, heads=case.heads, kv_heads=case.kv_heads,
+        head_dim=case.head_dim, itemsize=itemsize, layout=case.layout, causal=case.causal, window=case.window,
+    )  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(drawn=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_the_cost_is_what_is_sent(drawn, dtype):
+    case, size = drawn
+    case = dataclasses.replace(case, documents=None, dropout_p=0.0)
+    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Way(case.head_ranks, case.gathered))
+    assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
+
+
+def test_a_window_ends_the_ring_after_the_hops_that_it_needs():
+    """8 ranks of 16 adjacent tokens: a window of 17 reaches the rank before, one of 18 the one before that."""
+    for window, hops in ((1, 0), (2, 1), (17, 1), (18, 2), (128, 7)):
+        case = Case(128, layout="contiguous", window=window)
+        assert [sources for *_, sources in counted(case, 8, torch.float32)] == [min(rank, hops) for rank in range(8)]
+    # And of the rank before only the tokens within the window travel: 3 of 16.
+    sent = [forward for forward, *_ in counted(Case(128, layout="contiguous", window=4), 8, torch.float32)]
+    assert sent == [3 * 2 * 2 * 4 * 4] * 7 + [0]
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
+    """8 ranks, causal: one call of the block op a step, in contiguous layout none for ranks behind this one."""
+    calls, block = [], _blocks.block_attention
+    monkeypatch.setattr(_blocks, "block_attention", lambda *args, **kwargs: calls.append(0) or block(*args, **kwargs))
+    case, shards = Case(64, layout=layout), [places.runs(layout, 64, 8, rank) for rank in range(8)]
+    for rank, own in enumerate(shards):
+        calls.clear()
+        q, k, v = (torch.randn(8, 1, 2, 4) for _ in range(3))
+        carry = _blocks.Carry(q, own, None, case.options())
+        for shard in shards:
+            parts = places.seen(shard, own, True, None)
+            carry.add(k[: places.tokens(parts)], v[: places.tokens(parts)], parts)
+        assert len(calls) == (rank + 1 if layout == "contiguous" else 8)

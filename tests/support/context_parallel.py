@@ -1,0 +1,121 @@
+"""The oracle of the tests of context parallelism, and what each rank does in them."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops.context_parallel._blocks import Options
+from parallel_ops.context_parallel._over_transport import Attention
+from parallel_ops.context_parallel.cost import Way
+from parallel_ops.context_parallel.layouts import SequenceLayout
+from parallel_ops.ops._attention_block import Dropout, Tokens, kept
+
+SEED = 1234567
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An attention and how it is shared out."""
+
+    length: int
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    causal: bool = True
+    window: int | None = None
+    sink: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    documents: tuple[int, ...] | None = None  # their lengths
+    layout: str = "zigzag"
+    head_ranks: int = 1
+    gathered: bool = False
+
+    @property
+    def scale(self) -> float:
+        return 0.7 / math.sqrt(self.head_dim)
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        if self.documents is None:
+            return None
+        return torch.tensor([0, *self.documents], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+    def tensors(self, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+        """q, k, v, sink and the gradient of the output, of the whole sequence."""
+        generator = torch.Generator().manual_seed(self.length)
+        shapes = [(self.length, self.batch, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        sink = torch.randn(self.heads, generator=generator).to(dtype) if self.sink else None
+        return [q, k, v, sink, torch.randn(q.shape, generator=generator).to(dtype)]
+
+    def options(self) -> Options:
+        seed = torch.tensor([SEED]) if self.dropout_p else None
+        return Options(self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, self.cu_seqlens)
+
+
+def full_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
+    """All scores at once, in plain torch."""
+    group = case.heads // case.kv_heads
+    k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * case.scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    i, j = torch.arange(case.length)[:, None], torch.arange(case.length)
+    sees = torch.ones(case.length, case.length, dtype=torch.bool)
+    if case.causal:
+        sees &= j <= i
+    if case.window is not None:
+        sees &= j > i - case.window
+    if case.documents is not None:
+        of = torch.repeat_interleave(torch.arange(len(case.documents)), torch.tensor(case.documents))
+        sees &= of[:, None] == of
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    p = scores.softmax(-1)
+    p = p[..., : case.length]
+    if case.dropout_p:
+        places = Tokens(0, case.length)
+        mask = kept(Dropout(case.dropout_p, torch.tensor([SEED]), places, places), *p.shape)
+        p = p * mask / (1 - case.dropout_p)
+    return torch.einsum("bhqk,kbhd->qbhd", p, v)
+
+
+def oracle(case: Case, tensors: list[Tensor | None]) -> list[Tensor]:
+    """(O, dq, dk, dv, dsink), in fp64."""
+    *inputs, grad = [None if t is None else t.double() for t in tensors]
+    leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
+    out = full_attention(case, *leaves)
+    out.backward(grad)
+    return [out.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+def shared(
+    case: Case, transport: Any, tensors: list[Tensor | None], between: Callable[[], object] = lambda: None
+) -> list[Tensor]:
+    """(O, dq, dk, dv, dsink) of this rank's tokens, over any transport; ``between`` is called before the backward."""
+    layout = SequenceLayout(case.length, transport.size, case.layout)
+    q, k, v, sink, grad = tensors
+    q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
+    attention = Attention(
+        "test", transport, case.length, case.layout, Way(case.head_ranks, case.gathered), case.options()
+    )
+    out, lse, held = attention.forward(q, k, v, sink)
+    if case.head_ranks > 1:
+        q, k, v = held.split([n // case.head_ranks for n in (case.heads, case.kv_heads, case.kv_heads)], dim=2)
+    between()
+    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, lse)
+    return [out, *gradients, *([] if dsink is None else [dsink])]
+
+
+def joined(case: Case, results: list[list[Tensor]]) -> list[Tensor]:
+    """The whole from the results of all ranks; their sum for the sink."""
+    layout = SequenceLayout(case.length, len(results), case.layout)
+    columns = list(zip(*results, strict=True))
+    return [*(layout.join(column) for column in columns[:4]), *(torch.stack(column).sum(0) for column in columns[4:])]
