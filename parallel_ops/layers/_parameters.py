@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel_ops.comm import _primitives, copy_to_group
-from parallel_ops.comm._compat import dtensor_of, local_box
+from parallel_ops.comm._compat import local_box, new_dtensor
 
 Init = Callable[[Tensor], object]
 
@@ -116,47 +116,57 @@ def local_parts(
         RuntimeError: FSDP has a parameter sharded at this moment: ``module`` is not part of what it gathers.
     """
     mesh = module.mesh
-    for parameter in parameters:
-        if parameter is not None and isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+    there = [p for p in parameters if p is not None]
+    for parameter in there:
+        # By identity: comparing meshes costs more.
+        if type(parameter) is DTensor and (of := parameter._spec.mesh) is not mesh and of != mesh:
             raise RuntimeError(
-                f"{type(module).__name__}: a parameter is still sharded over {parameter.device_mesh}; give fully_shard "
-                "the layer, the attention or the MLP, not a linear inside of it"
+                f"{type(module).__name__}: a parameter is still sharded over {of}; give fully_shard the layer, the "
+                "attention or the MLP, not a linear inside of it"
             )
     if mesh is None:
         return parameters
-    summed = (False,) * len(parameters) if partial is None else tuple(partial)
-    there = [i for i, p in enumerate(parameters) if p is not None]
-    out: list[Tensor | None] = [None] * len(parameters)
+    summed = [part for part, p in zip(partial or (), parameters, strict=False) if p is not None]
+    handed: Sequence[Tensor]
     if torch.compiler.is_compiling():
-        handed = [parameters[i].to_local() for i in there]  # type: ignore[union-attr]
-        handed = [copy_to_group(t, module.group) if summed[i] else t for i, t in zip(there, handed, strict=True)]
+        local = [p.to_local() for p in there]  # type: ignore[attr-defined]
+        whole = zip(local, summed or [False] * len(local), strict=True)
+        handed = [copy_to_group(t, module.group) if part else t for t, part in whole]
     elif torch.is_grad_enabled():
-        handed = _HandOut.apply(module, tuple(summed[i] for i in there), *(parameters[i] for i in there))
+        handed = _hand_out(module, summed, *there)
     else:
-        handed = [parameters[i]._local_tensor for i in there]  # type: ignore[union-attr]
-    for i, local in zip(there, handed, strict=True):
-        out[i] = local
-    return tuple(out)
+        handed = [p._local_tensor for p in there]  # type: ignore[attr-defined]
+    if len(there) == len(parameters):
+        return tuple(handed)
+    parts = iter(handed)
+    return tuple(None if p is None else next(parts) for p in parameters)
 
 
 class _HandOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: ShardedModule, partial: tuple[bool, ...], *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, module: ShardedModule, partial: Sequence[bool], *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.module, ctx.partial = module, partial
         ctx.specs = [p._spec for p in parameters]
-        return tuple(p._local_tensor.view_as(p._local_tensor) for p in parameters)
+        return tuple([p._local_tensor.detach() for p in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         whole = list(grads)
-        if any(ctx.partial):
+        if True in ctx.partial:
             _sum_partial(ctx, whole)
         return (
             None,
             None,
-            *(None if g is None else dtensor_of(g, spec) for g, spec in zip(whole, ctx.specs, strict=True)),
+            *[
+                None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
+                for g, spec in zip(whole, ctx.specs, strict=True)
+            ],
         )
+
+
+# Without the Python around it, which looks for function transforms: they do not know DTensors anyway.
+_hand_out: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _HandOut).apply
 
 
 def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:

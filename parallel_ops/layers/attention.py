@@ -9,7 +9,8 @@ whole on every rank, each rank computes the one head that its queries use, and g
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.comm._group import group_rank
 from parallel_ops.layers._checks import announced, check_input
 from parallel_ops.layers._parameters import Init, ShardedModule, divided, local_parts
-from parallel_ops.layers.attention_cores import AttentionCore, sdpa
+from parallel_ops.layers.attention_cores import AttentionCore, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
 from parallel_ops.layers.norm import Norm
 from parallel_ops.ops import rms_norm, rotary_embedding
@@ -40,7 +41,7 @@ class ParallelSelfAttention(ShardedModule):
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
         causal: no token sees a later one.
         window: how many tokens a token sees at most, itself included; causal only.
-        core: what mixes the values; ``None`` for ``sdpa``. See ``attention_cores``.
+        core: what mixes the values; ``None`` for ``flash``. See ``attention_cores``.
         attention_dropout: probability, on the core's probabilities.
         bias: of all four linears; qkv_bias: of the first three, where it differs.
         sequence_parallel, overlap: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
@@ -93,7 +94,8 @@ class ParallelSelfAttention(ShardedModule):
         self.heads = divided("ParallelSelfAttention", "heads", heads, self.ranks)  # of this rank
         self.kv_heads, rows = self._key_heads(kv_heads)
         self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
-        self.core: AttentionCore = sdpa if core is None else core
+        self.core: AttentionCore = flash if core is None else core
+        self._core_takes = frozenset(inspect.signature(self.core).parameters)
         common = LinearOptions(
             mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
@@ -132,30 +134,30 @@ class ParallelSelfAttention(ShardedModule):
         positions: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: float = 0.0,
+        row_offset: int = 0,
         sizes: Sequence[int] | None = None,
+        core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """``[s, b, hidden]`` to the same shape.
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden]``.
             angles: cosines and sines, ``[positions, R / 2]`` each, for rotary positions.
-            mask: for a core that takes one, such as ``unfused``.
+            mask: for a core that takes one, such as ``unfused``. core_options: what else the core takes, by name, such
+                as ``cu_seqlens``.
             positions: rows of ``angles`` of all tokens, ``[s]`` or ``[s, b]``; by default 0 to ``s - 1``.
-            residual, dropout, sizes: as of ``RowParallelLinear.forward``.
+            residual, dropout, row_offset, sizes: as of ``RowParallelLinear.forward``.
 
         Raises:
-            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask that the core
-            does not take, angles, positions or a mask that do not fit.
+            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask or an option
+            that the core does not take, angles, positions or a mask that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).
         """
         check_input("ParallelSelfAttention", x, self.q.weight, "[s, b, {}]")
-        if mask is not None and "mask" not in inspect.signature(self.core).parameters:
-            raise TypeError(
-                "ParallelSelfAttention: mask must be None for this core, which does not take one; give the layer "
-                "core=parallel_ops.layers.attention_cores.unfused and causal=False"
-            )
+        given = dict(core_options or {}) if mask is None else {**(core_options or {}), "mask": mask}
+        self._check_options(given)
         (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
         q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -165,11 +167,22 @@ class ParallelSelfAttention(ShardedModule):
             q, k = rms_norm(q, q_weight, self.q_norm.eps), rms_norm(k, k_weight, self.k_norm.eps)
         if angles is not None:
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
-        given = {} if mask is None else {"mask": mask}
         dropout_p = self.attention_dropout if self.training else 0.0
+        if dropout_p and "first_head" in self._core_takes:
+            given["first_head"] = self.heads * group_rank(self.group)
         y = self.core(q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given)
-        out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, sizes=sizes)
+        out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
         return out
+
+    def _check_options(self, given: Mapping[str, Any]) -> None:
+        """The core takes what is given to it."""
+        for name in given:
+            if name not in self._core_takes:
+                raise TypeError(
+                    f"ParallelSelfAttention: {name} must be None for this core, which does not take one"
+                    + ("; give the layer core=parallel_ops.layers.attention_cores.unfused and causal=False")
+                    * (name == "mask")
+                )
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, kv_heads={self.kv_heads} (of this rank), head_dim={self.head_dim}"

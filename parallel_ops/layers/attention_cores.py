@@ -3,7 +3,9 @@
     out[s, b, h] = softmax over t of (q[s, b, h] . k[t, b, h // g] * scale) v[t, b, h // g]        g = heads / kv_heads
 
 ``core(q, k, v, *, causal, scale, window, dropout_p)``: q ``[s, b, heads, d]``, k and v ``[t, b, kv_heads, d]``, any
-strides; the result ``[s, b, heads, d]``. Grouped queries (Ainslie et al., arXiv:2305.13245) share a key and a value.
+strides; the result ``[s, b, heads, d]``. Grouped queries (Ainslie et al., arXiv:2305.13245) share a key and a value. A
+core may take more by name: ``first_head`` (of q, among those of all ranks), which it is given with dropout, and
+whatever ``core_options`` of the layer say, such as ``cu_seqlens``.
 """
 
 import math
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_ops.ops import scaled_causal_softmax, scaled_masked_softmax
+from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_masked_softmax
 
 # Queries of a block under a sliding window see at most ``window`` keys more than there are in the block.
 _LEAST_BLOCK = 256
@@ -33,6 +35,35 @@ class AttentionCore(Protocol):
         window: int | None,
         dropout_p: float,
     ) -> Tensor: ...
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout_p: float = 0.0,
+    first_head: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """``flash_attention``; on a GPU torch's ``sdpa``, where that has all that is asked for.
+
+    On CPUs it is the faster of the two, on GPUs nobody has measured yet.
+
+    Args:
+        window: as of ``sdpa``. dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
+        first_head: the first of these heads among those of all ranks.
+        cu_seqlens: as of ``flash_attention``.
+    """
+    if q.is_cuda and window is None and cu_seqlens is None and not dropout_p:
+        return sdpa(q, k, v, causal=causal, scale=scale)
+    return flash_attention(
+        q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
+        first_head=first_head,
+    )  # fmt: skip
 
 
 def sdpa(

@@ -274,6 +274,7 @@ class RowParallelLinear(_Linear):
         *,
         residual: Tensor | None = None,
         dropout: float = 0.0,
+        row_offset: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """``[s, ..., in_features / P]`` to ``[s, ..., out_features]``.
@@ -283,6 +284,7 @@ class RowParallelLinear(_Linear):
             residual: of the result's shape: the result is ``dropout(linear(x)) + residual``, in one pass.
             dropout: probability, with ``residual``. It draws by global element index: ranks whose default generators
                 are in the same state drop what a single process would.
+            row_offset: where the rows of these ranks begin among those that other ranks have, for ``dropout``.
             sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
 
         Raises:
@@ -294,7 +296,6 @@ class RowParallelLinear(_Linear):
         weight, bias = local_parts(self, self.weight, self.bias)
         assert weight is not None
         target = self.weight_gradient()
-        offset = 0
         if self.sequence_parallel:
             y = linear_reduce_scatter(
                 x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
@@ -303,7 +304,7 @@ class RowParallelLinear(_Linear):
             bias = None
             if residual is not None and dropout > 0.0 and self.training:
                 rows = check_sizes("RowParallelLinear", "sizes", sizes, self.group, 0, whole=x)
-                offset = sum(rows[: group_rank(self.group)]) * y.shape[1:].numel()
+                row_offset += sum(rows[: group_rank(self.group)])
         else:
             alone = None if self.ranks > 1 or residual is not None else bias
             if target is None:
@@ -313,5 +314,6 @@ class RowParallelLinear(_Linear):
             bias = None if alone is not None else bias
             y = reduce_from_group(y, self.group)
         if residual is not None:
+            offset = row_offset * y.shape[1:].numel()
             return bias_dropout_add(y, bias, residual, dropout, training=self.training, index_offset=offset)
         return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower, as that of nn.Linear

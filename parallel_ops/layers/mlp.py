@@ -68,6 +68,7 @@ class ParallelMLP(ShardedModule):
         *,
         residual: Tensor | None = None,
         dropout: float = 0.0,
+        row_offset: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """``[s, ..., hidden]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
@@ -84,7 +85,7 @@ class ParallelMLP(ShardedModule):
         else:
             (up,), (bias,) = column_linears(x, [self.up], add_bias=False, sizes=sizes)
             y = bias_gelu(up, bias, approximate="none" if self.activation == "gelu_exact" else "tanh")
-        out: Tensor = self.down(y, residual=residual, dropout=dropout, sizes=sizes)
+        out: Tensor = self.down(y, residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
         return out
 
     def extra_repr(self) -> str:

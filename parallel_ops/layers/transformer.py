@@ -12,7 +12,8 @@ Dropout draws by global element index (see ``bias_dropout_add``): ranks whose de
 drop the same elements as a single process would, whatever the mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +107,15 @@ class ParallelTransformerLayer(ShardedModule):
         mask: Tensor | None = None,
         *,
         positions: Tensor | None = None,
+        row_offset: int = 0,
         sizes: Sequence[int] | None = None,
+        core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """``[s, b, hidden]`` to the same shape.
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden]``.
-            angles, mask, positions: as of ``ParallelSelfAttention.forward``.
+            angles, mask, positions, row_offset, core_options: as of ``ParallelSelfAttention.forward``.
             sizes: ``s_r`` of every rank, where they differ.
 
         Raises:
@@ -124,8 +127,7 @@ class ParallelTransformerLayer(ShardedModule):
         """
         check_input("ParallelTransformerLayer", x, self.norm_attention.weight, "[s, b, {}]")
         h = self.norm_attention(x)
-        x = self.attention(
-            h, angles, mask, positions=positions, residual=x, dropout=self.dropout, sizes=sizes
-        )  # fmt: skip
-        out: Tensor = self.mlp(self.norm_mlp(x), residual=x, dropout=self.dropout, sizes=sizes)
+        rows: dict[str, Any] = {"dropout": self.dropout, "row_offset": row_offset, "sizes": sizes}
+        x = self.attention(h, angles, mask, positions=positions, core_options=core_options, residual=x, **rows)
+        out: Tensor = self.mlp(self.norm_mlp(x), residual=x, **rows)
         return out

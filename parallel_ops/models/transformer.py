@@ -1,4 +1,4 @@
-"""A causal transformer over a group of tensor-parallel ranks, or on one.
+"""A causal transformer over tensor-parallel and context-parallel ranks, or on one.
 
     x      = E[token] (+ P[position], learned)              [s, b, h], or this rank's [s / P, b, h]
     x      = layer(x)                                       for each layer, see ``ParallelTransformerLayer``
@@ -6,9 +6,10 @@
     loss   = mean cross entropy of the logits               in one op with W: no rank has whole logits
 
 Parameters are DTensors on the tensor-parallel mesh. Vocabulary, heads and hidden features of the MLP are split; with
-``sequence_parallel`` the residual stream is split by tokens too. Sources: Shoeybi et al., arXiv:1909.08053 (the split);
-Radford et al. 2019 (the initialisation); Su et al., arXiv:2104.09864 (rotary positions); Grattafiori et al.,
-arXiv:2407.21783 (their scaling).
+``sequence_parallel`` the residual stream is split by tokens too. Context-parallel ranks have whole weights, and each
+some of the tokens of every sequence: attention alone needs those of others. Sources: Shoeybi et al., arXiv:1909.08053
+(the split); Radford et al. 2019 (the initialisation); Su et al., arXiv:2104.09864 (rotary positions); Grattafiori et
+al., arXiv:2407.21783 (their scaling).
 """
 
 import functools
@@ -23,7 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import copy_to_group, gather_from_group
+from parallel_ops.context_parallel.attention import Algorithm, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
+from parallel_ops.layers.attention import Angles
+from parallel_ops.layers.attention_cores import AttentionCore
+from parallel_ops.models._context import IGNORED, Context
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.ops import bias_dropout_add
@@ -39,6 +44,10 @@ class Transformer(PretrainedModel):
         mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
         sequence_parallel: the residual stream is split by tokens, so ``s`` must divide evenly by the ranks.
         overlap: see ``all_gather_linear``.
+        context: the ranks that share each sequence, a ``DeviceMesh`` of one dimension (``mesh["cp"]``); ``None`` for
+            one. layout, algorithm: as of ``ring_attention``.
+        core: what mixes the values in attention, without ``context``; ``None`` for the default of
+            ``ParallelSelfAttention``.
         device, dtype: of the parameters. On the meta device nothing is drawn: call ``to_empty``, then
             ``reset_parameters`` or ``load_pretrained``.
 
@@ -48,7 +57,9 @@ class Transformer(PretrainedModel):
             takes the residual stream for tokens, one without ``norm`` returns it.
 
     The same ``torch.manual_seed`` draws the same model on any mesh. Gradients of all parameters are complete after
-    ``backward``. Under ``fully_shard`` give it each of ``layers`` and then the whole: ``head`` is used with the loss.
+    ``backward``, but for ``context``: there the gradient of the loss is the mean of what its ranks have, which is what
+    ``fully_shard`` over ``mesh["fsdp"]`` and ``replicate`` over ``mesh["loss"]`` take. Under ``fully_shard`` give it
+    each of ``layers`` and then the whole: ``head`` is used with the loss.
 
     Raises:
         ValueError: sizes that do not fit the mesh.
@@ -61,10 +72,18 @@ class Transformer(PretrainedModel):
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        context: DeviceMesh | None = None,
+        layout: Layout = "zigzag",
+        algorithm: Algorithm = "auto",
+        core: AttentionCore | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, mesh)
+        self.context = Context("Transformer", context, layout, algorithm)
+        if core is not None and self.context.ranks > 1:
+            raise ValueError("Transformer: core must be None with context, whose core is ring_attention")
+        self._core = self.context.core if core is None else core
         self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
         with torch.random.fork_rng(devices=[]):  # modules on the meta device draw nothing, but take a seed each
             self._build(dtype)
@@ -102,6 +121,7 @@ class Transformer(PretrainedModel):
                     bias=config.bias,
                     qkv_bias=config.qkv_bias,
                     window=window,
+                    core=self._core,
                     overlap=overlap,
                     init_method=_normal(config.init_std),
                     # Narrower, so that the residual sum keeps its scale.
@@ -129,7 +149,14 @@ class Transformer(PretrainedModel):
                 nn.init.zeros_(module._parameters["bias"])
         torch.set_rng_state(state)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the mean loss where targets are given.
 
         Args:
@@ -137,25 +164,33 @@ class Transformer(PretrainedModel):
             targets: ``[s, b]`` int64, the token that follows each; -100 for none.
             positions: int64 ``[s]`` or ``[s, b]``, below ``seq_length``; ``None`` for 0 to s - 1. Attention is causal
                 in the order of the tokens, whatever their positions.
+            cu_seqlens: ``[documents + 1]``, int32 or int64, where documents begin in the sequences, from 0 to ``s``: no
+                token sees one of another document. Positions are not counted anew.
 
         Returns:
-            Logits ``[s, b, vocab_size]``, or the mean cross entropy in nats, a float32 scalar (float64 for a float64
-            model).
+            Logits ``[s, b, vocab_size]``, with ``context`` those of this rank's tokens; or the mean cross entropy in
+            nats, a float32 scalar (float64 for a float64 model).
 
         Raises:
             ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not to be split evenly by
             ``sequence_parallel``; targets or positions of another shape.
+            TypeError: documents for a core that does not know them.
 
-        Sharding: tokens, targets, positions and the result replicated.
+        Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
         self._check(tokens, targets, positions)
-        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions)
+        count = None if targets is None or self.context.ranks == 1 else (targets != IGNORED).sum()
+        place = self.context.place(tokens.shape[0], whole=self.tokens is not None, device=tokens.device)
+        positions = place.shard(positions) if positions is not None else place.positions
+        if self.tokens is not None:
+            tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
+        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions, place.rows_before)
         angles = None
         if self.config.positions == "rotary":
-            s = x.shape[0] * (self.ranks if self.sequence_parallel else 1)
-            angles = rotary_angles(self.config, s if positions is None else self.config.seq_length, x.device)
+            angles, positions = self._angles(x, positions)
+        options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
         for layer in self.layers.values():
-            x = layer(x, angles, positions=positions)
+            x = layer(x, angles, positions=positions, row_offset=place.rows_before, core_options=options)
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -164,9 +199,11 @@ class Transformer(PretrainedModel):
             raise ValueError("Transformer: the stage with the norm needs a head, or the tokens that it is tied to")
         if targets is None:
             return self._logits(x, head)
-        return vocab_parallel_linear_cross_entropy(
-            x, head.local_weight(), targets, group=self.group, sequence_parallel=self.sequence_parallel
-        )
+        loss = vocab_parallel_linear_cross_entropy(
+            x, head.local_weight(), targets, group=self.group, sequence_parallel=self.sequence_parallel,
+            reduction="mean" if count is None else "sum",
+        )  # fmt: skip
+        return loss if count is None else self.context.mean(loss, count)
 
     def _check(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> None:
         if self.tokens is None:
@@ -174,9 +211,11 @@ class Transformer(PretrainedModel):
         shape, longest = list(tokens.shape), self.config.seq_length
         if tokens.dim() != 2 or not 1 <= shape[0] <= longest:
             raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
-        if self.sequence_parallel and shape[0] % self.ranks:
+        if self.sequence_parallel and any(length % self.ranks for length in self.context.lengths(shape[0])):
+            shares = f" in each of {self.context.ranks} shares" if self.context.ranks > 1 else ""
             raise ValueError(
-                f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly, got {shape[0]}"
+                f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly{shares}, got "
+                f"{shape[0]}"
             )
         if targets is not None and list(targets.shape) != shape:
             raise ValueError(f"Transformer: targets must have shape {shape}, got {list(targets.shape)}")
@@ -185,7 +224,9 @@ class Transformer(PretrainedModel):
                 f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}"
             )
 
-    def _embed(self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def _embed(
+        self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None, rows_before: int
+    ) -> Tensor:
         """Tokens and learned positions, with dropout: whole, or this rank's rows."""
         x: Tensor = table(tokens)
         if self.positions is not None:
@@ -194,9 +235,18 @@ class Transformer(PretrainedModel):
         if self.config.dropout:
             # By global index, so that any number of ranks drops the same elements.
             start = self.group.rank() * x.numel() if self.group is not None and self.sequence_parallel else 0
+            start += rows_before * x.shape[1:].numel()
             nothing = x.new_zeros(()).expand(x.shape)
             x = bias_dropout_add(x, None, nothing, self.config.dropout, training=self.training, index_offset=start)
         return x
+
+    def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Angles, Tensor | None]:
+        """Cosines and sines, and the rows of tokens in them; ``None`` where they are in the order of the tokens."""
+        if positions is None:
+            positions = torch.arange(x.shape[0] * (self.ranks if self.sequence_parallel else 1), device=x.device)
+        if positions.dim() == 1:
+            return rotary_angles(self.config, positions), None
+        return rotary_angles(self.config, torch.arange(self.config.seq_length, device=x.device)), positions
 
     def _logits(self, x: Tensor, head: VocabParallelEmbedding) -> Tensor:
         weight = head.local_weight()
@@ -209,15 +259,16 @@ class Transformer(PretrainedModel):
         return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)
 
 
-def rotary_angles(config: TransformerConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to ``length - 1``, ``[length, head size / 2]`` each, fp32."""
+def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
+    """Cosines and sines of positions ``[n]``, ``[n, head size / 2]`` each, fp32."""
     size, scaling = config.head_size, config.rotary_scaling
-    frequencies = 1.0 / config.rotary_base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
+    frequencies = 1.0 / config.rotary_base**exponents
     if scaling is not None:
         turns = scaling.original_length * frequencies / (2 * math.pi)
         share = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, share.clamp(0, 1))
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

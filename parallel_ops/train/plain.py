@@ -104,7 +104,7 @@ class PlainTransformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[: x.shape[1]]
         else:
-            cos, sin = rotary_angles(self.config, x.shape[1], x.device)
+            cos, sin = rotary_angles(self.config, torch.arange(x.shape[1], device=x.device))
             angles = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:

@@ -16,25 +16,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.huggingface import loading
+from support import huggingface
 from support import transformer as on_rank
 from support.distributed import Raised, ranks
+from support.huggingface import LENGTH, VOCAB
 
-LENGTH, VOCAB = 20, 61
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "attn_implementation": "eager",
-}
-GPT2_SIZES = {
-    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
-    "attn_implementation": "eager",
-}  # fmt: skip
+SIZES = huggingface.SIZES | {"attn_implementation": "eager"}
+GPT2_SIZES = huggingface.GPT2_SIZES | {"attn_implementation": "eager"}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,

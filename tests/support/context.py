@@ -1,0 +1,74 @@
+"""A transformer over context-parallel ranks, beside one on a process alone."""
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+from parallel_ops.context_parallel import SequenceLayout
+from parallel_ops.models import Transformer, TransformerConfig
+from support.layers import mesh_of
+
+CONFIG = TransformerConfig(
+    vocab_size=31, seq_length=16, layers=2, hidden=32, heads=4, kv_heads=2, positions="rotary", norm="rms_norm"
+)
+
+
+def model_of(context, layout="zigzag", **options):
+    torch.manual_seed(0)
+    return Transformer(dataclasses.replace(CONFIG, **options), context=context, layout=layout)
+
+
+def text(length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, of which the first half of the second sequence has none."""
+    tokens, targets = torch.randint(31, (2, length, 2), generator=torch.Generator().manual_seed(length)).unbind()
+    targets[: length // 2, 1] = -100
+    return tokens, targets
+
+
+def compare(rank: int, layout: str, length: int, ranks: int, documents: list[int] | None, options: dict) -> None:
+    """Loss, gradients and logits over ``ranks`` ranks are those of one."""
+    mesh = mesh_of(dp_replicate=4 // ranks, cp=ranks)
+    alone, shared = model_of(None, **options), model_of(mesh["cp"], layout, **options)
+    tokens, targets = text(length)
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    if documents is not None:  # sdpa knows no documents: one at a time
+        parts = [slice(a, b) for a, b in itertools.pairwise(documents) if b > a]
+        places = torch.arange(length)
+        logits = torch.cat([alone(tokens[part], positions=places[part]) for part in parts])
+    else:
+        logits = alone(tokens)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = shared(tokens, targets, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    loss.backward()
+    group = mesh["cp"].get_group()
+    for (name, wanted), got in zip(alone.named_parameters(), shared.parameters(), strict=True):
+        torch.distributed.all_reduce(got.grad, group=group)
+        torch.testing.assert_close(
+            got.grad / ranks, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    places = SequenceLayout(length, ranks, layout).positions(mesh.rank("cp"))
+    torch.testing.assert_close(shared(tokens, cu_seqlens=cu_seqlens), logits[places], rtol=1e-4, atol=1e-5)
+
+
+def dropout(rank: int) -> tuple[float, float]:
+    """How many elements of the embedding are dropped where the other rank drops them too, and by chance would be."""
+    mesh = mesh_of(dp_replicate=2, cp=2)
+    model = model_of(mesh["cp"], dropout=0.5, positions="learned")
+    tokens = torch.zeros(16, 1, dtype=torch.int64)
+    torch.manual_seed(1)
+    kept = []
+    model.layers["0"].register_forward_pre_hook(lambda _, args: kept.append(args[0] != 0))
+    model(tokens)
+    others = [torch.empty_like(kept[0]) for _ in range(2)]
+    torch.distributed.all_gather(others, kept[0], group=mesh["cp"].get_group())
+    return (others[0] == others[1]).float().mean().item(), kept[0].float().mean().item()
+
+
+def wrong_length(rank: int) -> None:
+    mesh = mesh_of(cp=2, tp=2)
+    model = Transformer(CONFIG, mesh=mesh["tp"], context=mesh["cp"], sequence_parallel=True)
+    model(torch.zeros(14, 1, dtype=torch.int64))
