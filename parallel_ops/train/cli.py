@@ -88,6 +88,12 @@ def command(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="These processes split the tokens between products too.")
     ] = False,
+    cp: Annotated[
+        int,
+        typer.Option(
+            help="Processes that share each sequence, times those of --tp.", show_default="1, whole sequences"
+        ),
+    ] = 1,
     save: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints; the last one is saved after the last step.")
     ] = None,
@@ -100,7 +106,7 @@ def command(
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
-    """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and tensor-parallel.
+    """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and in parallel.
 
     Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
     the same models under torch.compile. All start from the same weights and see the same batches; they take turns step
@@ -108,19 +114,19 @@ def command(
     them, with the time of the matrix products of a step alone, and saves a picture of the loss curves and step times.
     The loss at the end is the mean over the last tenth of the steps.
 
-    The tensor-parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
+    The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
 
     A checkpoint holds every model. --resume needs the shape of the model to be the same; steps, which the learning rate
     follows, number of processes, device and text may change. A model that was not saved goes on from the last one
-    that was, the tensor-parallel one if there was one.
+    that was, the parallel one if there was one.
     """
     try:
         if text == "":  # Path would take it for the current folder
             raise ValueError("--text is empty; name a file or a folder, or leave it out")
         source = None if text is None else Path(text)
         chosen = _chosen(runs)
-        place, tp = _device(device), _ranks(device, tp)
+        place, (tp, cp) = _device(device), _ranks(device, tp, cp)
         model = TransformerConfig(
             vocab_size=vocabulary,
             seq_length=seq_length,
@@ -143,6 +149,7 @@ def command(
             device=place,
             dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
             tp=tp,
+            cp=cp,
             sequence_parallel=sequence_parallel,
             save=save,
             every=every,
@@ -180,7 +187,7 @@ def _train(config: TrainConfig, names: list[str]) -> list[Run]:
     if not under_torchrun():
         return _train_all(config, names, None)
     with joined(config, torchrun_place()) as (own, mesh):
-        trainer, name = Trainer(own, mesh=mesh), f"tp{config.tp}"
+        trainer, name = Trainer(own, mesh=mesh), config.parallel
         if config.resume is not None:
             checkpoint.load(trainer, checkpoint.source(config.resume, name))
         here = Here(trainer)
@@ -221,21 +228,23 @@ def _rank() -> int:
     return int(os.environ["RANK"]) if under_torchrun() else 0
 
 
-def _ranks(device: Device, tp: int) -> int:
-    """The number of tensor-parallel processes: what torchrun started, or what was asked for and there are GPUs for."""
+def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
+    """The tensor-parallel and context-parallel processes: what torchrun started (tensor-parallel ones, where nothing
+    else was asked for), or what was asked for and there are GPUs for."""
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
-    if world > 1 and tp not in (1, world):
-        raise ValueError(f"--tp {tp}: torchrun started {world} processes; leave --tp out, or make them the same")
-    wanted = tp if world == 1 else local_ranks()
+    asked = f"--tp {tp}" + (f" --cp {cp}" if cp != 1 else "")
+    if world > 1 and tp * cp not in (1, world):
+        raise ValueError(f"{asked}: torchrun started {world} processes; leave it out, or make them the same")
+    wanted = tp * cp if world == 1 else local_ranks()
     gpus = torch.cuda.device_count() if _device(device) == "cuda" else wanted
     if gpus >= wanted:
-        return tp if world == 1 else world
+        return (tp, cp) if world == 1 or tp * cp == world else (world, 1)
     if world > 1:
         raise ValueError(f"torchrun started {wanted} processes here, but this torch sees {gpus} GPUs; use --device cpu")
     if device is Device.cuda:
-        raise ValueError(f"--tp {wanted}: needs as many GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
-    typer.echo(f"note: --tp {wanted} needs as many GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
-    return 1
+        raise ValueError(f"{asked}: needs {wanted} GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
+    typer.echo(f"note: {asked} needs {wanted} GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
+    return 1, 1
 
 
 def _device(device: Device) -> str:

@@ -25,8 +25,9 @@ class TrainConfig:
         seed: of weights, batches and dropout.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
-        tp: processes of the tensor-parallel run, which share each weight; 1 for no such run.
-        sequence_parallel: they share the tokens between the layers' products too.
+        tp, cp: processes of the parallel run, ``tp * cp``: ``tp`` share each weight, ``cp`` each sequence; 1 and 1 for
+            no such run.
+        sequence_parallel: those that share a weight share the tokens between the layers' products too.
         save: a folder for checkpoints, the last one after the last step; ``None`` for none.
         every: steps between two checkpoints; 0 for the last one only.
         resume: a checkpoint to go on from, of a model of the same shape; ``None`` to begin.
@@ -47,6 +48,7 @@ class TrainConfig:
     device: str = "cpu"
     dtype: str = "float32"
     tp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     save: Path | None = None
     every: int = 0
@@ -55,7 +57,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model.vocab_size < 256:
             raise ValueError(f"TrainConfig: vocab_size must be at least 256 (bytes), got {self.model.vocab_size}")
-        for name in ("steps", "batch", "tp"):
+        for name in ("steps", "batch", "tp", "cp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr", "clip"):
@@ -69,11 +71,22 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: every must be 0, or a number of steps beside save, got {self.every}")
 
         shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
-        if self.sequence_parallel:
-            shared["seq_length"] = self.model.seq_length
         for name, value in shared.items():
             if value % self.tp:
                 raise ValueError(f"TrainConfig: {name} must be a multiple of tp={self.tp}, got {value}")
+        if self.sequence_parallel and self.model.seq_length % self.ranks:
+            sizes = f"tp={self.tp}" + (f" * cp={self.cp}" if self.cp > 1 else "")
+            raise ValueError(f"TrainConfig: seq_length must be a multiple of {sizes}, got {self.model.seq_length}")
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the parallel run."""
+        return self.tp * self.cp
+
+    @property
+    def parallel(self) -> str:
+        """The name of the parallel run."""
+        return "-".join(f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

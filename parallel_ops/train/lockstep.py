@@ -24,8 +24,8 @@ class Run:
 
 
 def names_of(config: TrainConfig, alone: Sequence[str] = ALONE) -> list[str]:
-    """The runs of a configuration: those on one process, and the tensor-parallel one where it has several ranks."""
-    return [*alone, *([f"tp{config.tp}"] if config.tp > 1 else [])]
+    """The runs of a configuration: those on one process, and the parallel one where it has several ranks."""
+    return [*alone, *([config.parallel] if config.ranks > 1 else [])]
 
 
 def train(
@@ -38,9 +38,9 @@ def train(
     """Trains ``config`` once for each name, in lock-step: from its first step, or from its checkpoint on.
 
     Args:
-        names: of ``ALONE``, for a run on one process, ``products``, or ``tp{config.tp}``: see ``names_of``.
+        names: of ``ALONE``, for a run on one process, ``products``, or ``config.parallel``: see ``names_of``.
         on_step: called with the runs so far after each step of all of them.
-        here: this process's part of the tensor-parallel run, where its other ranks are processes that somebody else
+        here: this process's part of the parallel run, where its other ranks are processes that somebody else
             has started and that ask their own for as many steps. Without it they are started here.
 
     Raises:
@@ -52,7 +52,7 @@ def train(
     checkpoint.clear(config)
     try:
         for name in names:
-            workers.append(here if here is not None and name == f"tp{config.tp}" else Worker(config, name))
+            workers.append(here if here is not None and name == config.parallel else Worker(config, name))
         for worker in workers:
             worker.receive()  # ready: model built, nothing timed yet
         pairs = list(zip(workers, runs, strict=True))

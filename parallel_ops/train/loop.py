@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.config import DTYPES, TrainConfig
 from parallel_ops.train.data import batches, load_text
+from parallel_ops.train.parallelize import Spread, parallelize
 from parallel_ops.train.plain import PlainTransformer
 from parallel_ops.train.products import Products
 
@@ -38,18 +40,18 @@ class Trainer:
         config: the run.
         kind: of ``ALONE``. Nothing but the model's code depends on it: weights and batches are those of the seed.
         tokens: the text; ``None`` to load ``config.text``.
-        mesh: the tensor-parallel processes, this one among them, that train one model, with the fused ops; ``None``
-            for a model on this process alone.
+        mesh: the processes, this one among them, that train one model, with the fused ops; ``None`` for a model on
+            this process alone.
 
     Attributes:
         generator: what the batches are drawn from. done: how many steps were taken.
     """
 
     def __init__(
-        self, config: TrainConfig, kind: str = "fused", tokens: Tensor | None = None, mesh: DeviceMesh | None = None
+        self, config: TrainConfig, kind: str = "fused", tokens: Tensor | None = None, mesh: ParallelMesh | None = None
     ) -> None:
-        self.config, self.mesh = config, mesh
-        self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
+        self.config = config
+        self.group: ProcessGroup | None = None if mesh is None else dist.group.WORLD
         self.device = torch.device(config.device)
         self.generator = torch.Generator().manual_seed(config.seed)
         self.batches: Iterator[tuple[Tensor, Tensor]] = batches(
@@ -59,13 +61,15 @@ class Trainer:
             seed=self.generator,
         )
         torch.manual_seed(config.seed)
-        fused = Transformer(
-            config.model, mesh=mesh, sequence_parallel=config.sequence_parallel, device=self.device
-        )  # fmt: skip
-        self.model: nn.Module = fused
+        self.model: nn.Module = Transformer(config.model, device="meta")
+        if mesh is not None:
+            self.model = parallelize(self.model, mesh, Spread(sequence_parallel=config.sequence_parallel))
+        self.model.to_empty(device=self.device)
+        self.model.reset_parameters()  # type: ignore[operator]
         if kind in ("plain", "compiled"):
+            state = self.model.state_dict()
             self.model = PlainTransformer(config.model).to(self.device)
-            self.model.load_state_dict(fused.state_dict())
+            self.model.load_state_dict(state)
         self.call = torch.compile(self.model) if kind in ("compiled", "fused-compiled") else self.model
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]

@@ -1,4 +1,4 @@
-"""The processes of a run: one, or the ranks of a tensor-parallel group."""
+"""The processes of a run: one, or the ranks that train one model together."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import checkpoint
@@ -93,7 +92,7 @@ class Worker:
         self.connections: list[Connection] = []
         self.processes = []
         threads = cpu_threads()
-        for rank in range(1 if _alone(name) else config.tp):
+        for rank in range(1 if _alone(name) else config.ranks):
             connection, far = context.Pipe()
             arguments = config, name, far, rank, str(Path(self.folder.name, "store")), threads
             process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -171,8 +170,8 @@ def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, st
             mesh = None
             torch.set_num_threads(threads)
             if not _alone(name):
-                place = Place(rank, rank, max(1, threads // config.tp))
-                config, mesh = stack.enter_context(joined(config, place, _file_store(store, config.tp)))
+                place = Place(rank, rank, max(1, threads // config.ranks))
+                config, mesh = stack.enter_context(joined(config, place, _file_store(store, config.ranks)))
             kind = name if name in ALONE else "fused"
             trainer = ProductsAlone(config) if name == PRODUCTS else Trainer(config, kind, mesh=mesh)
             if config.resume is not None and isinstance(trainer, Trainer):
@@ -203,8 +202,8 @@ def _file_store(path: str, size: int) -> Any:
 
 
 @contextlib.contextmanager
-def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, DeviceMesh | None]]:
-    """This process as a rank of the tensor-parallel group, until the block ends.
+def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, ParallelMesh]]:
+    """This process as a rank of the parallel run, until the block ends.
 
     Args:
         store: the ``torch.distributed`` store where the ranks meet; ``None`` for the one that torchrun names.
@@ -219,8 +218,8 @@ def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tup
         config = dataclasses.replace(config, device=device)
     else:
         torch.set_num_threads(place.threads)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.tp)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.ranks)
     try:
-        yield config, ParallelMesh(tp=config.tp)["tp"]
+        yield config, ParallelMesh(tp=config.tp, cp=config.cp)
     finally:
         dist.destroy_process_group()

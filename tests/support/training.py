@@ -10,7 +10,7 @@ from support.layers import mesh_of
 
 def trainer_of(config: TrainConfig) -> Trainer:
     """A trainer over the default group; without one, on this process alone."""
-    mesh = mesh_of(tp=config.tp)["tp"] if dist.is_initialized() else None
+    mesh = mesh_of(tp=config.tp) if dist.is_initialized() else None
     return Trainer(config, mesh=mesh)
 
 

@@ -62,6 +62,11 @@ def test_three_runs_have_one_loss_curve(tmp_path, text):
     check(result, ["plain", "fused", "tp2"])
 
 
+def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_path, text):
+    _, result = run(["--tp", "2", "--cp", "2", "--sequence-parallel", "--runs", "fused"], tmp_path, text)
+    check(result, ["fused", "tp2-cp2"])
+
+
 def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
     done, result = run(["--runs", "fused"], tmp_path, text, launcher=TORCHRUN)
     assert done.stdout.count("loss at the end") == 1
@@ -97,16 +102,16 @@ class TestPlaces:
 
         monkeypatch.setattr(torch.cuda, "set_device", taken.append)
         monkeypatch.setattr(dist, "init_process_group", join)
-        monkeypatch.setattr(worker, "ParallelMesh", lambda tp: {"tp": tp})
+        monkeypatch.setattr(worker, "ParallelMesh", lambda **sizes: sizes)
         with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, mesh):
-            assert (config.device, mesh) == ("cuda:1", 2)
+            assert (config.device, mesh) == ("cuda:1", {"tp": 2, "cp": 1})
         assert taken == ["cuda:1"]
         assert joined == [("nccl", 3, 2)]
 
     def test_each_node_needs_gpus_for_its_own_ranks(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        assert cli._ranks(cli.Device.auto, 1) == 4
+        assert cli._ranks(cli.Device.auto, 1) == (4, 1)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         with pytest.raises(ValueError, match="torchrun started 2 processes here, but this torch sees 1 GPUs"):
             cli._ranks(cli.Device.auto, 1)
@@ -147,6 +152,7 @@ def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
 
 def test_the_tensor_parallel_run_has_a_name_of_its_own():
     assert names_of(TrainConfig(model=MODEL, tp=2)) == [*ALONE, "tp2"]
+    assert names_of(TrainConfig(model=MODEL, cp=4), []) == ["cp4"]
     assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
 
 
@@ -163,6 +169,11 @@ def test_a_rank_that_dies_ends_the_run(text):
         (["--tp", "3"], "heads must be a multiple of tp=3, got 2"),
         (["--tp", "2", "--ffn-hidden", "5"], "ffn_width must be a multiple of tp=2, got 5"),
         (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
+        (
+            ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],
+            "seq_length must be a multiple of tp=2 * cp=4, got 36",
+        ),
+        (["--cp", "0"], "cp must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
@@ -183,7 +194,7 @@ def test_torchrun_and_tp_must_agree(monkeypatch):
 def test_too_few_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="--tp 2: needs as many GPUs, and this torch sees 1"):
+    with pytest.raises(ValueError, match="--tp 2: needs 2 GPUs, and this torch sees 1"):
         cli._ranks(cli.Device.cuda, 2)
-    assert cli._ranks(cli.Device.auto, 2) == 1
-    assert cli._ranks(cli.Device.cpu, 2) == 2
+    assert cli._ranks(cli.Device.auto, 2) == (1, 1)
+    assert cli._ranks(cli.Device.cpu, 2) == (2, 1)

@@ -1,0 +1,55 @@
+"""A transformer trained under ``parallelize``, on the ranks of a group or on one."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_ops import ParallelMesh
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.train.parallelize import Spread, micro_batch, parallelize
+from support.layers import mesh_of, whole
+
+MODELS = {
+    "gpt": TransformerConfig(vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, dropout=0.0),
+    "attention dropout": TransformerConfig(
+        vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, attention_dropout=0.4
+    ),
+    "llama": TransformerConfig(
+        vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, kv_heads=2, activation="swiglu", norm="rms_norm",
+        bias=False, positions="rotary", tied_embeddings=False,
+    ),
+}  # fmt: skip
+SEQUENCES = 8  # of a step, over all ranks and micro-batches
+
+
+def train(
+    rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 3
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a few steps, the same data in all over any ranks and micro-batches."""
+    mesh, spread = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh(), Spread(**options)
+    model = parallelize(Transformer(MODELS[kind], device="meta"), mesh, spread)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses, norms = [], []
+    replicas, replica = mesh.size("dp"), mesh.rank("dp")
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens, targets = torch.randint(31, (2, 8, SEQUENCES), generator=generator).chunk(replicas, 2)[replica]
+        total = torch.zeros(())
+        for number in range(accumulation):
+            micro_batch(model, spread.zero, last=number == accumulation - 1)
+            part = slice(number, None, accumulation)
+            loss = model(tokens[:, part], targets[:, part]) / accumulation
+            loss.backward()
+            total += loss.detach()
+        norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if (ranks := mesh["loss"]) is not None:
+            dist.all_reduce(total, group=ranks.get_group())
+            total /= ranks.size()
+        losses.append(total.item())
+    return losses, norms

@@ -1,0 +1,110 @@
+"""``parallelize``: any spread of a model over ranks trains as one process does."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_ops import ParallelMesh
+from parallel_ops.models import Transformer
+from parallel_ops.train.parallelize import Spread, parallelize
+from parallel_ops.train.recompute import saved_bytes
+from support import spread
+from support.distributed import ranks
+
+SIZES = [
+    {"dp_shard": 4},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_replicate": 4},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_replicate": 2, "tp": 2},
+    {"tp": 4},
+    {"cp": 4},
+    {"cp": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"dp_replicate": 2, "cp": 2},
+]
+
+
+@functools.cache
+def alone(kind):
+    return spread.train(0, kind, {}, {})
+
+
+def cases():
+    """Every layout with every stage that it knows; the rest takes turns."""
+    turns = zip(
+        itertools.cycle(("none", "full", "selective")), itertools.cycle((1, 2)), itertools.cycle(("gpt", "llama"))
+    )
+    for sizes in SIZES:
+        for zero in (1, 2, 3) if "dp_shard" in sizes else (0,):
+            recompute, accumulation, kind = next(turns)
+            sequence_parallel = "tp" in sizes
+            yield (
+                kind,
+                sizes,
+                {"zero": zero, "recompute": recompute, "sequence_parallel": sequence_parallel},
+                accumulation,
+            )
+
+
+@pytest.mark.parametrize(("kind", "sizes", "options", "accumulation"), list(cases()), ids=str)
+def test_any_spread_trains_as_one_process(kind, sizes, options, accumulation):
+    losses, norms = alone(kind)
+    for got_losses, got_norms in ranks(4).run(spread.train, kind, sizes, options, accumulation):
+        torch.testing.assert_close(torch.tensor(got_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_attention_drops_the_same_on_any_ranks(sizes):
+    losses, norms = alone("attention dropout")
+    assert losses != alone("gpt")[0]
+    for got_losses, got_norms in ranks(4).run(spread.train, "attention dropout", sizes, {}):
+        torch.testing.assert_close(torch.tensor(got_losses), torch.tensor(losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-5, atol=0)
+
+
+def test_recomputation_keeps_fewer_bytes_and_the_same_bits():
+    config, kept, results = spread.MODELS["gpt"], {}, {}
+    for kind in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = parallelize(Transformer(config), ParallelMesh(), Spread(recompute=kind))
+        tokens, targets = torch.randint(31, (2, 8, 4), generator=torch.Generator().manual_seed(0))
+        kept[kind] = saved_bytes(model, tokens, targets)
+        loss = model(tokens, targets)
+        loss.backward()
+        results[kind] = [loss.detach(), *(p.grad for p in model.parameters())]
+    assert kept["full"] < kept["selective"] < kept["none"]
+    for kind in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(results[kind], results["none"], strict=True))
+
+
+def test_any_module_gets_recomputation():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    x = torch.randn(2, 4)
+    before, names = model(x), list(model.state_dict())
+    assert parallelize(model, ParallelMesh(), Spread(recompute="full", blocks="*")) is model
+    assert torch.equal(model(x), before) and list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": 4}, "zero must be one of 0, 1, 2, 3, got 4"),
+        ({"recompute": "some"}, "recompute must be one of"),
+        ({"recompute_every": 0}, "recompute_every must be at least 1"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"offload": True}, "offload needs zero"),
+    ],
+)
+def test_a_wrong_field_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Spread(**options)
+
+
+def test_blocks_that_are_not_there():
+    with pytest.raises(ValueError, match="no module whose name is like 'blocks"):
+        parallelize(nn.Linear(2, 2), ParallelMesh(), Spread(blocks="blocks.*"))

@@ -1,0 +1,124 @@
+"""Token files, and the samples that are cut from them."""
+
+import itertools
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops.train.samples import IGNORED, Samples, shares
+from parallel_ops.train.tokens import TokenStream
+
+
+def megatron(folder, documents, dtype="<i4", code=4):
+    """Writes Megatron-LM's format; every document is two sequences."""
+    np.concatenate(documents).astype(dtype).tofile(folder / "corpus.bin")
+    lengths = [half for d in documents for half in (len(d) // 2, len(d) - len(d) // 2)]
+    pointers = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(documents) + 1)
+    body = np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes()
+    (folder / "corpus.idx").write_bytes(head + body + (2 * np.arange(len(documents) + 1)).astype("<i8").tobytes())
+    return folder / "corpus.bin"
+
+
+DOCUMENTS = [np.arange(1, 6), np.arange(10, 13), np.arange(20, 29), np.arange(30, 31)]
+
+
+def stream(folder, documents=DOCUMENTS):
+    return TokenStream([megatron(folder, documents)])
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    with_end = np.concatenate([np.append(d, 0) for d in DOCUMENTS])
+    np.save(tmp_path / "a.npy", with_end)
+    with_end.astype("uint16").tofile(tmp_path / "b.bin")
+    (tmp_path / "idx").mkdir()
+    indexed = stream(tmp_path / "idx", [np.append(d, 0) for d in DOCUMENTS])
+    for path in (tmp_path / "a.npy", tmp_path / "b.bin"):
+        read = TokenStream([path], end=0)
+        assert read.documents == indexed.documents == 4 and len(read) == len(with_end)
+        for number, expected in enumerate(DOCUMENTS):
+            assert read.document(number).tolist() == indexed.document(number).tolist() == [*expected, 0]
+    both = TokenStream([tmp_path], end=0)
+    assert both.documents == 8 and both.document(6, 2, 3).tolist() == [22, 23, 24]
+
+
+@given(st.data())
+def test_an_epoch_has_every_token_once(tmp_path_factory, data):
+    lengths = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(lambda found: sum(found) > 3))
+    ends = np.cumsum(lengths)
+    documents = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    samples = Samples(
+        stream(tmp_path_factory.mktemp("data"), documents), seq_length=3, seed=data.draw(st.integers(0, 9))
+    )
+    epochs = []
+    for epoch in range(2):
+        found = [samples.sample(epoch * samples.in_epoch + i) for i in range(samples.in_epoch)]
+        inputs = np.concatenate([tokens[:-1] for tokens, _ in found])
+        assert len(set(inputs.tolist())) == len(inputs) == samples.in_epoch * 3
+        for tokens, begins in found:  # a document begins where the next token is not the next number, or is a first one
+            firsts = {int(end - length) for end, length in zip(ends, lengths, strict=True) if length}
+            assert begins.tolist() == [i for i, t in enumerate(tokens) if i == 0 or int(t) in firsts]
+        epochs.append(inputs.tolist())
+    again = Samples(samples.stream, seq_length=3, seed=samples.seed)
+    assert again.sample(0)[0].tolist() == samples.sample(0)[0].tolist()  # also after a later epoch
+
+
+def test_documents_apart_are_one_packed_row(tmp_path):
+    samples = Samples(stream(tmp_path), seq_length=6, seed=3, apart=True)
+    batch = samples.batch(range(2))
+    rows = [samples.sample(i) for i in range(2)]
+    assert batch.tokens.shape == (12, 1)
+    assert batch.tokens[:, 0].tolist() == [*rows[0][0][:-1], *rows[1][0][:-1]]
+    starts = batch.cu_seqlens.tolist()
+    assert starts[0] == 0 and starts[-1] == 12 and 6 in starts
+    for first, end in itertools.pairwise(starts):
+        assert batch.positions[first:end].tolist() == list(range(end - first))
+        inside = batch.targets[first : end - 1, 0]
+        assert torch.equal(inside, batch.tokens[first + 1 : end, 0])
+        if end not in (6, 12):  # the last target of a sequence may be of its own document
+            assert batch.targets[end - 1, 0] == IGNORED
+
+
+def test_ranks_share_the_samples_of_a_step():
+    sizes = {"global_batch": 24, "micro_batch": 3, "replicas": 4}
+    parts = [part for replica in range(4) for part in shares(100, replica=replica, **sizes)]
+    assert all(len(part) == 3 for part in parts)
+    assert [number for part in parts for number in part] == list(range(100, 124))
+
+
+def test_a_file_that_is_wrong_is_named(tmp_path):
+    path = megatron(tmp_path, DOCUMENTS)
+    index = tmp_path / "corpus.idx"
+    whole = index.read_bytes()
+    for content, message in (
+        (whole[:40], "cut off"),
+        (b"x" + whole, "not an index"),
+        (whole[:17] + b"\x07" + whole[18:], "code 7"),
+    ):
+        index.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            TokenStream([path])
+    index.write_bytes(whole)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="speaks of"):
+        TokenStream([path])
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="3 bytes"):
+        TokenStream([tmp_path / "odd.bin"])
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="one dimension of integers"):
+        TokenStream([tmp_path / "float.npy"])
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        TokenStream([tmp_path / "nothing"])
+    with pytest.raises(ValueError, match="must end in"):
+        TokenStream([index])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no \.bin"):
+        TokenStream([tmp_path / "empty"])
+    np.save(tmp_path / "short.npy", np.arange(4))
+    with pytest.raises(ValueError, match="4 tokens, but a sequence needs 5"):
+        Samples(TokenStream([tmp_path / "short.npy"]), seq_length=4, seed=0)
