@@ -1,0 +1,112 @@
+"""A training step of Transformers' models with and without ``parallel_ops.integrations.huggingface``.
+
+    python -m benchmarks.bench_huggingface [--model llama] [--dtype bfloat16] [--batch 1] [--rounds 9] [--compiled]
+
+Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
+forward and backward, dropout as in the model's default configuration. Stock is what ``from_pretrained`` gives: eager
+mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls on all alike. Peak memory is
+that of tensors beyond the parameters, their gradients included. Liger's patch runs beside them on a GPU where it is
+installed: its kernels are Triton's, which a CPU does not run.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.memory import peak_bytes
+from benchmarks.timing import HostTimer, take_turns
+from parallel_ops._command_line import fail, run
+from parallel_ops.integrations import huggingface
+
+_LENGTH, _VOCAB = 512, 16_384
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GPT2: dict[str, Any] = {"vocab_size": _VOCAB, "n_embd": 512, "n_layer": 4, "n_head": 8, "n_positions": _LENGTH}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": _VOCAB, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "intermediate_size": 1_408, "max_position_embeddings": _LENGTH,
+}  # fmt: skip
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="llama or gpt2; both by default.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; both by default.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of 512 tokens.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also torch.compile of stock and of ours.")] = False,
+) -> None:
+    """Step time and peak memory of each variant, and stock's time over its."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "peak MiB"):
+        table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
+    for family in model or ["llama", "gpt2"]:
+        if family not in ("llama", "gpt2"):
+            fail(f"unknown model {family!r}; choose from llama, gpt2")
+        for name in dtype or list(_DTYPES):
+            if name not in _DTYPES:
+                fail(f"unknown dtype {name!r}; choose from {', '.join(_DTYPES)}")
+            steps = _variants(family, _DTYPES[name], batch, device, compiled)
+            peaks = {variant: peak_bytes(step, device) / 2**20 for variant, step in steps.items()}
+            calls = {variant: [step] for variant, step in steps.items()}
+            stats = take_turns(calls, HostTimer(device), min_rounds=rounds, max_rounds=rounds, budget_s=0)
+            for variant, s in stats.items():
+                table.add_row(
+                    family, name, variant, f"{s.median * 1e3:.1f}", f"{s.p25 * 1e3:.1f} to {s.p75 * 1e3:.1f}",
+                    f"{stats['stock'].median / s.median:.2f}x", f"{peaks[variant]:.0f}",
+                )  # fmt: skip
+    Console().print(table)
+
+
+def _variants(
+    family: str, dtype: torch.dtype, batch: int, device: torch.device, compiled: bool
+) -> dict[str, Callable[[], None]]:
+    """A step of each; every model has the same weights."""
+    models = {
+        name: _model(family, dtype, device, attention) for name, attention in (("stock", "sdpa"), ("eager", "eager"))
+    }
+    models["parallel_ops"] = _model(family, dtype, device, "sdpa")
+    huggingface.apply(models["parallel_ops"])
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        models["liger"] = _model(family, dtype, device, "sdpa")
+        _apply_liger_kernel_to_instance(models["liger"])
+    if compiled:
+        models |= {
+            f"{name}, compiled": cast(PreTrainedModel, torch.compile(models[name]))
+            for name in ("stock", "parallel_ops")
+        }
+    tokens = torch.randint(_VOCAB, (batch, _LENGTH), device=device, generator=torch.Generator(device).manual_seed(1))
+    return {name: functools.partial(_step, model, tokens) for name, model in models.items()}
+
+
+def _model(family: str, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"attn_implementation": attention}
+    if family == "gpt2":
+        model: Any = GPT2LMHeadModel(GPT2Config(**_GPT2, **options))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**_LLAMA, **options))
+    return model.to(device, dtype).train()
+
+
+def _step(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    model.zero_grad()
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    run(app, prog_name="python -m benchmarks.bench_huggingface")

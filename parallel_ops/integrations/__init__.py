@@ -1,0 +1,18 @@
+"""The package in models that others wrote: ``huggingface`` for Transformers, ``megatron`` for Megatron-core.
+
+Each is a module of its own, imported at first use, since it needs the library that it is for.
+"""
+
+import importlib
+
+_INTEGRATIONS = {"huggingface", "megatron"}
+
+
+def __getattr__(name: str) -> object:
+    if name in _INTEGRATIONS:
+        return importlib.import_module(f"parallel_ops.integrations.{name}")
+    raise AttributeError(f"module 'parallel_ops.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_INTEGRATIONS})

@@ -1,0 +1,59 @@
+"""Attention as Transformers calls it: rotary positions, and the core in place of its ``sdpa``."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from parallel_ops.integrations.huggingface._fused import with_globals
+from parallel_ops.ops import flash_attention, rotary_embedding_qk
+
+# Options of some models and caches that only Transformers' own function knows.
+_SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
+
+
+def attention(stock: type[nn.Module], rotary: bool, core: bool) -> dict[str, Any]:
+    """An attention whose forward is the stock one but for what it calls: the rotary positions, the core, or both."""
+    names: dict[str, Any] = {}
+    if rotary:
+        names["apply_rotary_pos_emb"] = _rotate
+    if core:
+        names["ALL_ATTENTION_FUNCTIONS"] = _interface()
+    return {"forward": with_globals(stock.forward, **names)}
+
+
+def _interface() -> Any:
+    """Transformers' attention functions, where "sdpa" is ours, as its documentation says to override one."""
+    everything: Any = ALL_ATTENTION_FUNCTIONS
+    local = dict(everything) if isinstance(everything, dict) else type(everything)()
+    local["sdpa"] = _with_core(everything["sdpa"])
+    return local
+
+
+def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """``query`` ``[b, h, s, d]``, ``key`` and ``value`` with as many heads or fewer -> ``[b, s, h, d]``.
+
+        On a GPU SDPA has kernels of its own for each generation, so it stays until ours are measured beside them.
+        """
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        whole = causal and attention_mask is None and query.shape[2] == key.shape[2] > 1
+        if whole and query.device.type == "cpu" and all(options.get(name) is None for name in _SPECIAL):
+            q, k, v = (t.permute(2, 0, 1, 3) for t in (query, key, value))
+            return flash_attention(q, k, v, scale=scaling, dropout_p=dropout).transpose(0, 1), None
+        if is_causal is not None:
+            options["is_causal"] = is_causal
+        return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)
+
+    return forward
+
+
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``[b, h, s, d]``, with tables ``[b, s, d]``, or ``[1, s, d]`` for all alike, that have each angle twice."""
+    if cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    return rotary_embedding_qk(query, key, cos, sin, doubled=True, layout="bhsd")

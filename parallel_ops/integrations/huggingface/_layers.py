@@ -1,0 +1,116 @@
+"""Norms, MLPs and residual additions of Transformers' layers, on the ops."""
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import activations
+
+from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.ops import bias_dropout_add, bias_gelu, gelu_mul, layer_norm, rms_norm, silu_mul
+
+Activation = Literal["silu", "tanh", "none"]
+
+# By what they compute: "tanh" and "none" are GeLU as bias_gelu calls it. The classes of some versions are missing.
+_ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "NewGELUActivation": "tanh",
+    "FastGELUActivation": "tanh",
+    "AccurateGELUActivation": "tanh",
+    "GELUTanh": "tanh",
+    "PytorchGELUTanh": "tanh",
+    "GELUActivation": "none",
+}
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """What ``module`` computes, if there is an op for it."""
+    kind: Any = type(module)
+    if kind not in (nn.SiLU, getattr(activations, kind.__name__, None)):
+        return None
+    return _ACTIVATIONS.get(kind.__name__)
+
+
+def rms(stock: type[nn.Module]) -> dict[str, Any]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    return {"forward": forward}
+
+
+def norm(stock: type[nn.Module]) -> dict[str, Any]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return layer_norm(input, self.weight, self.bias, self.eps)
+
+    return {"forward": forward}
+
+
+def gated_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(
+            silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up, approximate=activation)
+        )
+
+    return {"forward": forward}
+
+
+def gelu_mlp(stock: type[nn.Module], approximate: Activation) -> dict[str, Any]:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if stock_class(self.c_fc) is None:  # an adapter's layer, or one that is quantised
+            hidden_states = bias_gelu(self.c_fc(hidden_states), approximate=approximate)
+        else:
+            hidden_states = self.c_fc(hidden_states, gelu=approximate)
+        return self.dropout(self.c_proj(hidden_states))
+
+    return {"forward": forward}
+
+
+def transposed_linear(stock: type[nn.Module]) -> dict[str, Any]:
+    """Transformers' ``Conv1D``, which stores its weight as ``[in, out]``, with a GeLU behind its bias on demand."""
+
+    def forward(self: Any, x: Tensor, gelu: str | None = None) -> Tensor:
+        if gelu is None:
+            return stock.forward(self, x)
+        product = torch.mm(x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+        return bias_gelu(product, self.bias, approximate=gelu)
+
+    return {"forward": forward}
+
+
+def deferred_dropout(stock: type[nn.Module]) -> dict[str, Any]:
+    """A dropout that is left to the residual addition behind it."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return input
+
+    return {"forward": forward}
+
+
+def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
+    """A block without cross-attention, whose dropouts before a residual addition are deferred to it."""
+    names = [*inspect.signature(stock.forward).parameters][2:]
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name in ("encoder_hidden_states", "encoder_attention_mask"):
+            if given.pop(name, None) is not None:
+                raise ValueError(f"{name}: this block has no cross-attention (config.add_cross_attention is False)")
+        mixed, *rest = self.attn(self.ln_1(hidden_states), **given)
+        hidden_states = _add(self.attn.resid_dropout, mixed, hidden_states)
+        hidden_states = _add(self.mlp.dropout, self.mlp(self.ln_2(hidden_states)), hidden_states)
+        if "output_attentions" not in names:  # since 5.0
+            return hidden_states
+        if "layer_past" in names:  # before 4.53: the keys and values, then the probabilities
+            return (hidden_states, *(rest if given.get("use_cache") else rest[1:]))
+        return (hidden_states, *(rest if given.get("output_attentions") else ()))
+
+    return {"forward": forward}
+
+
+def _add(dropout: nn.Dropout, x: Tensor, residual: Tensor) -> Tensor:
+    if stock_class(dropout) is None:  # somebody has put another module in its place, which has dropped
+        return residual + x
+    return bias_dropout_add(x, None, residual, dropout.p, training=dropout.training)

@@ -1,0 +1,92 @@
+"""The loss of a causal language model without its logits."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import modeling_outputs
+
+from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.ops import cross_entropy
+from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
+
+# Arguments of a causal language model that are not its base model's.
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
+_OF_THE_HEAD = ("logits_to_keep", "num_logits_to_keep", "return_dict")
+
+
+def head(stock: type[nn.Module]) -> dict[str, Any]:
+    """A linear that gives the loss of its outputs where it is told the targets."""
+
+    def forward(self: Any, input: Tensor, target: Tensor | None = None, **options: Any) -> Tensor:
+        if target is None:
+            return stock.forward(self, input)
+        return vocab_parallel_linear_cross_entropy(input, self.weight, target, bias=self.bias, **options)
+
+    return {"forward": forward}
+
+
+def causal_lm(stock: type[nn.Module], skip_logits: bool) -> dict[str, Any]:
+    """``skip_logits``: in training with labels there are none, unless the call says so."""
+    names = [*inspect.signature(stock.forward).parameters][1:]
+
+    @functools.wraps(stock.forward)  # Trainer asks for the names of its arguments
+    def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
+            return _without_logits(self, given)
+        return stock.forward(self, **given)
+
+    def loss_function(self: Any) -> Any:
+        return self._loss_function if hasattr(self, "_loss_function") else _loss_of_logits
+
+    def set_loss_function(self: Any, value: Any) -> None:
+        self._loss_function = value
+
+    skip_default = skip_logits
+    return {"forward": forward, "loss_function": property(loss_function, set_loss_function)}
+
+
+def _skips(model: Any, given: dict[str, Any], wanted: bool) -> bool:
+    if not wanted or given.get("labels") is None:
+        return False
+    tuples = given.get("return_dict") is False or not getattr(model.config, "return_dict", True)
+    # The head may have been replaced since, by an adapter's for example, and the loss by the user's.
+    return not tuples and stock_class(model.lm_head) is not None and not hasattr(model, "_loss_function")
+
+
+def _without_logits(model: Any, given: dict[str, Any]) -> Any:
+    of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
+    for name in _OF_THE_HEAD:
+        given.pop(name, None)
+    outputs = dict(model.base_model(**given, return_dict=True))
+    hidden = outputs.pop("last_hidden_state")
+    loss = _reduced(functools.partial(model.lm_head, hidden), hidden, **of_the_loss)
+    kind: Any = modeling_outputs.CausalLMOutputWithPast
+    if "cross_attentions" in outputs:
+        kind = modeling_outputs.CausalLMOutputWithCrossAttentions
+    return kind(loss=loss, **outputs)
+
+
+def _loss_of_logits(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **options: Any) -> Tensor:
+    """Transformers' ``ForCausalLMLoss`` without a copy of the logits in float32."""
+    of_the_loss = {name: options.get(name) for name in _OF_THE_LOSS[1:]}
+    return _reduced(functools.partial(cross_entropy, logits), logits, labels, **of_the_loss)
+
+
+def _reduced(
+    loss: Callable[..., Tensor], rows: Tensor, labels: Tensor, shift_labels: Tensor | None,
+    num_items_in_batch: Tensor | int | None, ignore_index: int | None,
+) -> Tensor:  # fmt: skip
+    """``loss`` of the tokens that follow those of ``rows``: their mean, or their sum over ``num_items_in_batch``."""
+    ignored = -100 if ignore_index is None else ignore_index
+    target = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shift_labels is None else shift_labels
+    target = target.reshape(rows.shape[:-1]).to(rows.device)
+    if num_items_in_batch is None:
+        return loss(target=target, ignore_index=ignored)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(rows.device)
+    return loss(target=target, ignore_index=ignored, reduction="sum") / num_items_in_batch

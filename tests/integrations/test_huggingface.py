@@ -1,0 +1,368 @@
+"""Transformers' models with and without ``huggingface.apply``: the same numbers, names and objects."""
+
+import copy
+import io
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from parallel_ops.integrations import huggingface
+from support.huggingface import GPT2_SIZES, LENGTH, SIZES, VOCAB
+
+GPT2 = GPT2_SIZES | {"bos_token_id": 0, "eos_token_id": 0}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama-gelu": lambda: transformers.LlamaConfig(**SIZES, hidden_act="gelu", attention_bias=True, head_dim=12),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2, **NO_DROPOUT),
+    "gpt2-gelu": lambda: transformers.GPT2Config(**GPT2, **NO_DROPOUT, activation_function="gelu"),
+}
+if hasattr(transformers, "Qwen3Config"):  # since 4.51
+    CONFIGS["qwen3"] = lambda: transformers.Qwen3Config(**SIZES, head_dim=16)
+families = pytest.mark.parametrize("family", CONFIGS)
+two_kinds = pytest.mark.parametrize("family", ["llama", "gpt2"])
+
+
+def model_of(family, **config):
+    torch.manual_seed(0)
+    made = CONFIGS[family]()
+    attention = {name: config.pop(name) for name in ("attn_implementation",) if name in config}
+    made.update(config)
+    return transformers.AutoModelForCausalLM.from_config(made, **attention).train()
+
+
+def batch(padded=False, seed=1):
+    ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    given = {"input_ids": ids, "labels": labels}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, 14:] = 0
+        given |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+    return given
+
+
+def step(model, **given):
+    """(outputs, gradients by parameter) of one step."""
+    model.zero_grad()
+    outputs = model(**given)
+    outputs.loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(got, expected, tolerance=1e-5):
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_same_step(got, expected):
+    assert_same(got[0].loss, expected[0].loss)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert_same(got[1][name], gradient)
+
+
+@families
+def test_steps_are_those_of_stock(family):
+    """Whole and padded, by the mean and by the number of items that Trainer passes, with a cache and without one."""
+    model = model_of(family)
+    cases = [
+        batch(),
+        batch(padded=True) | {"num_items_in_batch": torch.tensor(29)},
+        batch() | {"use_cache": False, "num_items_in_batch": 7},
+    ]
+    expected = [step(model, **case) for case in cases]
+    applied = huggingface.apply(model)
+    assert not applied.kept
+    for case, stock in zip(cases, expected, strict=True):
+        ours = step(model, **case)
+        assert ours[0].logits is None
+        assert_same_step(ours, stock)
+        with_logits = step(model, **case, skip_logits=False)
+        assert_same(with_logits[0].logits, stock[0].logits)
+        assert_same_step(with_logits, stock)
+
+
+@families
+def test_generation_is_that_of_stock_token_by_token(family):
+    model = model_of(family).eval()
+    prompts = batch()["input_ids"][:, :6]
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])  # padded on the left
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompts, **options)
+    with huggingface.apply(model):
+        assert torch.equal(model.generate(prompts, **options), expected)
+
+
+@two_kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(family, dtype):
+    model = model_of(family).to(dtype)
+    oracle = step(copy.deepcopy(model).double(), **batch())
+    stock = step(model, **batch())
+    huggingface.apply(model)
+    ours = step(model, **batch())
+    for name, gradient in oracle[1].items():
+        error, stock_error = ((r[1][name].double() - gradient).norm() for r in (ours, stock))
+        assert error <= 2 * stock_error
+
+
+@two_kinds
+def test_autocast(family):
+    model = model_of(family)
+    oracle = step(copy.deepcopy(model).double(), **batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = step(model, **batch())
+        huggingface.apply(model)
+        ours = step(model, **batch())
+    for name, gradient in oracle[1].items():
+        error, stock_error = ((r[1][name] - gradient).norm() for r in (ours, stock))
+        assert error <= 2 * stock_error
+
+
+def test_dropout_drops_the_share_that_it_should_and_is_recomputed_alike():
+    """The masks are others than stock's, so shares and gradients under checkpointing stand in for values."""
+    model = model_of("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)
+    huggingface.apply(model)
+    torch.manual_seed(3)
+    expected = step(model, **batch(), use_cache=False)
+    torch.manual_seed(4)
+    assert step(model, **batch(), use_cache=False)[0].loss != expected[0].loss
+    model.gradient_checkpointing_enable()
+    torch.manual_seed(3)
+    assert_same_step(step(model, **batch(), use_cache=False), expected)
+    block = model.transformer.h[0]
+    dropped = []
+    block.register_forward_hook(lambda _, inputs, output: dropped.append((inputs[0], output)))
+    with torch.no_grad():
+        for weight in (block.attn.c_proj.weight, block.mlp.c_proj.weight, block.mlp.c_proj.bias):
+            weight.zero_()
+        block.attn.c_proj.bias.fill_(7.0)
+        model(torch.randint(VOCAB, (64, 32)), use_cache=False)
+    x, y = dropped[0][0], dropped[0][1][0] if isinstance(dropped[0][1], tuple) else dropped[0][1]
+    kept = (y - x).abs() > 1
+    assert abs(float(kept.float().mean()) - 0.7) < 0.01
+    torch.testing.assert_close((y - x)[kept], torch.full_like(y[kept], 10.0))
+
+
+@two_kinds
+def test_gradient_checkpointing(family):
+    model = model_of(family)
+    expected = step(model, **batch(), use_cache=False)
+    huggingface.apply(model)
+    model.gradient_checkpointing_enable()
+    assert_same_step(step(model, **batch(), use_cache=False), expected)
+
+
+@two_kinds
+def test_compiles_to_one_graph_that_calls_the_ops(family):
+    model = model_of(family)
+    cases = [batch() | {"use_cache": False}, batch(padded=True) | {"use_cache": False}]
+    expected = [step(model, **case) for case in cases]
+    applied = huggingface.apply(model)
+    called = set()
+
+    def backend(graph, _):
+        called.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for case, stock in zip(cases, expected, strict=True):
+        model.zero_grad()
+        outputs = compiled(**case)
+        outputs.loss.backward()
+        assert_same_step((outputs, {name: p.grad for name, p in model.named_parameters()}), stock)
+    ops = {op.removesuffix("_qk") for names in applied.replaced.values() for op in names}
+    ops.remove("flash_attention")  # Transformers makes a mask whenever it is traced
+    assert {f"parallel_ops.{op}.default" for op in ops} <= called
+
+
+@two_kinds
+def test_trainer(family, tmp_path):
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(VOCAB, (12, LENGTH))]
+
+    def losses(model):
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
+            logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+        trainer.train()
+        evaluated = trainer.predict(rows[:4])
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], evaluated
+
+    stock, stock_predicted = losses(model_of(family))
+    model = model_of(family)
+    huggingface.apply(model)
+    ours, predicted = losses(model)
+    assert len(ours) == 3
+    assert ours == pytest.approx(stock, rel=1e-5)
+    assert predicted.metrics["test_loss"] == pytest.approx(stock_predicted.metrics["test_loss"], rel=1e-4)
+    assert predicted.predictions.shape == stock_predicted.predictions.shape
+
+
+@two_kinds
+def test_parameters_classes_and_files_are_those_of_stock(family, tmp_path):
+    model = model_of(family)
+    parameters = dict(model.named_parameters())
+    classes = [type(m) for m in model.modules()]
+    applied = huggingface.apply(model)
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert [type(m).__name__ for m in model.modules()] == [cls.__name__ for cls in classes]
+    assert all(isinstance(m, cls) for m, cls in zip(model.modules(), classes, strict=True))
+    model.save_pretrained(tmp_path)
+    loaded = (
+        type(model).from_pretrained(tmp_path) if False else transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    )
+    assert type(loaded) is classes[0]
+    assert all(torch.equal(p, parameters[name]) for name, p in loaded.named_parameters())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    expected = step(model, **batch())
+    for same in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert [type(m) for m in same.modules()] == [type(m) for m in model.modules()]
+        assert_same_step(step(same, **batch()), expected)
+    applied.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert step(model, **batch())[0].logits is not None
+
+
+def test_says_what_it_replaced_and_what_not():
+    model = model_of("llama")
+    layer = model.model.layers[0]
+    layer.mlp.act_fn = nn.ReLU()
+    layer.input_layernorm.forward = layer.input_layernorm.forward
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    model.loss_function = nn.functional.cross_entropy
+    model.model.layers[1].input_layernorm = nn.RMSNorm(32)
+    applied = huggingface.apply(model)
+    attention = ("rotary_embedding_qk", "flash_attention")
+    assert applied.replaced["model.layers.1.self_attn"] == attention
+    assert applied.replaced["model.norm"] == ("rms_norm",)
+    for name, reason in {
+        "model.layers.0.mlp": "silu_mul: its activation is ReLU, for which there is no op",
+        "model.layers.0.input_layernorm": "rms_norm: something else has replaced its forward",
+        "model.layers.1.mlp": "silu_mul: there are hooks on a SiLUActivation",
+        "model.layers.1.input_layernorm": "any op: it is a RMSNorm, which is not known",
+        "LlamaForCausalLM": "vocab_parallel_linear_cross_entropy: it has a loss function of its own",
+    }.items():
+        assert applied.kept[name].startswith(reason)
+        assert f"{name}: {reason}" in repr(applied)
+    assert "3 x rms_norm" in repr(applied)
+    applied.undo()
+    assert "undone" in repr(applied)
+
+
+def test_other_attention_is_left_alone():
+    model = model_of("llama", attn_implementation="eager")
+    applied = huggingface.apply(model)
+    assert "set to 'eager' attention" in applied.kept["model.layers.0.self_attn"]
+    assert len(model(**batch(), output_attentions=True).attentions) == 2
+
+
+def test_some_ops():
+    model = model_of("gpt2")
+    applied = huggingface.apply(model, ops=["norm", "loss"], skip_logits=False)
+    assert {op for ops in applied.replaced.values() for op in ops} == {
+        "layer_norm",
+        "vocab_parallel_linear_cross_entropy",
+    }
+    assert model(**batch()).logits.shape == (2, LENGTH, VOCAB)
+    assert model(**batch(), skip_logits=True).logits is None
+    assert len(model(**batch(), return_dict=False)) == len(model_of("gpt2")(**batch(), return_dict=False))
+
+
+def test_own_subclasses_and_other_heads():
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    class Square(LlamaMLP):
+        def forward(self, x):
+            return super().forward(x) ** 2
+
+    model = Mine(CONFIGS["llama"]()).train()
+    model.model.layers[0].mlp.__class__ = Square
+    applied = huggingface.apply(model)
+    assert "Mine" in applied.replaced
+    assert applied.kept == {"model.layers.0.mlp": "silu_mul: its class overrides the forward of LlamaMLP"}
+    classifier = transformers.LlamaForSequenceClassification(CONFIGS["llama"]())
+    assert not huggingface.apply(classifier).kept
+    twice = transformers.GPT2DoubleHeadsModel(CONFIGS["gpt2"]())
+    assert "causal language model alone" in huggingface.apply(twice).kept["GPT2DoubleHeadsModel"]
+
+
+def test_an_adapter_around_a_linear_takes_part():
+    """PEFT puts a module of its own in the place of a linear, before or after."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x) + x.sum(-1, keepdim=True)
+
+    def adapt(model):
+        for block in model.transformer.h:
+            block.mlp.c_fc = Adapter(block.mlp.c_fc)
+        model.lm_head = Adapter(model.lm_head)
+
+    stock, before, after = (model_of("gpt2") for _ in range(3))
+    adapt(stock)
+    expected = step(stock, **batch())
+    adapt(before)
+    assert "lm_head is a Adapter" in huggingface.apply(before).kept["GPT2LMHeadModel"]
+    huggingface.apply(after)
+    adapt(after)
+    for model in (before, after):
+        assert_same_step(step(model, **batch()), expected)
+
+
+def test_errors_name_what_is_wrong_and_change_nothing():
+    opt = transformers.OPTConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, ffn_dim=32)
+    with pytest.raises(TypeError, match="OPTForCausalLM, which is none of GPT2, Llama, Mistral"):
+        huggingface.apply(transformers.OPTForCausalLM(opt))
+    with pytest.raises(TypeError, match="model is or has a Linear"):
+        huggingface.apply(nn.Linear(2, 2))
+    model = model_of("llama")
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(TypeError, match="OPTModel"):
+        huggingface.apply(nn.ModuleList([model, transformers.OPTModel(opt)]))
+    with pytest.raises(ValueError, match=r"ops must be 'all' or some of norm, .* got 'norms'"):
+        huggingface.apply(model, ops=["norms"])
+    with pytest.raises(ValueError, match=r"nothing of this LlamaForCausalLM can be replaced: it has no module"):
+        huggingface.apply(model, ops="residual")
+    assert [type(m) for m in model.modules()] == classes
+    applied = huggingface.apply(model)
+    with pytest.raises(ValueError, match="have been applied to this model"):
+        huggingface.apply(model)
+    model.forward = model.forward  # as Accelerate's mixed precision wraps it
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM has got another class or forward since"):
+        applied.undo()
+    del model.forward
+    applied.undo()
+    with pytest.raises(RuntimeError, match="undone already"):
+        applied.undo()
+
+
+def test_the_example_prints_the_same_numbers_twice(capsys):
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "huggingface_drop_in.py"))
+    rows = re.findall(r"(\d\.\d{6}) +(\d\.\d{6}) +(\d\.\d{6}) +(\d\.\d{6})", capsys.readouterr().out)
+    assert len(rows) == 16
+    for loss, our_loss, norm, our_norm in rows:
+        assert float(our_loss) == pytest.approx(float(loss), abs=1e-5)
+        assert float(our_norm) == pytest.approx(float(norm), abs=1e-5)
