@@ -14,7 +14,10 @@ PYTEST := $(BIN)/pytest -n 2
 # The oldest Triton that the kernels are for; constraints.txt pins the newest.
 OLDEST_TRITON := 3.6.0
 
-.PHONY: venv demo test test-oldest-triton bench lint format clean
+# The Megatron-cores beside the one of constraints.txt. They ask for Python 3.12, and their Python runs on 3.11 too.
+MEGATRONS := 0.17.1 0.18.2 0.19.0
+
+.PHONY: venv demo test test-oldest-triton test-megatrons bench lint format clean
 
 venv: $(VENV)/.installed
 
@@ -41,6 +44,15 @@ test-oldest-triton: venv
 	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels -k "test_launch or (bfloat16 and sm_90)"
+
+test-megatrons: venv
+	for version in $(MEGATRONS); do \
+		folder=$(CURDIR)/$(VENV)/megatron-$$version; \
+		test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+			--python-version 3.12 --target $$folder megatron-core==$$version || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_megatron.py \
+			tests/integrations/test_megatron_models.py || exit 1; \
+	done
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
 bench: venv

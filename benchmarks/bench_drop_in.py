@@ -1,0 +1,199 @@
+"""A training step of Megatron-core's GPT with and without ``parallel_ops.integrations.megatron``.
+
+    python -m benchmarks.bench_drop_in [--model gpt] [--dtype bfloat16] [--rounds 9] [--compiled]
+    torchrun --nproc-per-node 2 -m benchmarks.bench_drop_in [--sequence-parallel]        tensor parallel
+
+Models of 4 layers with hidden size 512, 8 heads and a vocabulary of 16,384; 512 tokens, two sequences, forward and
+backward. GPT has biases, GeLU, layer norm, learned positions and dropout of 0.1; Llama has SwiGLU, RMS
+norm and rotary positions. Stock is Megatron's local spec with its fused functions as they are written, "compiled" as it
+has them, by torch.compile; "sdpa" has torch's attention in the place of Megatron's. Variants take turns in each round,
+so a slow spell of the machine falls on all alike. Peak memory is that of tensors beyond the parameters, their gradients
+included.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.memory import peak_bytes
+from benchmarks.timing import take_turns
+from parallel_ops._command_line import fail, run
+from parallel_ops.integrations import megatron
+
+_BATCH = 2
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GPT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_LLAMA: dict[str, Any] = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm", "gated_linear_unit": True,
+    "activation_func": F.silu, "add_bias_linear": False, "ffn_hidden_size": 1_408,
+}  # fmt: skip
+_MODELS = {"gpt": _GPT, "llama": _LLAMA}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+class _Sdpa(DotProductAttention):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.attention_dropout.p)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    model: GPTModel
+    tokens: torch.Tensor
+    applied: bool = False
+    stance: str = "force_eager"
+
+    def surroundings(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.compiler.set_stance(self.stance))
+        if self.applied:
+            stack.enter_context(megatron.apply())
+        return stack
+
+    def __call__(self) -> None:
+        tokens = self.tokens
+        positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(_BATCH, -1)
+        self.model.zero_grad()
+        self.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+
+
+class _StepTimer:
+    """Times one step at a time, without entering its surroundings."""
+
+    repeat = 1
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def round(self, batches: Sequence[Sequence[Any]]) -> list[float]:
+        seconds = []
+        for (step,) in batches:
+            with step.surroundings():
+                start = self._clock()
+                step()
+                seconds.append(self._clock() - start)
+        return seconds
+
+
+def _peak(step: _Step, device: torch.device) -> float:
+    """MiB. The first step fills caches."""
+    with step.surroundings():
+        step()
+        step.model.zero_grad()
+        return peak_bytes(step, device) / 2**20
+
+
+@app.command()
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="gpt or llama; both by default.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; both by default.")] = None,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    vocab: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 16_384,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Also Megatron's fusions compiled.")] = False,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Under torchrun.")] = False,
+    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="CPU time of the thread: on a machine in use.")] = False,
+) -> None:
+    """Step time and peak memory of each variant, and stock's time over its."""
+    for given, known in ((model or [], list(_MODELS)), (dtype or [], list(_DTYPES))):
+        if unknown := set(given) - set(known):
+            fail(f"unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+    world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    gpu = torch.cuda.device_count() >= world
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    alone: dict[str, Any] = (
+        {} if world > 1 else {"store": torch._C._distributed_c10d.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group("nccl" if gpu else "gloo", **alone)
+    if gpu:
+        torch.cuda.set_device(device)
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "peak MiB"):
+        table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
+    timer = _StepTimer(time.thread_time if cpu_time else time.perf_counter)
+    with contextlib.nullcontext() if gpu else megatron.on_cpu():
+        parallel_state.initialize_model_parallel(world)
+        for family in model or list(_MODELS):
+            for name in dtype or list(_DTYPES):
+                shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 8}
+                parallel = {"tensor_model_parallel_size": world, "sequence_parallel": sequence_parallel}
+                build = functools.partial(_model, family, vocab, length, _DTYPES[name], device, {**shape, **parallel})
+                steps = _variants(build, vocab, length, device, compiled)
+                peaks = {variant: _peak(step, device) for variant, step in steps.items()}
+                calls = {variant: [step] for variant, step in steps.items()}
+                stats = take_turns(calls, timer, min_rounds=rounds, max_rounds=rounds, budget_s=0)
+                for variant, s in stats.items():
+                    table.add_row(
+                        family, name, variant, f"{s.median * 1e3:.1f}", f"{s.p25 * 1e3:.1f} to {s.p75 * 1e3:.1f}",
+                        f"{stats['stock'].median / s.median:.2f}x", f"{peaks[variant]:.0f}",
+                    )  # fmt: skip
+    dist.destroy_process_group()
+    if rank == 0:
+        Console().print(table)
+
+
+def _variants(
+    build: Callable[[str], GPTModel], vocab: int, length: int, device: torch.device, compiled: bool
+) -> dict[str, _Step]:
+    """A step of each; every model has the same weights."""
+    tokens = torch.randint(vocab, (_BATCH, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    stock = build("stock")
+    steps = {
+        "stock": _Step(stock, tokens),
+        "sdpa": _Step(build("sdpa"), tokens),
+        "apply": _Step(stock, tokens, applied=True),
+        "apply + spec": _Step(build("spec"), tokens, applied=True),
+    }
+    if compiled:
+        steps["compiled"] = _Step(stock, tokens, stance="default")
+    return steps
+
+
+def _model(
+    family: str, vocab: int, length: int, dtype: torch.dtype, device: torch.device, shape: dict[str, Any], kind: str
+) -> GPTModel:
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        **shape, **_MODELS[family], use_cpu_initialization=True, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+        bias_activation_fusion=True, bias_dropout_fusion=True,
+    )  # fmt: skip
+    # Megatron's own norms refuse sequence parallelism without Apex.
+    with megatron.apply(["norm"]) if config.sequence_parallel or kind == "spec" else contextlib.nullcontext():
+        if kind == "spec":
+            spec = megatron.gpt_block_spec(config)
+        else:
+            spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        if kind == "sdpa":
+            spec.submodules.self_attention.submodules.core_attention = _Sdpa
+        positions = "rope" if family == "llama" else "learned_absolute"
+        return GPTModel(config, spec, vocab, length, position_embedding_type=positions).to(device, dtype).train()
+
+
+if __name__ == "__main__":
+    run(app, prog_name="python -m benchmarks.bench_drop_in")

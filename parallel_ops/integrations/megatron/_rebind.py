@@ -1,0 +1,133 @@
+"""Names of another package bound to other objects, all of them or none, and back.
+
+A function is imported by name into the modules that call it, so it is replaced wherever a loaded module of the package
+holds it: where it is defined, for modules that are imported later, and in every consumer. A method is replaced in its
+class, so instances that exist already have the new one too.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType, TracebackType
+from typing import Any, NamedTuple
+
+MISSING = object()
+
+
+class Binding(NamedTuple):
+    """``name`` of a module, a class or a dictionary, bound to ``new`` in the place of ``old``."""
+
+    owner: Any
+    name: str
+    old: Any  # MISSING: nothing was there
+    new: Any
+
+    @property
+    def full_name(self) -> str:
+        if self.owner is sys.modules:
+            return f"sys.modules[{self.name!r}]"
+        module = getattr(self.owner, "__module__", None)
+        own = self.owner.__qualname__ if module else self.owner.__name__
+        return ".".join(part for part in (module, own, self.name) if part)
+
+    def current(self) -> Any:
+        names = self.owner if isinstance(self.owner, dict) else vars(self.owner)
+        return names.get(self.name, MISSING)
+
+    def bind(self, value: Any) -> None:
+        if isinstance(self.owner, dict):
+            if value is MISSING:
+                self.owner.pop(self.name, None)
+            else:
+                self.owner[self.name] = value
+        elif value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+def find(place: str) -> tuple[Any, str, Any] | None:
+    """Owner, name and value of ``"module:name"`` or ``"module:Class.name"``; ``None`` where it is not there."""
+    module, _, path = place.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each, None)
+    value = MISSING if owner is None else vars(owner).get(name, MISSING)
+    return None if value is MISSING else (owner, name, value)
+
+
+def holders(package: str, value: Any, new: Any) -> list[Binding]:
+    """Every name in a loaded module of ``package`` that is bound to ``value``."""
+    return [
+        Binding(module, name, value, new)
+        for module in _modules(package)
+        for name, held in list(vars(module).items())
+        if held is value
+    ]
+
+
+def _modules(package: str) -> list[Any]:
+    inside = package + "."
+    return [
+        m for name, m in list(sys.modules.items()) if m is not None and (name == package or name.startswith(inside))
+    ]
+
+
+class Replaced(Mapping[str, Any]):
+    """What was replaced: full names, such as ``"megatron.core.transformer.mlp.bias_gelu_impl"``, to what they were
+    bound to (``None`` where there was nothing).
+
+    ``undo()`` puts everything back, as does the end of a ``with`` block.
+    """
+
+    def __init__(self, package: str, bindings: list[Binding]) -> None:
+        """Binds all of them, or none: if one fails, those before it are undone."""
+        self._package, self._bindings = package, bindings
+        done: list[Binding] = []
+        try:
+            for binding in bindings:
+                binding.bind(binding.new)
+                done.append(binding)
+        except BaseException:
+            for binding in reversed(done):
+                binding.bind(binding.old)
+            raise
+
+    def undo(self) -> None:
+        """Puts back what was there, also in modules that were imported since. A second call does nothing.
+
+        Raises: RuntimeError where a name has been bound to something else since, which stays; all others are put back.
+        """
+        bindings, self._bindings = self._bindings, []
+        taken = [b.full_name for b in bindings if b.current() is not b.new]
+        for binding in reversed(bindings):
+            if binding.current() is binding.new:
+                binding.bind(binding.old)
+        for binding in bindings:
+            if isinstance(binding.new, FunctionType) and binding.old is not MISSING:
+                for later in holders(self._package, binding.new, binding.old):
+                    later.bind(binding.old)
+        if taken:
+            raise RuntimeError(f"{', '.join(taken)}: bound to something else since apply(), so left as it is")
+
+    def __enter__(self) -> "Replaced":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.undo()
+
+    def __getitem__(self, name: str) -> Any:
+        for binding in self._bindings:
+            if binding.full_name == name:
+                return None if binding.old is MISSING else binding.old
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (binding.full_name for binding in self._bindings)
+
+    def __len__(self) -> int:
+        return len(self._bindings)

@@ -1,0 +1,113 @@
+"""Linears and norms for Megatron's layer specs.
+
+They are Megatron's own with another forward, so that constructor arguments, attributes of parameters, checkpoints and
+``(output, bias)`` are those of the installed version. What the ops do not cover (experts, Megatron-FSDP, offloading)
+runs as it did.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from parallel_ops import ops
+from parallel_ops.integrations.megatron.weight_gradient import MainGrad
+from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product hides the gather."""
+
+    def __init__(self, *args: Any, config: Any, embedding_activation_buffer: Any = None, **kwargs: Any) -> None:
+        if config.defer_embedding_wgrad_compute and embedding_activation_buffer is None:
+            # Meant for the output layer, which has the buffer; Megatron's own hidden layers read the flag and fail.
+            config = copy.copy(config)
+            config.defer_embedding_wgrad_compute = False
+        super().__init__(*args, config=config, embedding_activation_buffer=embedding_activation_buffer, **kwargs)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        deferred = kwargs.get("grad_output_buffer") is not None
+        if args or deferred or not kwargs.get("sequence_parallel") or not _covered(self, weight):
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return all_gather_linear(
+            input, weight, kwargs.get("bias"), group=self.tp_group, main_grad=_main_grad(self, weight)
+        )
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """Megatron's, with ``linear_reduce_scatter`` under sequence parallelism: the product hides the reduction."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.sequence_parallel or self.explicit_expert_comm or not _covered(self, self.weight):
+            return super().forward(input_)
+        main_grad = _main_grad(self, self.weight)
+        output = linear_reduce_scatter(input_, self.weight, group=self.tp_group, main_grad=main_grad)
+        if self.skip_bias_add:
+            return output, self.bias
+        # Its gradient is that of this rank's rows: Megatron sums those of parameters tagged sequence_parallel.
+        return output if self.bias is None else output + self.bias, None
+
+
+def _covered(linear: Any, weight: Tensor) -> bool:
+    offloading = linear.config._cpu_offloading_context
+    sharded = hasattr(weight, "__fsdp_param__") or getattr(linear, "gtp_remat_size", 1) > 1
+    return not sharded and not (offloading is not None and offloading.inside_context)
+
+
+def _main_grad(linear: Any, weight: Tensor) -> MainGrad | None:
+    fused = linear.gradient_accumulation_fusion and weight.requires_grad and hasattr(weight, "main_grad")
+    return MainGrad(weight) if fused else None
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Layer norm whose parameters say whether their gradients are sums over this rank's tokens only."""
+
+    def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered = zero_centered
+        _tag(self, sequence_parallel, zero_centered)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Megatron's Apex norm adds one to the weight too, in another kernel.
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        return ops.layer_norm(x, weight, self.bias, self.eps)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMS norm, likewise."""
+
+    eps: float
+
+    def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered = zero_centered
+        _tag(self, sequence_parallel, zero_centered)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+
+
+def _tag(norm: Any, sequence_parallel: bool, zero_centered: bool) -> None:
+    if zero_centered:
+        torch.nn.init.zeros_(norm.weight)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = sequence_parallel
+
+
+class Norm:
+    """Builds the norm that a Megatron configuration asks for, as ``WrappedTorchNorm`` does."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> LayerNorm | RMSNorm:
+        kinds: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if config.normalization not in kinds:
+            raise ValueError(f"Norm: normalization must be one of {', '.join(kinds)}, got {config.normalization!r}")
+        return kinds[config.normalization](
+            hidden_size,
+            eps,
+            sequence_parallel=config.sequence_parallel,
+            zero_centered=config.layernorm_zero_centered_gamma,
+        )

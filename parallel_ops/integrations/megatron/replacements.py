@@ -1,0 +1,144 @@
+"""Which names of Megatron-core each op replaces, and ``apply``."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import megatron.core
+
+from parallel_ops.integrations.megatron import functions, rotary, weight_gradient
+from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
+
+
+class _Replacement(NamedTuple):
+    place: str
+    build: Callable[[Any, bool], Any]
+
+
+_FUSIONS = "megatron.core.fusions"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_NORM = "megatron.core.transformer.torch_norm"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+_REPLACEMENTS = {
+    "bias_gelu": [_Replacement(f"{_FUSIONS}.fused_bias_gelu:bias_gelu_impl", functions.bias_gelu)],
+    "bias_swiglu": [
+        _Replacement(f"{_FUSIONS}.fused_bias_swiglu:bias_swiglu_impl", functions.bias_swiglu),
+        _Replacement(f"{_FUSIONS}.fused_bias_swiglu:weighted_bias_swiglu_impl", functions.weighted_bias_swiglu),
+    ],
+    "bias_geglu": [
+        _Replacement(f"{_FUSIONS}.fused_bias_geglu:bias_geglu_impl", functions.bias_geglu),
+        _Replacement(
+            f"{_FUSIONS}.fused_bias_geglu:weighted_bias_quick_geglu_impl", functions.weighted_bias_quick_geglu
+        ),
+    ],
+    # What get_bias_dropout_add returns, and not itself, so that specs and models that hold it need no change.
+    "bias_dropout_add": [
+        _Replacement(f"{_FUSIONS}.fused_bias_dropout:{name}", getattr(functions, name))
+        for name in ("bias_dropout_add_unfused", "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")
+    ],
+    "softmax": [_Replacement(f"{_FUSIONS}.fused_softmax:FusedScaleMaskSoftmax.forward", functions.scale_mask_softmax)],
+    "norm": [
+        _Replacement(f"{_NORM}:WrappedTorchNorm.__new__", functions.torch_norm),
+        _Replacement(f"{_NORM}:L2Norm.forward", functions.l2_norm),
+    ],
+    "rotary": [
+        _Replacement(f"{_ROPE}:_apply_rotary_pos_emb_bshd", rotary.rotary),
+        _Replacement(f"{_ROPE}:_apply_rotary_pos_emb_thd", rotary.packed_rotary),
+    ],
+    "cross_entropy": [
+        _Replacement(
+            "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy", functions.vocab_parallel_loss
+        ),
+        _Replacement(
+            f"{_FUSIONS}.fused_cross_entropy:fused_vocab_parallel_cross_entropy", functions.fused_vocab_parallel_loss
+        ),
+    ],
+    "weight_gradient": [],  # of which Megatron has no name where Apex is missing
+}
+
+OPS = tuple(_REPLACEMENTS)
+
+_in_force: list[Replaced] = []
+
+
+def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Replaced:
+    """Megatron-core's fused functions run on this package's ops from now on, in models built before or after.
+
+    Args:
+        ops: ``"all"``, or which of ``OPS``:
+            ``"bias_gelu"``, ``"bias_swiglu"`` (weighted too), ``"bias_geglu"`` (quick too): the fused activations of
+            the MLP and of experts, which run where the configuration says ``bias_activation_fusion``;
+            ``"bias_dropout_add"``: with ``bias_dropout_fusion`` and without it;
+            ``"softmax"``: ``FusedScaleMaskSoftmax``, on CPU and GPU, any length;
+            ``"norm"``: ``WrappedTorchNorm``, which then takes sequence parallelism, zero-centred weights and the flags
+            of Apex's kernels, for models built later; ``L2Norm``;
+            ``"rotary"``: where ``apply_rope_fusion`` is off;
+            ``"cross_entropy"``: ``vocab_parallel_cross_entropy`` and the fused one;
+            ``"weight_gradient"``: ``gradient_accumulation_fusion`` without Apex.
+        exact_megatron: what Megatron's own functions give wherever they follow another convention than these ops, for
+            which their own code runs. By default:
+
+            ===================== =================================== ==============================================
+            op                    here                                Megatron (``exact_megatron=True``)
+            ===================== =================================== ==============================================
+            bias_dropout_add      wider dtype of x and residual       0.16: that of x
+            \\                     own masks, 8 bytes kept             torch's masks
+            \\                     never in place                      over x in evaluation without gradients
+            softmax               rows that see no key are zeros      uniform, where a mask is given
+            quick GeGLU           clamped after the bias              before it, unlike its own unfused MLP
+            rotary                angles in fp32                      rounded to the dtype of the heads
+            cross_entropy         no loss outside the vocabulary      log sum exp(x - max x), and its gradient
+            \\                     label smoothing over the            over each rank's part, so that the ranks'
+            \\                     vocabulary                          losses differ
+            \\                     gradient in the dtype of logits     the fused one rounds it to bfloat16
+            ===================== =================================== ==============================================
+
+            In both: GeLU is the tanh form of Megatron's fusion, also where the configuration names ``F.gelu``; what is
+            added up in another order differs by rounding.
+
+    Returns:
+        What was replaced, by name, with ``undo()``; also a context manager. Prints nothing.
+
+    Raises:
+        ValueError: unknown ops. RuntimeError: applied already and not undone; or this version of Megatron-core lacks a
+        name that the ops replace. Nothing is replaced then.
+    """
+    chosen = OPS if ops == "all" else ([ops] if isinstance(ops, str) else list(ops))
+    unknown = [op for op in chosen if op not in _REPLACEMENTS]
+    if unknown:
+        raise ValueError(f"apply: ops has {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, OPS))}")
+    if any(len(replaced) for replaced in _in_force):
+        raise RuntimeError("apply: applied already; call undo() of what that call returned first")
+    _in_force[:] = [Replaced("megatron", _bindings(chosen, exact_megatron))]
+    return _in_force[0]
+
+
+def _bindings(chosen: Sequence[str], exact: bool) -> list[Binding]:
+    wanted = [replacement for op in dict.fromkeys(chosen) for replacement in _REPLACEMENTS[op]]
+    found = [(replacement, find(replacement.place)) for replacement in wanted]
+    layers = find(f"{_LAYERS}:_grad_accum_fusion_available")
+    missing = [replacement.place.replace(":", ".") for replacement, at in found if at is None]
+    if "weight_gradient" in chosen and layers is None:
+        missing.append(f"{_LAYERS}._grad_accum_fusion_available")
+    if missing:
+        raise RuntimeError(
+            f"apply: megatron-core {megatron.core.__version__} has no {', '.join(missing)}; 0.16 to 0.19 are "
+            "supported. Leave out the ops that replace them"
+        )
+    bindings: list[Binding] = []
+    for replacement, at in found:
+        assert at is not None
+        new = replacement.build(at[2], exact)
+        if new is not None:
+            bindings += [Binding(*at, new)] if isinstance(at[0], type) else holders("megatron", at[2], new)
+    if "weight_gradient" in chosen and layers is not None:
+        module, flag, available = layers
+        extension = weight_gradient.extension
+        bindings += [
+            Binding(module, flag, available, True),
+            Binding(module, _EXTENSION, vars(module).get(_EXTENSION, MISSING), extension),
+            Binding(sys.modules, _EXTENSION, sys.modules.get(_EXTENSION, MISSING), extension),
+        ]
+    return bindings

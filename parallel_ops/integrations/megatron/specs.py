@@ -1,0 +1,61 @@
+"""Layer specs of this package's modules, made by Megatron's own functions, so that they fit the installed version."""
+
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from parallel_ops.integrations.megatron import modules
+from parallel_ops.integrations.megatron.attention import CoreAttention
+
+
+class ParallelOpsSpecProvider(LocalSpecProvider):
+    """The modules of the local spec by this package. Experts, which have no sequence to gather, stay Megatron's."""
+
+    def column_parallel_linear(self) -> type:
+        return modules.ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return modules.RowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_: Any) -> type:
+        return modules.Norm
+
+    def core_attention(self) -> type:
+        return CoreAttention
+
+
+def gpt_layer_spec(**options: Any) -> ModuleSpec:
+    """A layer of GPT: ``get_gpt_layer_local_spec(**options)`` of the installed Megatron, with the provider above.
+
+    The norm after the last layer is not a part of it: Megatron takes its own there, which refuses sequence parallelism
+    unless ``apply(["norm"])`` is in force. ``gpt_block_spec`` has it.
+    """
+    stock = gpt_layer_specs.LocalSpecProvider
+    gpt_layer_specs.LocalSpecProvider = ParallelOpsSpecProvider
+    try:
+        return gpt_layer_specs.get_gpt_layer_local_spec(**options)
+    finally:
+        gpt_layer_specs.LocalSpecProvider = stock
+
+
+def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the last norm, to give to ``GPTModel(transformer_layer_spec=...)``.
+
+    Args:
+        config: the ``TransformerConfig`` of the model.
+        vp_stage: of an interleaved schedule.
+        options: as of ``gpt_layer_spec``; by default as the configuration says.
+    """
+    said = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "normalization": config.normalization,
+    }
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    spec = gpt_layer_spec(**{**said, **options})
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=modules.Norm)

@@ -1,0 +1,315 @@
+"""Megatron-core's own functions against the package's in their place, its models with and without the drop-in."""
+
+import importlib
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+from megatron.core.fusions import fused_bias_dropout, fused_bias_geglu, fused_bias_gelu, fused_bias_swiglu
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
+from megatron.core.transformer.utils import attention_mask_func
+
+from parallel_ops.integrations import megatron
+from parallel_ops.integrations.megatron._rebind import Binding, Replaced
+from parallel_ops.integrations.megatron.weight_gradient import MainGrad, extension
+
+
+@pytest.fixture(autouse=True)
+def _megatron_as_written_on_the_cpu():
+    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
+        yield
+
+
+def _values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _positive(*shape):
+    return _values(*shape, seed=9).abs()
+
+
+def _late(module, name):
+    """The function that has this name when it is called."""
+
+    def call(*args):
+        return getattr(module, name)(*args)
+
+    return call
+
+
+def _softmax(kind=AttnMaskType.causal, scale=None, window=None, **given):
+    module = FusedScaleMaskSoftmax(False, False, kind, False, attention_mask_func, True, scale, window)
+    return lambda scores: module(scores * 1, given.get("mask"), given.get("sink"))
+
+
+def _angles(rows, width, batch=1, interleaved=False):
+    angles = _values(rows, batch, 1, width // 2, seed=3)
+    return angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+
+
+def _rotary(freqs, interleaved=False, **options):
+    return lambda t: rope_utils._apply_rotary_pos_emb_bshd(t, freqs, interleaved, **options)
+
+
+def _packed(rows):
+    starts, group = torch.tensor([0, 2, 7], dtype=torch.int32), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    freqs = _angles(rows, 8)
+    return lambda t: rope_utils._apply_rotary_pos_emb_thd(t, starts, freqs, cp_group=group)
+
+
+def _bias_dropout_add(training, fused=True):
+    def call(x, bias, residual):
+        return fused_bias_dropout.get_bias_dropout_add(training, fused)((x, bias), residual, 0.0)
+
+    return call
+
+
+def _quick_geglu(**options):
+    def call(x, weights, bias=None):
+        return fused_bias_geglu.weighted_bias_quick_geglu_impl(x, bias, weights, **options)
+
+    return call
+
+
+_MASK = _values(2, 1, 6, 6, seed=5) > 0.5
+_MASK[..., 0] = False
+_MLA = {
+    "mla_rotary_interleaved"
+    if "mla_rotary_interleaved" in rope_utils.apply_rotary_pos_emb.__code__.co_varnames
+    else "multi_latent_attention": True
+}
+
+# Each calls Megatron by the names that its own modules use.
+FUNCTIONS = {
+    "bias_gelu": (_late(fused_bias_gelu, "bias_gelu_impl"), (5, 3, 8), (8,)),
+    "bias_swiglu": (_late(fused_bias_swiglu, "bias_swiglu_impl"), (5, 3, 8), (8,)),
+    "swiglu": (lambda x: fused_bias_swiglu.bias_swiglu_impl(x, None), (5, 3, 8)),
+    "weighted swiglu": (lambda x, w: fused_bias_swiglu.weighted_bias_swiglu_impl(x, None, w), (5, 8), (5, 1)),
+    "bias_geglu": (_late(fused_bias_geglu, "bias_geglu_impl"), (5, 3, 8), (8,)),
+    "geglu": (lambda x: fused_bias_geglu.bias_geglu_impl(x, None), (5, 3, 8)),
+    "quick geglu": (_quick_geglu(linear_offset=1.0), (5, 8), (5, 1), (8,)),
+    "clamped quick geglu": (_quick_geglu(linear_offset=1.0, clamp_value=0.7), (5, 8), (5, 1)),
+    "bias_dropout_add": (_bias_dropout_add(True), (5, 3, 8), (8,), (5, 3, 8)),
+    "bias_dropout_add, not fused": (_bias_dropout_add(True, fused=False), (5, 3, 8), (8,), (5, 3, 8)),
+    "bias_dropout_add, evaluated": (_bias_dropout_add(False), (5, 3, 8), (8,), (5, 3, 8)),
+    "causal softmax": (_softmax(), (2, 4, 6, 6)),
+    "causal softmax with a mask": (_softmax(mask=_MASK), (2, 4, 6, 6)),
+    "scaled masked softmax": (_softmax(AttnMaskType.padding, 0.5, mask=_MASK), (2, 4, 6, 6)),
+    "softmax without a mask": (_softmax(AttnMaskType.no_mask, 2.0), (2, 4, 6, 7)),
+    "softmax of one query": (_softmax(), (2, 4, 1, 7)),
+    "softmax with a window": (_softmax(window=(2, 0)), (2, 4, 6, 8)),
+    "softmax with a window ahead": (_softmax(window=(2, 1)), (2, 4, 6, 6)),
+    "softmax with sinks": (_softmax(sink=torch.tensor([0.0, 1.0, -1.0, 2.0])), (2, 4, 6, 6)),
+    "rotary": (_rotary(_angles(6, 8)), (6, 2, 4, 8)),
+    "rotary of a part": (_rotary(_angles(6, 4), mscale=1.5), (6, 2, 4, 8)),
+    "interleaved rotary": (_rotary(_angles(6, 8, interleaved=True), True), (6, 2, 4, 8)),
+    "rotary of each batch": (_rotary(_angles(6, 8, batch=2)), (6, 2, 4, 8)),
+    "rotary with halves that differ": (_rotary(_values(6, 1, 1, 8)), (6, 2, 4, 8)),
+    "rotary of latent attention": (_rotary(_angles(6, 4), **_MLA), (6, 2, 4, 8)),
+    "packed rotary": (_packed(5), (7, 4, 8)),
+    "packed rotary with all angles": (_packed(7), (7, 4, 8)),
+    "L2 norm": (L2Norm(8), (5, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+def test_functions_equal_megatrons(name, exact):
+    function, *shapes = FUNCTIONS[name]
+
+    def run():
+        inputs = [_values(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+        y = function(*inputs)
+        gradient = _values(*reversed(y.shape), seed=8).permute(*reversed(range(y.dim())))  # not contiguous
+        return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
+
+    stock = run()
+    with megatron.apply(exact_megatron=exact):
+        ours = run()
+    for of_stock, of_ours in zip(stock, ours, strict=True):
+        assert of_ours.dtype == of_stock.dtype
+        torch.testing.assert_close(of_ours, of_stock, rtol=2e-5, atol=2e-6)
+
+
+def test_what_is_replaced_is_ours():
+    """Else the comparisons above would compare Megatron with itself."""
+    with megatron.apply() as replaced:
+        for name, original in replaced.items():
+            owner, _, attribute = name.rpartition(".")
+            if name.startswith("sys."):
+                continue
+            module = sys.modules.get(owner) or getattr(sys.modules[owner.rpartition(".")[0]], owner.rpartition(".")[2])
+            assert vars(module)[attribute] is not original
+        assert {name.rpartition(".")[2] for name in replaced} >= {"bias_gelu_impl", "vocab_parallel_cross_entropy"}
+        assert "megatron.core.transformer.mlp.bias_gelu_impl" in replaced
+
+
+def test_rows_that_see_no_key():
+    mask = _MASK.clone()
+    mask[0, 0, 2] = True
+    softmax = _softmax(AttnMaskType.padding, mask=mask)
+    with megatron.apply("softmax"):
+        assert not softmax(_values(2, 4, 6, 6))[0, :, 2].any()
+    with megatron.apply("softmax", exact_megatron=True):
+        torch.testing.assert_close(softmax(_values(2, 4, 6, 6))[0, :, 2], torch.full((4, 6), 1 / 6))
+
+
+def test_bias_dropout_add_in_evaluation_and_of_two_dtypes():
+    x, bias, residual = _values(4, 8).bfloat16(), _values(8).bfloat16(), _values(4, 8)
+    stock = _bias_dropout_add(True)(x, bias, residual).dtype
+    with megatron.apply(exact_megatron=True):
+        evaluated = x.float()
+        assert _bias_dropout_add(False)(evaluated, bias, residual).data_ptr() == evaluated.data_ptr()
+        assert _bias_dropout_add(True)(x, bias, residual).dtype == stock
+    with megatron.apply():
+        evaluated = x.float()
+        assert _bias_dropout_add(False)(evaluated, bias, residual).data_ptr() != evaluated.data_ptr()
+        assert _bias_dropout_add(True)(x, bias, residual).dtype is torch.float32
+
+
+def test_dropout_follows_the_seed_and_is_megatrons_where_exact():
+    def dropped(seed=1):
+        torch.manual_seed(seed)
+        return fused_bias_dropout.get_bias_dropout_add(True, True)((torch.ones(64, 8), None), torch.zeros(64, 8), 0.5)
+
+    stock = dropped()
+    with megatron.apply(exact_megatron=True):
+        assert torch.equal(dropped(), stock)
+    with megatron.apply():
+        ours = dropped()
+        assert torch.equal(dropped(), ours)
+        assert not torch.equal(dropped(2), ours)
+    assert set(ours.unique().tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_take_what_megatrons_own_refuses(kind, zero_centered):
+    config = SimpleNamespace(
+        normalization=kind, layernorm_zero_centered_gamma=zero_centered, sequence_parallel=True,
+        persist_layer_norm=True, memory_efficient_layer_norm=True,
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        WrappedTorchNorm(config, 8)
+    with megatron.apply("norm"):
+        norm = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-3)
+    stock = getattr(torch.nn, kind)(8, eps=1e-3)
+    assert isinstance(norm, type(stock))
+    assert list(norm.state_dict()) == list(stock.state_dict())
+    assert all(p.sequence_parallel for p in norm.parameters())
+    with torch.no_grad():
+        stock.weight.copy_(_positive(8))
+        norm.weight.copy_(stock.weight - 1 if zero_centered else stock.weight)
+    x = _values(5, 8)
+    torch.testing.assert_close(norm(x), stock(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_in_the_place_of_apex(dtype, main_dtype):
+    x, dy = _values(6, 8).to(dtype), _values(6, 4, seed=1).t().contiguous().t().to(dtype)
+    before = _values(4, 8, seed=2).to(main_dtype)
+    if dtype is torch.float32 and main_dtype is torch.bfloat16:
+        return  # which Megatron has not
+    total = before.clone()
+    wgrad = {torch.float32: "wgrad_gemm_accum_fp32", torch.bfloat16: "wgrad_gemm_accum_fp16"}[main_dtype]
+    getattr(extension, wgrad)(x, dy, total)
+    right = before.double() + dy.double().t() @ x.double()
+    limits = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+    torch.testing.assert_close(total.double(), right, rtol=limits[main_dtype], atol=limits[main_dtype])
+
+
+def test_what_megatrons_data_parallelism_reads_of_a_fused_gradient():
+    weight = torch.nn.Parameter(_values(4, 8))
+    weight.main_grad = torch.zeros(4, 8)
+    assert MainGrad(weight).add(_values(6, 4), _values(6, 8)) is None
+    weight.grad_added_to_main_grad = False
+    dummy = MainGrad(weight).add(_values(6, 4), _values(6, 8))
+    assert weight.grad_added_to_main_grad
+    assert dummy.shape == weight.shape
+    weight.zero_out_wgrad = True
+    assert not MainGrad(weight).add(_values(6, 4), _values(6, 8)).any()
+    torch.testing.assert_close(weight.main_grad, 3 * _values(6, 4).t() @ _values(6, 8))
+
+
+def _names():
+    """Every name of every module and class of Megatron, and what it is bound to."""
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name == "megatron" or module_name.startswith("megatron."):
+            for name, value in vars(module).items():
+                found[module_name, name] = value
+                if isinstance(value, type) and value.__module__.startswith("megatron."):
+                    found.update({(module_name, name, inner): v for inner, v in vars(value).items()})
+    return found
+
+
+def _changed(before):
+    now = _names()
+    return {key for key, value in before.items() if now.get(key) is not value}
+
+
+def test_undo_restores_every_name():
+    late = "megatron.core.models.T5.t5_spec"  # imports what is replaced
+    assert late not in sys.modules
+    before, extension_before = _names(), sys.modules.get("fused_weight_gradient_mlp_cuda")
+    replaced = megatron.apply()
+    assert len(_changed(before)) >= 25
+    importlib.import_module(late)
+    replaced.undo()
+    replaced.undo()
+    assert _changed(before) == set()
+    added = {key: value for key, value in _names().items() if key not in before}
+    assert [key for key, v in added.items() if str(getattr(v, "__module__", "")).startswith("parallel_ops.")] == []
+    assert sys.modules.get("fused_weight_gradient_mlp_cuda") is extension_before
+
+
+def test_modules_imported_meanwhile_get_megatrons_own_back():
+    module = SimpleNamespace(__name__="megatron.late")
+    original = fused_bias_gelu.bias_gelu_impl
+    with megatron.apply("bias_gelu"):
+        module.bias_gelu_impl = fused_bias_gelu.bias_gelu_impl
+        sys.modules["megatron.late"] = module
+    del sys.modules["megatron.late"]
+    assert module.bias_gelu_impl is original
+
+
+def test_applying_twice_unknown_ops_and_missing_names(monkeypatch):
+    with megatron.apply("softmax"), pytest.raises(RuntimeError, match="applied already"):
+        megatron.apply("norm")
+    with pytest.raises(ValueError, match="'flash'"):
+        megatron.apply(["softmax", "flash"])
+    before = _names()
+    monkeypatch.delattr(fused_bias_swiglu, "weighted_bias_swiglu_impl")
+    with pytest.raises(RuntimeError, match=r"megatron-core \d+\.\d+.* has no .*fused_bias_swiglu.weighted_bias_swiglu"):
+        megatron.apply()
+    monkeypatch.undo()
+    assert _changed(before) == set()
+    megatron.apply("bias_gelu").undo()
+
+
+def test_all_or_nothing_and_names_that_others_took():
+    here = SimpleNamespace(__name__="here", one=1, two=2)
+    with pytest.raises(TypeError):
+        Replaced("nobody", [Binding(here, "one", 1, 10), Binding(int, "real", 2, 20)])
+    assert here.one == 1
+    replaced = Replaced("nobody", [Binding(here, "one", 1, 10), Binding(here, "two", 2, 20)])
+    here.two = 3
+    with pytest.raises(RuntimeError, match=r"here\.two"):
+        replaced.undo()
+    assert (here.one, here.two) == (1, 3)
+
+
+def test_nothing_is_printed(capfd):
+    with megatron.apply():
+        pass
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,116 @@
+"""Losses and gradient norms of Megatron's GPT on two ranks, with and without the drop-in."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from support.distributed import ranks
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+from support import megatron as trained
+from support.megatron import Case
+
+SEQUENCE = {"sequence_parallel": True}
+FUSED = {"gradient_accumulation_fusion": True}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "qk_layernorm": True,
+}
+BFLOAT16 = {"dtype": torch.bfloat16, "ddp": {"grad_reduce_in_fp32": False}}
+
+CASES = {
+    "tensor parallel": {"tp": 2},
+    "sequence parallel": {"tp": 2, "config": SEQUENCE},
+    "fused gradients, overlapped reduction": {
+        "tp": 2, "config": {**SEQUENCE, **FUSED}, "ddp": {"overlap_grad_reduce": True},
+    },
+    "gradients in bfloat16": {"tp": 2, "config": {**SEQUENCE, **FUSED}, **BFLOAT16},
+    "recomputed": {
+        "tp": 2, "config": {
+            **SEQUENCE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+        },
+    },
+    "pipeline": {"pp": 2},
+    "llama": {"tp": 2, "config": {**LLAMA, **SEQUENCE}, "model": {"position_embedding_type": "rope"}},
+    "window": {"tp": 2, "config": {"window_size": (3, 0)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_megatrons(name):
+    runs = [ranks(2).run(trained.train, Case(drop_in, **CASES[name])) for drop_in in ("stock", "apply", "spec")]
+    close = 2e-3 if CASES[name].get("dtype") else 2e-6
+    (losses, norms), *others = (run[-1] for run in runs)
+    for other_losses, other_norms in others:
+        assert other_losses == pytest.approx(losses, rel=close)
+        assert other_norms == pytest.approx(norms, rel=close)
+
+
+def test_deferred_embedding_gradients():
+    """Megatron's own layers fail with the flag, so the comparison is with gradients that are not deferred."""
+    alike = {"pp": 2, "model": {"share_embeddings_and_output_weights": False}}
+    stock = ranks(2).run(trained.train, Case("stock", config=FUSED, **alike))
+    deferred = ranks(2).run(
+        trained.train, Case("spec", config={**FUSED, "defer_embedding_wgrad_compute": True}, **alike)
+    )
+    assert deferred[-1][0] == pytest.approx(stock[-1][0], rel=2e-6)
+    assert deferred[-1][1] == pytest.approx(stock[-1][1], rel=2e-6)
+
+
+@pytest.mark.parametrize("position", ["rope", "learned_absolute"])
+def test_context_parallel_is_the_whole_sequence(position):
+    """Megatron has it with Transformer Engine only, so the comparison is with the whole sequence on each rank."""
+    model = {"position_embedding_type": position}
+    stock = ranks(2).run(trained.train, Case("stock", model=model))
+    shared = ranks(2).run(trained.train, Case("spec", cp=2, model=model))
+    losses = [sum(of_ranks) / 2 for of_ranks in zip(*(losses for losses, _ in shared), strict=True)]
+    assert losses == pytest.approx(stock[0][0], rel=2e-6)
+    assert shared[0][1] == pytest.approx(stock[0][1], rel=2e-6)
+
+
+def test_parameters_and_checkpoints_look_as_megatrons():
+    config = {**SEQUENCE, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    stock, ours = (ranks(2).run(trained.surface, Case(d, tp=2, config=config)) for d in ("stock", "spec"))
+    assert ours == stock
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropies(fused, label_smoothing):
+    if fused and label_smoothing:
+        pytest.skip("the fused loss has no label smoothing")
+    for results, inside in ranks(2).run(trained.losses_of_shards, label_smoothing, fused):
+        for of_ours, right in zip(results["ours"], results["right"], strict=True):
+            torch.testing.assert_close(of_ours.double(), right, rtol=1e-5, atol=1e-6)
+        for of_exact, of_stock in zip(results["exact"], results["stock"], strict=True):
+            assert torch.equal(of_exact, of_stock)
+        if not label_smoothing:  # which stock spreads over each rank's part
+            loss, gradient = results["stock"]
+            torch.testing.assert_close(results["ours"][0][inside], loss[inside])
+            off = (gradient - results["right"][1])[inside].abs().max()
+            assert off > 1e-4 if fused else off < 1e-5  # the fused one rounds its gradient to bfloat16
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_query_groups": 2},
+        {"window_size": (3, 0)},
+        {"apply_query_key_layer_scaling": True},
+        {"softmax_type": "off-by-one"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"mask": True, "type": "padding"}, {"packed": True}], ids=str)
+def test_core_attention(config, options):
+    (stock, ours), _ = ranks(2).run(trained.attention, options, Case("stock", config=config))
+    for of_stock, of_ours in zip(stock, ours, strict=True):
+        torch.testing.assert_close(of_ours, of_stock, rtol=1e-4, atol=1e-5)
