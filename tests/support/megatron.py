@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch.distributed import distributed_c10d
 
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron._rebind import Binding, Replaced
@@ -63,6 +64,17 @@ def drop_in(case):
         yield
 
 
+def leave_groups():
+    """Ends Megatron's groups, too, which it only forgets: dozens a model, with threads of their own, that would stay
+    for as long as the ranks do. Groups of this package's meshes in the same ranks stay."""
+    groups = [vars(parallel_state)[name] for name in vars(parallel_state) if name.isupper() and "GROUP" in name]
+    flat = [g for found in groups for g in (found if isinstance(found, list) else [found])]
+    parallel_state.destroy_model_parallel()
+    for group in {g for g in flat if isinstance(g, dist.ProcessGroup)} - {dist.group.WORLD}:
+        if group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
 def train(rank, case):
     """Losses (on the last stage) and gradient norms of each step. The group of all ranks exists."""
     with drop_in(case):
@@ -70,7 +82,7 @@ def train(rank, case):
         try:
             return _train(case)
         finally:
-            parallel_state.destroy_model_parallel()
+            leave_groups()
 
 
 def build(case, **stages):
@@ -137,7 +149,7 @@ def losses_of_shards(rank, label_smoothing, fused):
                 unfused = tensor_parallel.vocab_parallel_cross_entropy
                 results[name] = run(language_module.fused_vocab_parallel_cross_entropy if fused else unfused)
     finally:
-        parallel_state.destroy_model_parallel()
+        leave_groups()
         torch.compiler.set_stance("default")
     logits = whole.double().requires_grad_()
     vocab = logits.shape[-1]
@@ -194,7 +206,7 @@ def attention(rank, options, case):
                 results.append([out.detach(), *(t.grad for t in inputs)])
             return results
         finally:
-            parallel_state.destroy_model_parallel()
+            leave_groups()
 
 
 def surface(rank, case):
@@ -217,7 +229,7 @@ def surface(rank, case):
             }
             return attributes, shards, sorted(model.state_dict())
         finally:
-            parallel_state.destroy_model_parallel()
+            leave_groups()
 
 
 def _train(case):

@@ -72,8 +72,9 @@ class CoreAttention(DotProductAttention):
         if window is not None:
             options["window"] = window[0] + 1
         if packed:
-            with_batch = (t.unsqueeze(1) for t in (query, key, value))
-            return self._attend(*with_batch, None, cu_seqlens=packed_seq_params.cu_seqlens_q, **options).squeeze(1)
+            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
+            options["cu_seqlens"] = packed_seq_params.cu_seqlens_q
+            return self._attend(query, key, value, None, **options).squeeze(1)
         return self._attend(query, key, value, attention_mask, **options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
