@@ -88,7 +88,7 @@ def test_custom_op_contract(device):
                 suite.check_op(ops.cross_entropy.default, [logits, target, weight, *options, reduction, False])
             suite.check_op(ops.cross_entropy_with_gradient.default, [logits, target, weight, *options, 1])
         raw = x.detach()
-        inplace = [raw.clone(), target, weight, *options, 1]
+        inplace = [raw.clone(), target, weight, *options, 1, False]
         suite.check_op(ops.cross_entropy_with_gradient_.default, inplace)
         suite.check_op(ops.cross_entropy_scale_.default, [raw.clone(), torch.tensor(0.5, device=device)])
         statistics = [raw, target.flatten(), weight, 0, 5, -100, False, softcap, eps > 0]

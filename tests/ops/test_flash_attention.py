@@ -125,10 +125,10 @@ def test_fp64_is_computed_in_fp64(device, name):
 def test_custom_op_contract(device):
     q, k, v, sink = inputs(5, 7, device=device)
     none = [None] * 3
-    suite.check_op(raw_op, [q, k, v, *none, True, 0.3, None, 0.0, 0.0])
+    suite.check_op(raw_op, [q, k, v, *none, True, 0.3, None, 0.0, 0.0, 0])
     cu_seqlens, seed = torch.tensor([0, 3, 7], device=device), torch.tensor([3], device=device)
     q = inputs(7, 7, device=device)[0]
-    suite.check_op(raw_op, [q, k, v, sink, cu_seqlens, seed, True, 0.3, 2, 5.0, 0.5])
+    suite.check_op(raw_op, [q, k, v, sink, cu_seqlens, seed, True, 0.3, 2, 5.0, 0.5, 3])
     suite.check_second_derivative_raises(flash_attention, [q, k, v])
 
 
