@@ -177,8 +177,9 @@ def tile(cols: int) -> dict[str, int | bool]:
             "num_warps": 1,
         }
     num_warps = min(8 if cols <= NARROW else 16, padded // WARP_COLS)
-    # 32, 16 or 8 elements a thread, as they divide the row.
-    block_cols = next((n for n in (num_warps * 1024, num_warps * 512) if cols % n == 0), num_warps * 256)
+    # 32, 16 or 8 elements a thread, as they divide the row; longer rows would spill with 32.
+    elements = (1024, 512) if cols <= NARROW else (512,)
+    block_cols = next((num_warps * n for n in elements if cols % (num_warps * n) == 0), num_warps * 256)
     return {
         "BLOCK_ROWS": 1,
         "BLOCK_COLS": block_cols,
