@@ -20,6 +20,7 @@ from parallel_ops.triton_kernels._common import (
     aligned,
     as_rows,
     cdiv,
+    computed_here,
     next_power_of_2,
     quotient,
     reread,
@@ -31,7 +32,8 @@ from parallel_ops.triton_kernels._math import exp_nonpositive
 
 # The longest row kept on chip, in bytes: 64 registers a thread at 16 warps.
 MAX_ROW = 128 * 1024
-# The longest row that is kept in fp32 once it is loaded, in elements.
+# The longest row that is kept in fp32 once it is loaded, in elements, and the longest beside a mask: longer ones wait
+# as they came, and the mask, needed again for each use of them, has no place beside them.
 MAX_WIDE = 16384
 # Elements of a chunk that a warp takes: one 16-byte load of bf16 a thread; and chunks of a row of up to MAX_WIDE
 # elements, by CAUSAL: more where they may be left out.
@@ -220,7 +222,7 @@ def _forward_kernel(
             if CAUSAL:
                 start = chunk * BLOCK_COLS
                 z = _triangle(reread(z), scale, first - start, end - start, all_first - start, all_end - start, FAST)
-            elif WIDE:
+            elif WIDE:  # and no mask
                 inside = in_rows & (col < cols)
                 z, _ = _logits(reread(z), mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
             e = _exponential(z - shift, FAST)
@@ -228,10 +230,14 @@ def _forward_kernel(
         es += (zs[chunk] if WIDE else e,)
     total = tl.sum(sums, axis=1, keep_dims=True)
     if sink_ptr is not None:
-        total += _exponential(sink - shift, FAST)
+        # Told apart from the one above, which would wait in registers beside the longest rows.
+        row = computed_here(tl.program_id(0)).to(rows.dtype) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        in_rows = row < rows
+        share = _exponential(_sink(sink_ptr, row, in_rows, queries, heads, acc, FAST) - shift, FAST)
+        total += share
     inverse = _inverse(total)
     if sink_ptr is not None:
-        tl.store(share_ptr + row, _exponential(sink - shift, FAST) * inverse, mask=in_rows)
+        tl.store(share_ptr + row, share * inverse, mask=in_rows)
 
     for chunk in tl.static_range(CHUNKS):
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -472,7 +478,7 @@ def launch_forward(
     args = (scores, mask, sink, y, share, rows, cols, stride, scale, *mask_layout, queries, heads, window)
     units = {"UNIT": unit_of(cols, stride), "MASK_UNIT": unit_of(*mask_layout[2:5])}
     flags = {**units, "MASK": kind, "CAUSAL": causal, "FAST": y.dtype.itemsize == 2}
-    if cols * y.dtype.itemsize > MAX_ROW:
+    if cols * y.dtype.itemsize > MAX_ROW or (kind != "none" and cols > MAX_WIDE):
         launch(_forward_loop_kernel, (rows,), *args, **flags, ALIGN=ALIGN, BLOCK_COLS=LOOP_BLOCK, num_warps=LOOP_WARPS)
         return
     config = tile(cols, causal)

@@ -40,13 +40,18 @@ def check_compiled(
     """
     assert launches, "nothing was launched"
     for launch in launches:
-        code = aot.compile_for(launch, capability)
-        assert not code.spill_instructions and code.local_bytes == 0, f"{launch} spills: {code}"
-        assert code.stack_bytes == 0, f"{launch} uses the stack: {code}"
-        limit = aot.SHARED_MEMORY_LIMIT[capability]
-        assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
+        check_machine_code(launch, capability)
         if launch.name not in SMALL:
             check_transfers(rerun(launch, capability, programs=1), cols, passes, tables)
+
+
+def check_machine_code(launch: aot.Launch, capability: int) -> None:
+    """No spills, no stack, no local memory, and shared memory within the chip's limit."""
+    code = aot.compile_for(launch, capability)
+    assert not code.spill_instructions and code.local_bytes == 0, f"{launch} spills: {code}"
+    assert code.stack_bytes == 0, f"{launch} uses the stack: {code}"
+    limit = aot.SHARED_MEMORY_LIMIT[capability]
+    assert code.shared_bytes <= limit, f"{launch} needs more than {limit} bytes of shared memory: {code}"
 
 
 def check_transfers(report: Report, cols: int, passes: float = 1.0, tables: tuple[str, ...] = ()) -> None:
