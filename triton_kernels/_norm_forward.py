@@ -165,20 +165,22 @@ def _wide_forward_kernel(
         tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def tile(cols: int) -> dict[str, int | bool]:
+def tile(cols: int, unit: int) -> dict[str, int | bool]:
     """Rows and columns of a chunk, chunks of a row, whether they fill it, and warps, for rows that stay on chip."""
     padded = max(16, next_power_of_2(cols))
+    # Elements that come one by one each have an address, for which there is no place beside 32 of them.
+    dense = unit >= 8
     if padded <= WARP_COLS:
         return {
             "BLOCK_ROWS": WARP_COLS // padded,
             "BLOCK_COLS": padded,
             "CHUNKS": 1,
             "WHOLE": padded == cols,
-            "num_warps": 1,
+            "num_warps": 1 if dense else 2,
         }
     num_warps = min(8 if cols <= NARROW else 16, padded // WARP_COLS)
     # 32, 16 or 8 elements a thread, as they divide the row; longer rows would spill with 32.
-    elements = (1024, 512) if cols <= NARROW else (512,)
+    elements = (1024, 512) if cols <= NARROW and dense else (512,)
     block_cols = next((num_warps * n for n in elements if cols % (num_warps * n) == 0), num_warps * 256)
     return {
         "BLOCK_ROWS": 1,
@@ -208,6 +210,6 @@ def forward(
     if cols * itemsize > MAX_FORWARD:
         launch(_wide_forward_kernel, (rows,), *tensors, *sizes, **flags, BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS)
         return
-    config = tile(cols)
+    config = tile(cols, flags["UNIT"])
     grid = (cdiv(rows, config["BLOCK_ROWS"]),)
     launch(_forward_kernel, grid, *tensors, rows, *sizes, **flags, **config)

@@ -12,13 +12,11 @@ from parallel_ops.ops._attention_block import (
     Dropout,
     Tokens,
     Visible,
-    attention_delta,
     block_attention,
     block_attention_backward,
+    document_bounds,
     visible,
 )
-
-__all__ = ["Carry", "Gradients", "Options", "attention_delta"]
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,11 @@ def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Opti
         for side in (queries, keys)
     ]
     reach = (o.window, 1 if o.causal else None)
-    bounds = [_bounds(places[0], o.cu_seqlens, *reach), _bounds(places[1], o.cu_seqlens, *reversed(reach))]
+    bounds = [document_bounds(p, o.cu_seqlens, *r) for p, r in zip(places, (reach, reach[::-1]), strict=True)]
     return Visible(
         spans=torch.searchsorted(places[1], bounds[0], out_int32=True),
         query_spans=torch.searchsorted(places[0], bounds[1], out_int32=True),
     )
-
-
-def _bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:
-    """``[2, tokens]``: from which place up to which there are tokens of the same document, fewer than ``before`` places
-    before each and fewer than ``after`` places after it."""
-    starts = cu_seqlens.to(torch.int64)
-    document = torch.searchsorted(starts, places, right=True).clamp(1, starts.numel() - 1)
-    first, end = starts[document - 1], starts[document]
-    first = first if before is None else first.maximum(places - before + 1)
-    end = end if after is None else end.minimum(places + after)
-    return torch.stack([first, end])
 
 
 class Carry:

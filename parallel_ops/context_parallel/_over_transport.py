@@ -8,10 +8,11 @@ from torch import Tensor
 
 from parallel_ops.comm.transport import Transport
 from parallel_ops.context_parallel import _ring
-from parallel_ops.context_parallel._blocks import Options, attention_delta
+from parallel_ops.context_parallel._blocks import Options
 from parallel_ops.context_parallel._heads import Heads, join_heads, split_heads
 from parallel_ops.context_parallel._places import counterparts, neighbours, runs
 from parallel_ops.context_parallel.cost import Way
+from parallel_ops.ops._attention_block import attention_delta, attention_sink_gradient
 from parallel_ops.ops.flash_attention import adjacent
 
 
@@ -63,10 +64,7 @@ class Attention:
         """dq, dk, dv of this rank's tokens, and the gradient of the sink that they give."""
         grad = adjacent(grad)
         delta = attention_delta(grad, out) if grad.numel() else lse.new_zeros(lse.shape)
-        dsink = None
-        if sink is not None:
-            share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
-            dsink = -(share * delta).sum((0, 2))
+        dsink = None if sink is None else attention_sink_gradient(sink, lse, delta)
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
             dq, (dk, dv) = _ring.backward(self.ring(), grad, adjacent(q), k, v, lse, delta, gathered=self.way.gathered)

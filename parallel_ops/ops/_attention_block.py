@@ -97,14 +97,21 @@ def visible(
 def _spans(of: Tokens, among: Tokens, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
     """For each token, first and end of those ``among`` which are in its document, fewer than ``before`` places before
     it and fewer than ``after`` places after it."""
-    place = of.start + of.step * torch.arange(of.length, device=cu_seqlens.device)
-    bounds = cu_seqlens.to(torch.int64)
-    document = torch.searchsorted(bounds, place, right=True).clamp(1, bounds.numel() - 1)
-    first, end = bounds[document - 1], bounds[document]
-    first = first if before is None else first.maximum(place - before + 1)
-    end = end if after is None else end.minimum(place + after)
-    in_block = [((edge - among.start + among.step - 1) // among.step).clamp(0, among.length) for edge in (first, end)]
+    places = of.start + of.step * torch.arange(of.length, device=cu_seqlens.device)
+    bounds = document_bounds(places, cu_seqlens, before, after).unbind()
+    in_block = [((edge - among.start + among.step - 1) // among.step).clamp(0, among.length) for edge in bounds]
     return torch.stack([in_block[0], in_block[1].maximum(in_block[0])]).to(torch.int32)
+
+
+def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:
+    """For tokens at these places of the sequence, from which place up to which there are tokens of the same document,
+    fewer than ``before`` places before each and fewer than ``after`` places after it: int64 ``[2, tokens]``."""
+    starts = cu_seqlens.to(torch.int64)
+    document = torch.searchsorted(starts, places, right=True).clamp(1, starts.numel() - 1)
+    first, end = starts[document - 1], starts[document]
+    first = first if before is None else first.maximum(places - before + 1)
+    end = end if after is None else end.minimum(places + after)
+    return torch.stack([first, end])
 
 
 def seen(mask: Visible, sq: int, sk: int, device: torch.device) -> Tensor:
@@ -211,6 +218,12 @@ def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     else:
         _delta(grad_out, out, delta)
     return delta
+
+
+def attention_sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """``[heads]``: what these queries give, from the final ``lse`` and ``delta``; where nothing is seen, nothing."""
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+    return -(share * delta).sum((0, 2))
 
 
 _forward = torch.ops.parallel_ops.block_attention_.default

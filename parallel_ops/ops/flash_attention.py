@@ -22,6 +22,7 @@ from parallel_ops.ops._attention_block import (
     Tokens,
     Visible,
     attention_delta,
+    attention_sink_gradient,
     block_attention,
     block_attention_backward,
     kept,
@@ -185,8 +186,7 @@ def _run_backward(
             dq=dq, dk=dk, dv=dv, accumulate_dq=False,
         )  # fmt: skip
     if sink is not None:
-        share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink[:, None] - lse))
-        dsink.copy_(-(share * delta).sum((0, 2)))
+        dsink.copy_(attention_sink_gradient(sink, lse, delta))
     return gradients
 
 
