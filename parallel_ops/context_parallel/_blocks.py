@@ -57,8 +57,8 @@ class _Block:
     runs: range
 
 
-def _blocks(queries: Sequence[Run], keys: Sequence[Run], options: Options) -> list[_Block]:
-    """The calls that cover what the queries see of the keys, as few as there can be."""
+def _blocks(queries: Sequence[Run], keys: Sequence[Run], options: Options, from_keys: bool = False) -> list[_Block]:
+    """The calls that cover what the queries see of the keys, as few as can be. ``from_keys``: as of ``visible``."""
     o = options
     if not queries or not keys:
         return []
@@ -70,19 +70,20 @@ def _blocks(queries: Sequence[Run], keys: Sequence[Run], options: Options) -> li
         return [_Block(slice(0, n), slice(0, n), Visible(right=0), None, range(len(queries)))]
     if o.cu_seqlens is not None and o.seed is None and all(a.last < b.start for a, b in pairwise(keys)):
         # Spans say what any shard sees of any other that has the order of the sequence.
-        seeing = [i for i, q in enumerate(queries) if seen(tuple(keys), (q,), o.causal, o.window)]
-        if not seeing:
+        see = [i for i, q in enumerate(queries) if seen(tuple(keys), (q,), o.causal, o.window)]
+        if not see:
             return []
-        runs = range(seeing[0], seeing[-1] + 1)
+        runs = range(see[0], see[-1] + 1)
         rows = slice(row_edges[runs.start], row_edges[runs.stop])
         columns = slice(0, column_edges[-1])
-        return [_Block(rows, columns, _within_documents(queries[runs.start : runs.stop], keys, o), None, runs)]
+        mask = _within_documents(queries[runs.start : runs.stop], keys, o, from_keys)
+        return [_Block(rows, columns, mask, None, runs)]
     blocks = []
     for i, q in enumerate(queries):
         for j, k in enumerate(keys):
-            mask = visible(Tokens(*q), Tokens(*k), causal=o.causal, window=o.window)
-            if mask is not None:
-                mask = mask if o.cu_seqlens is None else _within_documents((q,), (k,), o)
+            seeing = visible(Tokens(*q), Tokens(*k), causal=o.causal, window=o.window)
+            if seeing is not None:
+                mask = seeing if o.cu_seqlens is None else _within_documents((q,), (k,), o, from_keys)
                 rows, columns = (slice(edges[n], edges[n + 1]) for edges, n in ((row_edges, i), (column_edges, j)))
                 blocks.append(_Block(rows, columns, mask, o.dropout(q, k), range(i, i + 1)))
     if len(blocks) > 1 and plain and all(block.mask == Visible() for block in blocks):
@@ -94,7 +95,7 @@ def _blocks(queries: Sequence[Run], keys: Sequence[Run], options: Options) -> li
     return blocks
 
 
-def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Options) -> Visible:
+def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Options, from_keys: bool) -> Visible:
     """What tokens see of their own document, from places that both have in the order of the sequence."""
     o = options
     assert o.cu_seqlens is not None
@@ -102,12 +103,13 @@ def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Opti
         torch.cat([run.start + run.step * torch.arange(run.length, device=o.cu_seqlens.device) for run in side])
         for side in (queries, keys)
     ]
-    reach = (o.window, 1 if o.causal else None)
-    bounds = [document_bounds(p, o.cu_seqlens, *r) for p, r in zip(places, (reach, reach[::-1]), strict=True)]
-    return Visible(
-        spans=torch.searchsorted(places[1], bounds[0], out_int32=True),
-        query_spans=torch.searchsorted(places[0], bounds[1], out_int32=True),
-    )
+    before, after = o.window, 1 if o.causal else None
+    bounds = document_bounds(places[0], o.cu_seqlens, before, after)
+    spans, query_spans = torch.searchsorted(places[1], bounds, out_int32=True), None
+    if from_keys:
+        bounds = document_bounds(places[1], o.cu_seqlens, after, before)
+        query_spans = torch.searchsorted(places[0], bounds, out_int32=True)
+    return Visible(spans=spans, query_spans=query_spans)
 
 
 class Carry:
@@ -170,7 +172,7 @@ class Gradients:
 
     def add(self, k: Tensor, v: Tensor, keys: Sequence[Run]) -> Tensor:
         """Adds to dq what these keys give; ``[2, *k.shape]``: the share of these queries in dk and dv."""
-        o, blocks = self._options, _blocks(self._runs, keys, self._options)
+        o, blocks = self._options, _blocks(self._runs, keys, self._options, from_keys=k.is_cuda)
         shares = k.new_empty((2, *k.shape), dtype=self.dq.dtype)
         alone = len(blocks) == 1 and blocks[0].columns == slice(0, tokens(keys))
         if not alone:

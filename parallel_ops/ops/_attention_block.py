@@ -39,8 +39,8 @@ class Visible(NamedTuple):
     """Which keys of a block each of its queries sees, in indices of the block.
 
     ``left <= j - i <= right`` where ``spans`` is ``None``; otherwise ``spans[0, i] <= j < spans[1, i]``, which is the
-    whole mask, and ``query_spans[0, j] <= i < query_spans[1, j]`` says the same seen from the keys. Both are int32,
-    ``[2, sq]`` and ``[2, sk]``, within the block, neither row ever decreasing.
+    whole mask, and ``query_spans[0, j] <= i < query_spans[1, j]`` says the same seen from the keys, which a backward on
+    a GPU needs. Both are int32, ``[2, sq]`` and ``[2, sk]``, within the block, neither row ever decreasing.
     """
 
     left: int | None = None
@@ -66,14 +66,16 @@ class Dropout(NamedTuple):
 
 
 def visible(
-    queries: Tokens, keys: Tokens, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None
-) -> Visible | None:
+    queries: Tokens, keys: Tokens, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
+    from_keys: bool = True,
+) -> Visible | None:  # fmt: skip
     """What the queries see of the keys; ``None`` where that is nothing. Both have one ``step``.
 
     Args:
         window: how many keys a query sees at most, its own included; causal only.
         cu_seqlens: int32 or int64 ``[documents + 1]``, where documents begin in the whole sequence, from 0 to its
             length; a query sees keys of its own document. Nothing of it is read by the host.
+        from_keys: with ``query_spans``.
     """
     if not queries.length or not keys.length:
         return None
@@ -88,19 +90,24 @@ def visible(
         right = None if right is not None and right >= keys.length - 1 else right
         left = None if left is not None and left <= 1 - queries.length else left
         return Visible(left, right)
+    after = 1 if causal else None
+    spans = _spans(queries, keys, cu_seqlens, before=window, after=after)
     return Visible(
-        spans=_spans(queries, keys, cu_seqlens, before=window, after=1 if causal else None),
-        query_spans=_spans(keys, queries, cu_seqlens, before=1 if causal else None, after=window),
+        spans=spans, query_spans=_spans(keys, queries, cu_seqlens, before=after, after=window) if from_keys else None
     )
 
 
 def _spans(of: Tokens, among: Tokens, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
     """For each token, first and end of those ``among`` which are in its document, fewer than ``before`` places before
     it and fewer than ``after`` places after it."""
-    places = of.start + of.step * torch.arange(of.length, device=cu_seqlens.device)
-    bounds = document_bounds(places, cu_seqlens, before, after).unbind()
-    in_block = [((edge - among.start + among.step - 1) // among.step).clamp(0, among.length) for edge in bounds]
-    return torch.stack([in_block[0], in_block[1].maximum(in_block[0])]).to(torch.int32)
+    first, step = of.start, of.step
+    places = torch.arange(first, first + step * of.length, step, device=cu_seqlens.device)
+    bounds = document_bounds(places, cu_seqlens, before, after)
+    if among.step > 1 or among.start:
+        bounds = (bounds - (among.start - among.step + 1)) // among.step
+    in_block = bounds.clamp_(0, among.length)
+    torch.maximum(in_block[0], in_block[1], out=in_block[1])
+    return in_block.to(torch.int32)
 
 
 def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:

@@ -116,7 +116,7 @@ def flash_attention_reference(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     queries, keys = _tokens(sq, sk)
-    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens)
+    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=False)
     nothing = torch.ones(sq, sk, dtype=torch.bool, device=q.device)
     weights = visible_softmax(scores, nothing if mask is None else ~seen(mask, sq, sk, q.device), sink)
     drawn = dropout_seed("flash_attention", "dropout_p", dropout_p, seed, "q", q)
@@ -132,11 +132,12 @@ def _tokens(sq: int, sk: int) -> tuple[Tokens, Tokens]:
 
 def _mask(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, causal: bool, window: int | None, p: float,
-    first_head: int,
+    first_head: int, from_keys: bool = False,
 ) -> tuple[Visible | None, Dropout | None]:  # fmt: skip
     queries, keys = _tokens(q.shape[0], k.shape[0])
     dropout = None if seed is None else Dropout(p, seed, queries, keys, first_head)
-    return visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens), dropout
+    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=from_keys)
+    return mask, dropout
 
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ def _run_backward(
     grad, q, k, v = (adjacent(t) for t in (grad, q, k, v))
     dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, lse, sink)
     delta = attention_delta(grad, out)
-    mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
+    mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
     if mask is None:
         for gradient in (dq, dk, dv):
             gradient.zero_()
