@@ -1,6 +1,8 @@
 """flash_attention, causal, against scaled_dot_product_attention: torch's own choice of a backend, which is what a user
-gets, and each backend by itself; and flex_attention, compiled. Shapes are [b, h, s, d]; all are given [s, b, h, d]."""
+gets, and each backend by itself; and flex_attention, compiled. Beside them flash_attention with less to do: a window of
+a quarter of the tokens, and six documents. Shapes are [b, h, s, d]; all are given [s, b, h, d]."""
 
+import functools
 import math
 from functools import partial
 
@@ -52,6 +54,21 @@ def flex() -> Provider:
     return run
 
 
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attention(q, k, v, window=max(1, q.shape[0] // 4))
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attention(q, k, v, cu_seqlens=_documents(q.shape[0], q.device))
+
+
+@functools.cache  # data comes with it
+def _documents(s: int, device: torch.device) -> Tensor:
+    """Six documents, of which the longest has two fifths of the tokens."""
+    ends = [0, *(round(s * part) for part in (0.4, 0.45, 0.65, 0.75, 0.9)), s]
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
 def shapes(device: str, dtype: torch.dtype, quick: bool) -> list[Shape]:
     if device == "cuda":
         return [(1, 32, 8192, 128)] if quick else [(4, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 8192, 64)]
@@ -77,6 +94,8 @@ BENCHMARK = Benchmark(
         "sdpa_efficient": Peer(partial(backend, SDPBackend.EFFICIENT_ATTENTION)),
         "sdpa_cudnn": Peer(partial(backend, SDPBackend.CUDNN_ATTENTION)),
         "sdpa_math": Peer(partial(backend, SDPBackend.MATH), ("cpu", "cuda")),
+        "window": Peer(lambda: windowed, ("cpu", "cuda")),
+        "documents": Peer(lambda: packed, ("cpu", "cuda")),
         "flex": Peer(flex, ("cpu", "cuda")),
     },
 )

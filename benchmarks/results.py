@@ -11,7 +11,7 @@ from benchmarks.environment import Environment
 # The providers, in the order in which tables and charts show them.
 PROVIDERS = (
     *("parallel_ops", "inplace", "in_forward", "eager", "compile", "torch", "liger", "cce"),
-    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "clone"),
+    *("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math", "flex", "window", "documents", "clone"),
 )
 
 
