@@ -64,9 +64,8 @@ step build "${BUILD_LIMIT:-90}" bash -c install_package
 export PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 export PYTHONPATH="$scratch/site:$tree${PYTHONPATH:+:$PYTHONPATH}"
 # Of the tests over process groups those that a single GPU can run.
-device_tests=(tests/tensor_parallel/test_cross_entropy.py tests/tensor_parallel/test_linear_cross_entropy.py
-  tests/models/test_gpt.py tests/comm/test_capture.py tests/comm/test_paced.py tests/comm/test_stream_signal.py
-  tests/kernels/test_launch.py)
+device_tests=(tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
+  tests/comm/test_capture.py tests/comm/test_paced.py tests/comm/test_stream_signal.py tests/kernels/test_launch.py)
 if wanted tests; then
   step tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider tests/ops
   step device_tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider -k "cuda or gpu" "${device_tests[@]}"

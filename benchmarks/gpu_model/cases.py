@@ -15,15 +15,16 @@ from benchmarks.spec import Benchmark, Shape
 # Hidden sizes: of models, and 4,104, a multiple of 8 that 16 does not divide.
 _HIDDEN: list[Shape] = [(2048, 4, h) for h in (1024, 4096, 4104, 8192, 12288, 16384)]
 _NORMS: list[Shape] = [*_HIDDEN, (512, 1, 65536)]
-# Gate and up: 1,792 and 14,336 a rank, and a multiple of 8.
-_GATED: list[Shape] = [(2048, 4, 2 * f) for f in (1792, 4104, 14336)]
+# 1,792 and 14,336 a rank, and a multiple of 8; in one tensor, gate and up are twice as wide.
+_FFN = (1792, 4104, 14336)
 _SCORES: list[Shape] = [(4, 32, 2048, 2048), (4, 32, 1032, 1032), (1, 4, 2048, 65536)]
 # 4,008 is a rank's part of a vocabulary of 32,064 over 8.
 _LOGITS: list[Shape] = [(8192, v) for v in (4008, 32000, 131072)]
 
 SHAPES: dict[str, list[Shape]] = {
     "bias_gelu": _HIDDEN,
-    "bias_swiglu": _GATED,
+    "bias_swiglu": [(2048, 4, 2 * f) for f in _FFN],
+    "silu_mul": [(2048, 4, f) for f in _FFN],
     "bias_dropout_add": _HIDDEN,
     "layer_norm": _NORMS,
     "rms_norm": _NORMS,
@@ -31,8 +32,14 @@ SHAPES: dict[str, list[Shape]] = {
     "scaled_causal_softmax": _SCORES,
     "scaled_masked_softmax": _SCORES,
     "vocab_parallel_cross_entropy": _LOGITS,
+    "vocab_parallel_cross_entropy.in_forward": _LOGITS[1:],  # a peer in the op's benchmark file
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def dtypes(op: str, shape: Shape) -> list[str]:
+    """float32 at one size, since bytes limit it: it differs in little but their number."""
+    return ["bfloat16", "float32"] if shape == SHAPES[op][1] else ["bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -65,18 +72,22 @@ class Row:
 
 
 def benchmark(op: str) -> Benchmark:
-    found: Benchmark = importlib.import_module(f"benchmarks.bench_{op}").BENCHMARK
+    found: Benchmark = importlib.import_module(f"benchmarks.bench_{op.partition('.')[0]}").BENCHMARK
     return found
 
 
 def rows(op: str, shape: Shape, dtype: str, devices: Sequence[Device]) -> Iterator[Row]:
     """Every direction on every device."""
     bench, torch_dtype = benchmark(op), DTYPES[dtype]
+    _, _, peer = op.partition(".")
+    provider = bench.peers[peer].load() if peer else None
     counted: dict[tuple[int, int], dict[str, list[Facts]]] = {}
     for device in devices:
         kind = device.capability, device.multiprocessors
         if kind not in counted:
-            counted[kind] = directions(bench, shape, torch_dtype, *kind)
+            counted[kind] = directions(bench, shape, torch_dtype, *kind, op=provider)
+            if peer:  # which does the backward's work in the forward
+                counted[kind] = {"full": [x for launches in counted[kind].values() for x in launches]}
         for direction, facts in counted[kind].items():
             least = bench.traffic(shape, torch_dtype).of(direction)
             yield _row(op, direction, shape, dtype, predict(facts, device, least, math.prod(shape)))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.gpu_model import devices, table
-from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, rows
+from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, dtypes, rows
 from parallel_ops import _command_line as command_line
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -24,7 +24,9 @@ def main() -> None:
 def command(
     op: Annotated[list[str] | None, typer.Option(help="The ops; all by default. Repeatable.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Sizes such as 2048x4x4096, instead of the op's own.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 (the default) or float32; repeatable.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="bfloat16 or float32; by default float32 at one size. Repeatable.")
+    ] = None,
     device: Annotated[list[str] | None, typer.Option(help="GPUs; all by default. Repeatable.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for the rows; those of the same cases are replaced.")
@@ -42,7 +44,7 @@ def command(
     for name in op or SHAPES:
         sizes = [tuple(int(n) for n in s.split("x")) for s in shape] if shape else SHAPES[name]
         for size in sizes:
-            for kind in dtype or ["bfloat16"]:
+            for kind in dtype or dtypes(name, size):
                 for row in rows(name, size, kind, [d for d in gpus if d.name in (device or [d.name])]):
                     known_rows[row.key] = row
                     _show(row, measurements.get(row.key))

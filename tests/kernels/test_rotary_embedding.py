@@ -4,6 +4,7 @@ import torch
 from parallel_ops.ops import rotary_embedding_reference
 from support import aot, suite
 from support.kernels import check_compiled, differentiable, meta, poisoned
+from support.ptx.execution import rerun
 from support.rotary import angles
 from support.suite import DTYPES, randn
 
@@ -40,6 +41,18 @@ def launches(dtype, dims, rotated):
 def test_compiled_code(dtype, dims, rotated, capability):
     # Each warp has some of the heads, to all of which a token's angles belong.
     check_compiled(launches(dtype, dims, rotated), rotated, capability, tables=("cos", "sin"))
+
+
+@pytest.mark.aot
+def test_strides_that_take_64_bits():
+    from parallel_ops.triton_kernels import rotary_embedding as kernels
+
+    # Storages of 4 GiB, of which nothing but what is touched exists.
+    q, k = (torch.empty_strided((5, 1, 2, 16), (2**29, 0, 16, 1), dtype=torch.bfloat16, device="meta") for _ in "qk")
+    cos, y = meta(5, 8, dtype=torch.float32), meta(5, 1, 2, 16, dtype=torch.bfloat16)
+    with aot.recorded() as recorded:
+        kernels.rotate(q, k, cos, cos, None, None, y, y, interleaved=False, inverse=False)
+    rerun(recorded[0], 90, programs=5)  # which raises where an address is not the tensor's
 
 
 def interpreted(interleaved):

@@ -8,6 +8,7 @@ from parallel_ops.ops import scaled_masked_softmax_reference
 from parallel_ops.ops._softmax import sink_gradient
 from support import aot
 from support.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
+from support.ptx.execution import rerun
 from support.softmax import check_numerics, compiled_cases, row_values, walks
 from support.suite import DTYPES, randn
 
@@ -138,15 +139,30 @@ def test_interpreted_special_values(monkeypatch, limit):
 
 @pytest.mark.executed
 @pytest.mark.parametrize("limit", [128 * 1024, 64])
-def test_interpreted_sink(monkeypatch, limit):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 3, 2, 70), torch.float32), ((1, 3, 1, 2060), torch.bfloat16)], ids=str
+)
+def test_interpreted_sink(monkeypatch, shape, dtype, limit):
+    """A sink in the dtype of the scores, beside several rows a program and beside one."""
     from parallel_ops.triton_kernels import _softmax
 
     monkeypatch.setattr(_softmax, "MAX_ROW", limit)
     reference = lambda x, mask, sink: scaled_masked_softmax_reference(x, mask, 0.5, sink=sink)  # noqa: E731
-    x, grad = randn(2, 3, 2, 70, dtype=torch.float32, scale=3), randn(2, 3, 2, 70, dtype=torch.float32, seed=2)
-    hidden = torch.rand(2, 1, 2, 70, generator=torch.Generator().manual_seed(5)) < 0.4
-    for sink in (randn(3, dtype=torch.float32, seed=3), randn(1, dtype=torch.float32)):
+    x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2)
+    hidden = torch.rand(shape[0], 1, *shape[2:], generator=torch.Generator().manual_seed(5)) < 0.4
+    for sink in (randn(3, dtype=dtype, seed=3), randn(1, dtype=dtype)):
         check_numerics(interpreted(0.5), reference, [x, hidden, sink], grad.detach(), 0.5)
+
+
+@pytest.mark.aot
+def test_masks_whose_strides_take_64_bits():
+    from parallel_ops.triton_kernels import scaled_masked_softmax as kernels
+
+    x, by_row = meta(1, 1, 5, 16, dtype=torch.bfloat16), meta(5, dtype=ACC)
+    mask = torch.empty_strided((1, 1, 5, 16), (1, 1, 2**29, 1), dtype=torch.bool, device="meta")
+    with aot.recorded() as recorded:
+        kernels.forward(x, mask, None, x, by_row, scale=1.0)
+    rerun(recorded[0], 90, programs=5)  # which raises where an address is not the mask's
 
 
 @pytest.mark.executed

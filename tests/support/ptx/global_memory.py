@@ -14,6 +14,7 @@ meta_values: dict[int, bytes] = {}
 
 _GAP = 1 << 20  # between tensors, so that nothing of one is within reach of another
 _ALIGNMENT = 512  # of torch's allocator on CUDA
+_FLAGGED = 1 << 30  # bytes of a storage whose gaps between a tensor's elements are watched; of larger ones, the bounds
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ def _reach(t: torch.Tensor, nbytes: int) -> Array | tuple[int, int]:
     size = t.element_size()
     first = t.storage_offset() * size
     extent = (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * size if t.numel() else 0
-    if extent == t.numel() * size:
+    if extent == t.numel() * size or nbytes > _FLAGGED:
         return first, first + extent
     flags = torch.zeros(nbytes // size, dtype=torch.bool)
     torch.as_strided(flags, t.shape, t.stride(), t.storage_offset()).fill_(True)
