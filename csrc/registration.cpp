@@ -8,8 +8,11 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor");
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
   m.def(
-      "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, ScalarType dtype, float p, Tensor? seed, SymInt "
+      "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, ScalarType dtype, float p, Tensor? seed, SymInt "
       "index_offset) -> Tensor");
+  m.def(
+      "bias_dropout_add_(Tensor(a!) x, Tensor? bias, Tensor? residual, float p, Tensor? seed, SymInt index_offset)"
+      " -> ()");
   m.def(
       "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, SymInt "
       "index_offset) -> (Tensor, Tensor)");
@@ -79,12 +82,17 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
+      "copy_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, bool[] needs)"
+      " -> Tensor[]");
+  m.def(
+      "copy_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
+      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+  m.def(
       "linear_reduce_scatter(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs) -> Tensor[]");
+      "bool[] needs, bool partial_bias) -> Tensor[]");
   m.def(
       "linear_reduce_scatter_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
-      "overlap, "
-      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+      "overlap, bool[] needs, bool partial_bias) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
       " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");

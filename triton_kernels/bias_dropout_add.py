@@ -27,7 +27,8 @@ from parallel_ops.triton_kernels._philox import keep_block
 NUM_WARPS = 4
 # Rows of a tile with all threads side by side: 16-byte loads in flight per thread and operand. The forward's eight
 # amortise what a program computes beside its elements, 4 instructions of 22 an element at four. One where blocks start
-# before the tensor, whose masks take registers (two spill).
+# before the tensor, whose masks take registers (two spill), and where elements are drawn for one by one and nothing but
+# x is read, for which the compiler keeps all of a tile's draws (eight spill).
 FORWARD_ROWS = 8
 BACKWARD_ROWS = 4
 SHIFTED_ROWS = 1
@@ -40,8 +41,9 @@ _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
 def _forward_kernel(
     x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, rows, cols, col_blocks, x_stride, residual_stride,
     scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
-    HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr, CARRY: tl.constexpr,
-    VECTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr,
+    BY_FOUR: tl.constexpr, CARRY: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
     row_block, col_block = tile_of(tl.program_id(0), col_blocks)
@@ -51,9 +53,12 @@ def _forward_kernel(
     in_cols = (col >= 0) & (col < cols)
     mask = (row < rows) & in_cols
     z = to_acc(tl.load(x_ptr + row * aligned(x_stride, UNIT) + col, mask=mask))
-    y = to_acc(tl.load(residual_ptr + row * aligned(residual_stride, UNIT) + col, mask=mask))
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
-    z, y = z.to(acc), y.to(acc)
+    z = z.to(acc)
+    if HAS_RESIDUAL:
+        y = to_acc(tl.load(residual_ptr + row * aligned(residual_stride, UNIT) + col, mask=mask)).to(acc)
+    else:
+        y = tl.zeros_like(z)
     if HAS_BIAS:
         z += tl.load(bias_ptr + col, mask=in_cols).to(acc)
     if DROPOUT:
@@ -135,24 +140,30 @@ def _dropout(p: float, seed: Tensor | None, index_offset: int, rows: int, cols: 
 
 
 def forward(
-    x: Tensor, bias: Tensor | None, residual: Tensor, y: Tensor, *, p: float, seed: Tensor | None, index_offset: int
-) -> None:
-    """``y = residual + dropout(x + bias)``; ``y`` is contiguous; no ``seed``, no dropout."""
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, *, p: float, seed: Tensor | None,
+    index_offset: int,
+) -> None:  # fmt: skip
+    """``y = residual + dropout(x + bias)``; ``y`` is contiguous, and may be x; no ``seed``, no dropout."""
     if x.numel() == 0:
         return
     x, rows, cols, x_stride = as_rows(x)
-    residual, _, _, residual_stride = as_rows(residual)
+    has_residual, residual_stride = residual is not None, 0
+    if residual is not None:
+        residual, _, _, residual_stride = as_rows(residual)
     bias = None if bias is None else bias.contiguous()
-    narrow = min(x.dtype, residual.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+    dtypes = (x.dtype, y.dtype, *(() if residual is None else (residual.dtype,)))
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     block_cols = vector_cols(narrow, NUM_WARPS)
     dropout = _dropout(p, seed, index_offset, rows, cols)
-    block_rows = SHIFTED_ROWS if dropout["SHIFT"] else FORWARD_ROWS
+    one_by_one = dropout["DROPOUT"] and not dropout["BY_FOUR"] and not has_residual
+    block_rows = SHIFTED_ROWS if dropout["SHIFT"] or one_by_one else FORWARD_ROWS
     col_blocks = cdiv(cols + dropout["SHIFT"], block_cols)
     launch(
         _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
         x, bias, residual, y, seed, rows, cols, col_blocks, x_stride, residual_stride,
-        HAS_BIAS=bias is not None, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, x_stride, residual_stride),
-        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS, **dropout,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=has_residual, VECTOR=16 // narrow.itemsize,
+        UNIT=unit_of(cols, x_stride, residual_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
+        num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
 
 

@@ -128,38 +128,56 @@ class Converted {
   std::function<const T*(int64_t, int64_t, int64_t, T*)> read_;
 };
 
-// x and residual give tiles of T, whatever their dtypes; y is of T.
+// x and residual give tiles of T, whatever their dtypes; y is of T, and may be x itself.
 template <class T, class Reader>
-void add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, const Dropout& drop, T* out) {
-  const Reader xs(x), residuals(residual);
+void add(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, const Dropout& drop,
+         T* out) {
+  const Reader xs(x);
+  std::optional<Reader> residuals;
+  if (residual) residuals.emplace(*residual);
   const Bias<acc_t<T>> biases(bias);
-  const bool flat = !bias && x.is_contiguous() && residual.is_contiguous();
+  const bool flat = !bias && x.is_contiguous() && (!residual || residual->is_contiguous());
   const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
   for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
     Scratch<T> sx, sr;
     const int64_t index = row * shape.cols + col;
-    forward_tile(xs.tile(row, col, n, sx.data), biases.tile(col), residuals.tile(row, col, n, sr.data), out + index, n,
-                 drop, static_cast<uint64_t>(index));
+    const T* from = xs.tile(row, col, n, sx.data);
+    if (from == out + index) from = std::copy_n(from, n, sx.data) - n;  // the loop's pointers must not alias
+    const T* added = residuals ? residuals->tile(row, col, n, sr.data) : kZeroTile<T>.data;
+    forward_tile(from, biases.tile(col), added, out + index, n, drop, static_cast<uint64_t>(index));
   });
 }
 
-// y has the wider dtype of x and residual, as their sum in PyTorch.
-Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual, ScalarType dtype, double p,
-               const std::optional<Tensor>& seed, int64_t index_offset) {
-  check_bias("bias_dropout_add", x, bias);
-  check_shape("bias_dropout_add", "residual", residual, x);
-  const Dropout drop = dropout("bias_dropout_add", p, seed, index_offset);
-  Tensor y = empty_output(dtype, x.sizes());
-  dispatch("bias_dropout_add", dtype, [&](auto tag) {
+void add_to(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+            double p, const std::optional<Tensor>& seed, int64_t index_offset, Tensor& y) {
+  check_bias(op, x, bias);
+  if (residual) check_shape(op, "residual", *residual, x);
+  const Dropout drop = dropout(op, p, seed, index_offset);
+  const ScalarType dtype = y.scalar_type();
+  dispatch(op, dtype, [&](auto tag) {
     using T = decltype(tag);
     T* out = static_cast<T*>(y.mutable_data_ptr());
-    if (x.scalar_type() == dtype && residual.scalar_type() == dtype) {
+    if (x.scalar_type() == dtype && (!residual || residual->scalar_type() == dtype)) {
       add<T, Rows<T>>(x, bias, residual, drop, out);
     } else {
       add<T, Converted<T>>(x, bias, residual, drop, out);
     }
   });
+}
+
+// y has the wider dtype of x and residual, as their sum in PyTorch.
+Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+               ScalarType dtype, double p, const std::optional<Tensor>& seed, int64_t index_offset) {
+  Tensor y = empty_output(dtype, x.sizes());
+  add_to("bias_dropout_add", x, bias, residual, p, seed, index_offset, y);
   return y;
+}
+
+void inplace(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double p,
+             const std::optional<Tensor>& seed, int64_t index_offset) {
+  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous(), "bias_dropout_add_: x must be contiguous");
+  Tensor y = x;
+  add_to("bias_dropout_add_", x, bias, residual, p, seed, index_offset, y);
 }
 
 // Writes n elements of T to a contiguous tensor of any floating-point dtype, from `index` on.
@@ -201,6 +219,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, ScalarType dtype, std::opt
 
 STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
   m.impl("bias_dropout_add", TORCH_BOX(&forward));
+  m.impl("bias_dropout_add_", TORCH_BOX(&inplace));
   m.impl("bias_dropout_add_backward", TORCH_BOX(&backward));
 }
 

@@ -1,6 +1,7 @@
 """Communication between ranks: the mesh, collectives with gradients, and transports for overlapped ops."""
 
 import parallel_ops._extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
+from parallel_ops.comm._agreement import compare_calls
 from parallel_ops.comm.collectives import (
     all_gather,
     all_to_all,
@@ -20,6 +21,7 @@ __all__ = [
     "PeerError",
     "all_gather",
     "all_to_all",
+    "compare_calls",
     "copy_to_group",
     "gather_from_group",
     "reduce_from_group",

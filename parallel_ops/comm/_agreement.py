@@ -8,7 +8,8 @@ A rank on which something goes wrong (an error of the block of ``announcing``) s
 the backend to deliver and raises at once; the others read it where they next ask, and raise too. Every rank has then
 asked as often as the others, so the group can go on.
 
-With CPU tensors every call asks: one small all-gather. With CUDA tensors reading the answer means waiting for the
+With CPU tensors every call asks: one small all-gather (``compare_calls`` can leave it at the first of a kind, as on
+CUDA, for models so small that it shows). With CUDA tensors reading the answer means waiting for the
 device, so a rank asks only the first time that it makes a call in the group (and before it is captured in a CUDA
 graph, so make each call once before capturing). What ranks do wrong there from the start is an error on all of them. If
 one deviates later, from calls that others have made before, those others do not ask, and the group's timeout ends it.
@@ -26,7 +27,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, TracebackType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,14 @@ from parallel_ops.comm.transport import PeerError
 _TEXT_BYTES = 256
 _OK, _FAILED = 0, 1
 
-# What this process asked about before, on CUDA, as (op, what must be the same). It must not depend on what may differ
-# between ranks, or some would ask and others not.
+# What this process asked about before, where it asks once, as (op, what must be the same). It must not depend on what
+# may differ between ranks, or some would ask and others not.
 _asked: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[str, tuple[object, ...]]]] = weakref.WeakKeyDictionary()
 # Programs whose shapes never repeat would fill memory; all ranks forget at the same call.
 _MOST_ASKED = 4096
+
+# Groups in which calls with CPU tensors ask as those with CUDA tensors do.
+_first_alone: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 # Failures that are on their way: the group with them, since destroying it would wait until all its ranks had met.
 _posted: dict[ProcessGroup, list[tuple[dist.Work, Tensor, Tensor]]] = {}
@@ -86,6 +90,29 @@ class Call:
     own: tuple[int, ...] = ()
 
 
+def compare_calls(group: ProcessGroup, when: Literal["always", "first"]) -> None:
+    """How often the ranks of ``group`` make sure that they make the same call, with CPU tensors.
+
+    Args:
+        group: all of its ranks must say the same between the same calls.
+        when: ``"always"``, the default: a small all-gather before data moves, so that ranks that disagree all raise.
+            ``"first"``: only at the first call of a kind, as always with CUDA tensors: what the ranks do wrong from the
+            start is an error on all of them, a rank that deviates later ends in the group's timeout, and nobody looks
+            for targets outside a sharded vocabulary.
+
+    Raises: TypeError: ``group`` is not a process group. ValueError: another ``when``.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"compare_calls: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    if when not in ("always", "first"):
+        raise ValueError(f"compare_calls: when must be 'always' or 'first', got {when!r}")
+    (_first_alone.add if when == "first" else _first_alone.discard)(group)
+
+
+def _asks_once(group: ProcessGroup, device: torch.device) -> bool:
+    return device.type == "cuda" or group in _first_alone
+
+
 def agree(group: ProcessGroup, call: Call, device: torch.device, *, known: bool = True) -> list[list[int]] | None:
     """``call.own`` of every rank, in rank order, at most two integers per rank of the group; ``None`` if not asked.
 
@@ -97,7 +124,7 @@ def agree(group: ProcessGroup, call: Call, device: torch.device, *, known: bool 
         ValueError: on every rank, if the ranks make different calls or one of them announced a failure.
         RuntimeError: the ranks have to ask, and the call is being captured in a CUDA graph.
     """
-    if device.type == "cpu":
+    if not _asks_once(group, device):
         return _ask(group, call, device)
     asked, key = _asked.setdefault(group, set()), (call.op, call.same)
     if known and key in asked:
@@ -174,7 +201,7 @@ class announcing:
         device = device_of_call(group_device_types(group), self._arguments) if group.size() > 1 else None
         if device is None:
             return
-        if device.type == "cuda" and any(not self._asks or op == self._op for op, _ in _asked.get(group, ())):
+        if _asks_once(group, device) and any(not self._asks or op == self._op for op, _ in _asked.get(group, ())):
             return
         if isinstance(error, TypeError | ValueError | IndexError):
             text = f"found its arguments wrong: {error}"

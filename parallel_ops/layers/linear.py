@@ -4,8 +4,8 @@
     row parallel        Y = sum over r of X_r W_r^T + b      W split by columns: each rank has some input features
 
 Between the two, activations are sharded by features. Before the first and after the second they are whole on every
-rank, or, with ``sequence_parallel``, sharded by tokens: the gather and the reduce-scatter are then one op with the
-product, which hides them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
+rank, or, with ``sequence_parallel``, sharded by tokens. What is sent for that, forward and backward, is one op with the
+products, which hide it. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from parallel_ops.comm import copy_to_group, reduce_from_group
+from parallel_ops.comm import reduce_from_group
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._group import group_rank
 from parallel_ops.layers._checks import announced, check_input
@@ -32,7 +32,7 @@ from parallel_ops.layers._parameters import (
     uniform,
 )
 from parallel_ops.ops import bias_dropout_add
-from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, linear_reduce_scatter
+from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, copy_linear, linear_reduce_scatter
 from parallel_ops.tensor_parallel._overlap_plan import Overlap, encode
 from parallel_ops.tensor_parallel.weight_gradients import GradientOf
 
@@ -150,23 +150,21 @@ def column_linears(
             "since its gradients are summed over the ranks; leave them out there"
         )
     special = any(target is not None for target in targets)
-    if not first.sequence_parallel:
-        x = copy_to_group(x, first.group)
-        if not special:
-            return [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], biases
+    if not special and first.group is None:
+        return [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], biases
     given = None
     if any(b is not None for b in added):  # all of them, or zeros in the place of one
         given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
-    outputs = all_gather_linear(
-        x,
-        weights,
-        given,
-        group=first.group if first.sequence_parallel else None,
-        overlap=first.overlap,
-        sizes=sizes if first.sequence_parallel else None,
-        main_grad=targets if special else None,
-        deferred=first.deferred,
-    )
+    handed_on: dict[str, Any] = {
+        "group": first.group,
+        "overlap": first.overlap,
+        "main_grad": targets if special else None,
+        "deferred": first.deferred,
+    }
+    if first.sequence_parallel:
+        outputs = all_gather_linear(x, weights, given, sizes=sizes, **handed_on)
+    else:
+        outputs = copy_linear(x, weights, given, **handed_on)
     return list(outputs), biases
 
 

@@ -1,6 +1,6 @@
 """Bias, dropout and residual addition in one pass, with a mask that is never stored.
 
-    y        = r + m (x + b) / (1 - p)
+    y        = r + m (x + b) / (1 - p)            r, b or both may be left out
     dx       = m dy / (1 - p)                     dr = dy, the tensor itself
     db[j]    = sum over rows i of dx[i, j]        (fp32 partial sums in an order set by the shape)
 
@@ -27,25 +27,29 @@ from parallel_ops.ops._registration import promote_to_widest, register
 def bias_dropout_add(
     x: Tensor,
     bias: Tensor | None,
-    residual: Tensor,
+    residual: Tensor | None,
     p: float,
     *,
     training: bool = True,
     seed: int | Tensor | None = None,
     index_offset: int = 0,
+    inplace: bool = False,
 ) -> Tensor:
     """``residual + dropout(x + bias, p)``, forward and backward fused, no mask stored.
 
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
         bias: ``[H]``, of any of these dtypes, on the device of ``x``, or ``None``.
-        residual: shape and device of ``x``, of any of these dtypes, any strides.
+        residual: shape and device of ``x``, of any of these dtypes, any strides. ``None``: nothing is added, so that
+            without ``bias`` too this is a dropout that stores no mask.
         p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - p)``.
         training: ``False`` turns dropout off, as ``p = 0`` does.
         seed: what the mask is drawn from: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
             read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
             ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it as they treat ``F.dropout``.
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
+        inplace: writes over ``x`` and returns it, for evaluation: nothing may want a gradient, and ``x`` must be
+            contiguous and of the result's dtype. Under ``torch.compile`` memory is the compiler's to plan.
 
     Returns:
         ``[..., H]``, contiguous, of the wider dtype of ``x`` and ``residual``, as PyTorch's ``+`` would give:
@@ -53,7 +57,8 @@ def bias_dropout_add(
 
     Raises:
         TypeError: unsupported dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
-        ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``.
+        ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``,
+        ``inplace`` where it cannot be.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
     sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
@@ -61,21 +66,30 @@ def bias_dropout_add(
     """
     check_rows("bias_dropout_add", x)
     check_bias("bias_dropout_add", bias, x)
-    check_floating("bias_dropout_add", "residual", residual)
-    check_same_device("bias_dropout_add", "residual", residual, "x", x)
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"bias_dropout_add: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
-        )
+    dtype = x.dtype
+    if residual is not None:
+        check_floating("bias_dropout_add", "residual", residual)
+        check_same_device("bias_dropout_add", "residual", residual, "x", x)
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"bias_dropout_add: residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
+            )
+        dtype = torch.promote_types(dtype, residual.dtype)
+    if inplace:
+        _check_writable(x, bias, residual, dtype)
     drawn = _seed(x, p, training, seed, index_offset)
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    return _forward(x, bias, residual, dtype, 0.0 if drawn is None else p, drawn, index_offset)
+    p = 0.0 if drawn is None else p
+    if inplace and not torch.compiler.is_compiling():
+        _inplace(x, bias, residual, p, drawn, index_offset)
+        return x
+    y = _forward(x, bias, residual, dtype, p, drawn, index_offset)
+    return x.copy_(y) if inplace else y
 
 
 def bias_dropout_add_reference(
     x: Tensor,
     bias: Tensor | None,
-    residual: Tensor,
+    residual: Tensor | None,
     p: float,
     *,
     training: bool = True,
@@ -84,11 +98,19 @@ def bias_dropout_add_reference(
 ) -> Tensor:
     """The same in plain PyTorch, mask included."""
     z = x if bias is None else x + bias
-    dtype = torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     drawn = _seed(x, p, training, seed, index_offset)
     if drawn is not None:
         z = torch.where(keep_mask(x.shape, p, drawn, index_offset), z * kept_scale(p), 0.0)
-    return (residual + z).to(dtype)
+    return (z if residual is None else residual + z).to(dtype)
+
+
+def _check_writable(x: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> None:
+    given = [t for t in (x, bias, residual) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        raise ValueError("bias_dropout_add: inplace is for evaluation, but x, bias or residual requires a gradient")
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise ValueError(f"bias_dropout_add: inplace needs a contiguous x of {dtype}, the wider of x and residual")
 
 
 def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_offset: int) -> Tensor | None:
@@ -102,7 +124,7 @@ def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_
 def _fake(
     x: Tensor,
     bias: Tensor | None,
-    residual: Tensor,
+    residual: Tensor | None,
     dtype: torch.dtype,
     p: float,
     seed: Tensor | None,
@@ -126,7 +148,7 @@ def _fake_backward(
 def _cuda(
     x: Tensor,
     bias: Tensor | None,
-    residual: Tensor,
+    residual: Tensor | None,
     dtype: torch.dtype,
     p: float,
     seed: Tensor | None,
@@ -137,6 +159,18 @@ def _cuda(
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset)
     return y
+
+
+def _fake_inplace(*_: object) -> None:
+    return None
+
+
+def _cuda_inplace(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None, index_offset: int
+) -> None:
+    from parallel_ops.triton_kernels import bias_dropout_add as kernels
+
+    kernels.forward(x, bias, residual, x, p=p, seed=seed, index_offset=index_offset)
 
 
 def _cuda_backward(
@@ -178,6 +212,7 @@ def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _backward = register("bias_dropout_add_backward", fake=_fake_backward, cuda=_cuda_backward)
+_inplace = register("bias_dropout_add_", fake=_fake_inplace, cuda=_cuda_inplace)
 _forward = register(
     "bias_dropout_add",
     fake=_fake,

@@ -28,7 +28,12 @@ from parallel_ops.ops._softmax import check_scale, empty_row_values, sink_gradie
 
 
 def scaled_masked_softmax(
-    scores: Tensor, mask: Tensor | None, scale: float = 1.0, *, sink: Tensor | float | None = None
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float = 1.0,
+    *,
+    window: tuple[int, int] | None = None,
+    sink: Tensor | float | None = None,
 ) -> Tensor:
     """``softmax(scale * scores)`` over the last dimension under a mask, forward and backward fused.
 
@@ -39,6 +44,9 @@ def scaled_masked_softmax(
             to ``scale * scores`` in fp32 (fp64 for fp64 scores), where -inf masks the key out; it gets a gradient if
             it asks for one (T5's relative positions, learned ALiBi slopes). ``None``: no mask.
         scale: finite.
+        window: ``(left, right)``: query i sees the keys ``i + sk - sq - left`` to ``i + sk - sq + right``, and of these
+            what ``mask`` leaves. It becomes a part of the mask, of which ``[sq, sk]`` are made at least; for windows
+            that do not reach forward ``scaled_causal_softmax`` needs none.
         sink: one more logit of every row, not scaled, whose probability is in no output: a number, or a tensor ``[np]``
             (``[1]``) with a value for each head, which gets a gradient; ``None`` for none. Rows then sum to less
             than one. (StreamingLLM, arXiv:2309.17453; 0 is the "off by one" softmax.)
@@ -50,22 +58,30 @@ def scaled_masked_softmax(
 
     Raises:
         TypeError: unsupported dtype of ``scores``, ``mask`` or ``sink``, ``scale`` not a number.
-        ValueError: ``mask`` not broadcastable or on another device; ``scale`` not finite; ``sink`` of a wrong shape or
-            device.
+        ValueError: ``mask`` not broadcastable or on another device; ``scale`` not finite; ``window`` negative, or of
+            scores without queries; ``sink`` of a wrong shape or device.
 
     Sharding: rows are independent, so any shard of the leading dimensions (batch, heads, queries) gives that shard of
     y, with the matching shard of mask and sink; the last dimension must be whole.
     """
-    _check(scores, mask, scale)
+    _check(scores, mask, scale, window)
+    mask = mask if window is None else _windowed(scores, mask, window)
     y, _ = _forward(scores, mask, sink_vector("scaled_masked_softmax", sink, scores), scale)
     return y
 
 
 def scaled_masked_softmax_reference(
-    scores: Tensor, mask: Tensor | None, scale: float = 1.0, *, sink: Tensor | float | None = None
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float = 1.0,
+    *,
+    window: tuple[int, int] | None = None,
+    sink: Tensor | float | None = None,
 ) -> Tensor:
     """The same in plain PyTorch."""
     logits = scores * scale
+    if window is not None:
+        mask = _windowed(scores, mask, window)
     if mask is None:
         return visible_softmax(logits, None, sink)
     if not mask.is_floating_point():
@@ -73,12 +89,29 @@ def scaled_masked_softmax_reference(
     return visible_softmax(logits + mask.to(scores.dtype), mask == -torch.inf, sink)
 
 
-def _check(scores: Tensor, mask: Tensor | None, scale: float) -> None:
+def _windowed(scores: Tensor, mask: Tensor | None, window: tuple[int, int]) -> Tensor:
+    """``mask`` with the keys outside the window masked out too."""
+    (sq, sk), (left, right) = scores.shape[-2:], window
+    ahead = torch.arange(sk, device=scores.device) - torch.arange(sk - sq, sk, device=scores.device)[:, None]
+    hidden = (ahead < -left) | (ahead > right)
+    if mask is None:
+        return hidden
+    return mask.masked_fill(hidden, -torch.inf) if mask.is_floating_point() else (mask != 0) | hidden
+
+
+def _check(scores: Tensor, mask: Tensor | None, scale: float, window: tuple[int, int] | None) -> None:
     op = "scaled_masked_softmax"
     check_floating(op, "scores", scores)
     if scores.dim() == 0:
         raise ValueError(f"{op}: scores must have at least one dimension, got a scalar")
     check_scale(op, scale)
+    if window is not None:
+        if not isinstance(window, tuple) or len(window) != 2 or any(type(n) is not int for n in window):
+            raise TypeError(f"{op}: window must be two ints, (left, right), or None, got {window!r}")
+        if min(window) < 0 or scores.dim() < 2:
+            raise ValueError(
+                f"{op}: window must not be negative, for scores [..., sq, sk]; got {window} for {list(scores.shape)}"
+            )
     if mask is None:
         return
     if not isinstance(mask, Tensor):

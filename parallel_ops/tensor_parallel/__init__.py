@@ -2,6 +2,7 @@
 
 from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.all_gather_linear import all_gather_linear, all_gather_linear_reference
+from parallel_ops.tensor_parallel.copy_linear import copy_linear, copy_linear_reference
 from parallel_ops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from parallel_ops.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear_reduce_scatter import linear_reduce_scatter, linear_reduce_scatter_reference
@@ -11,6 +12,8 @@ __all__ = [
     "DeferredWeightGradients",
     "all_gather_linear",
     "all_gather_linear_reference",
+    "copy_linear",
+    "copy_linear_reference",
     "linear_reduce_scatter",
     "linear_reduce_scatter_reference",
     "use_transport",

@@ -13,7 +13,7 @@ gradient is such a half too, run when its queue says so.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradient
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupCall:
@@ -44,6 +46,7 @@ class GroupCall:
     sizes: list[int]  # of the sharded dimension, in rank order
     overlap: int
     needs: list[bool]  # of x, each weight and each bias: whether a gradient is wanted
+    partial_bias: bool = False  # the gradient of bias is that of this rank's rows
 
     def needs_weights(self, count: int) -> list[bool]:
         return self.needs[1 : 1 + count]
@@ -60,7 +63,7 @@ class GroupCall:
         group = resolve_group(self.group)
         over = transport_of(group).capabilities.name
         # Which parameters want gradients decides what a backward sends.
-        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), over)
+        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
         even = len(set(self.sizes)) == 1
         sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
         overlap = plan.decode(self.overlap)
@@ -105,6 +108,10 @@ class GroupCall:
     def bulk(self, device: torch.device) -> bool:
         """Whether whole collectives go behind whole products. On a GPU it costs nothing; on a CPU it gains nothing."""
         return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
+
+
+def as_list(one_or_several: T | Sequence[T]) -> list[T]:
+    return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
 
 def matrix(t: Tensor) -> Tensor:
@@ -170,8 +177,9 @@ class LinearOp:
         group: ProcessGroup | None,
         overlap: plan.Overlap,
         split: Callable[[], list[int]],
+        *more: bool,
     ) -> list[Tensor]:
-        """Checks everything, ``split()`` (the sizes) last, and runs."""
+        """Checks everything, ``split()`` (the sizes) last, and runs. ``more`` fields of the ``GroupCall``."""
         group_id = group_name(self.name, group)
         with announcing(self.name, group, x, *weights, asks=True):
             _check(self.name, x, weights, biases, group)
@@ -179,7 +187,7 @@ class LinearOp:
             pieces, sizes = plan.encode(self.name, overlap), split()
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
-        arguments = group_id, sizes, pieces, needs
+        arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, *more)
         tensors = x, *weights, *biases
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
         if handled or (any(needs) and _unwatched(tensors)):
@@ -199,7 +207,8 @@ class LinearOp:
 
         with torch.autocast(x.device.type, enabled=False):  # of a backward inside the region: all dtypes are settled
             dx, dys = self._gradients(call, grads, x, weights, products)
-            biases = zip(dys, call.needs_biases(len(weights)), strict=False)
+            summed = [matrix(g) for g in grads] if call.partial_bias else dys
+            biases = zip(summed, call.needs_biases(len(weights)), strict=False)
             return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
 
     def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:

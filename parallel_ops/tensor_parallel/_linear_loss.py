@@ -1,5 +1,6 @@
 """Forward and backward of the linear cross-entropy, chunk by chunk; ``linear_cross_entropy.py`` has the formulas."""
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from parallel_ops.ops import _cross_entropy as local
 from parallel_ops.ops._loss_options import NONE, REDUCTIONS, reduced
 from parallel_ops.ops.cross_entropy import forward as cross_entropy_forward
 from parallel_ops.ops.cross_entropy import over_logits
-from parallel_ops.tensor_parallel._logit_chunks import Chunks, LinearCall
+from parallel_ops.tensor_parallel._logit_chunks import Chunks, LinearCall, weight_gradient_dtype
 from parallel_ops.tensor_parallel._vocab_shards import agreed_layout, known_layout
 
 NAME = "vocab_parallel_linear_cross_entropy"
@@ -141,7 +142,8 @@ def fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *a
 def _fake_gradients(hidden: Tensor, weight: Tensor, call: LinearCall, needs: list[bool]) -> tuple[Tensor, ...]:
     accumulate = local.accumulation_dtype(weight.dtype)
     sizes = (hidden.shape, weight.shape, weight.shape[:1])
-    dtypes = (weight.dtype, accumulate, accumulate)
+    rows = math.prod(hidden.shape[:-1])
+    dtypes = (weight.dtype, weight_gradient_dtype(call, rows, weight), accumulate)
     return tuple(
         weight.new_empty(size if needed else 0, dtype=dtype)
         for size, dtype, needed in zip(sizes, dtypes, needs, strict=True)

@@ -34,6 +34,22 @@ class LinearCall(NamedTuple):
         return self.reduction != NONE and any(self.needs)
 
 
+def _rows_at_most(call: LinearCall, widest: int, weight: Tensor) -> int:
+    """The most rows of hidden of which a chunk is made, where the widest rank has so many columns."""
+    return max(1, call.chunk_bytes // max(1, widest * weight.itemsize * call.parts))
+
+
+def weight_gradient_dtype(call: LinearCall, rows: int, weight: Tensor) -> torch.dtype:
+    """In what the gradient of ``weight`` is summed over the chunks of so many ``rows`` of hidden.
+
+    On a CPU the product of each chunk is rounded to bfloat16 (see ``add_product``), so one chunk needs no wider sum.
+    """
+    rounded = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
+    if rounded and call.group is None and rows <= _rows_at_most(call, weight.shape[0], weight):
+        return weight.dtype
+    return local.accumulation_dtype(weight.dtype)
+
+
 class Chunks:
     """The chunks of one call: rows of hidden in, logits in one buffer, gradients out."""
 
@@ -42,11 +58,11 @@ class Chunks:
         self.weight, self.bias, self.call = weight, bias, call
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
-        rows = max(1, call.chunk_bytes // max(1, widest * weight.itemsize * call.parts))
-        self.count = max(1, -(-self.local_rows // rows))
+        self.count = max(1, -(-self.local_rows // _rows_at_most(call, widest, weight)))
         self.rows = max(1, -(-self.local_rows // self.count))
         self._buffer: Tensor | None = None
         # Each of its whole shape from the first chunk on, the last two in the dtype that they are summed in.
+        self._dweight_dtype = weight_gradient_dtype(call, self.local_rows, weight)
         self._dhidden: Tensor | None = None
         self._dweight: Tensor | None = None
         self._dbias: Tensor | None = None
@@ -56,7 +72,7 @@ class Chunks:
         accumulate = local.accumulation_dtype(self.weight.dtype)
         return (
             self.weight.new_empty(0) if self._dhidden is None else self._dhidden.view(self._shape),
-            self.weight.new_empty(0, dtype=accumulate) if self._dweight is None else self._dweight,
+            self.weight.new_empty(0, dtype=self._dweight_dtype) if self._dweight is None else self._dweight,
             self.weight.new_empty(0, dtype=accumulate) if self._dbias is None else self._dbias,
         )
 
@@ -95,11 +111,11 @@ class Chunks:
                     self._dhidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
                 self._dhidden[i * self.rows : (i + 1) * self.rows] = dh
         if needs_weight:
-            if self._dweight is None and dz.dtype is accumulate:
+            if self._dweight is None and dz.dtype is self._dweight_dtype:
                 self._dweight = dz.t() @ h
             else:
                 if self._dweight is None:
-                    self._dweight = self.weight.new_zeros(self.weight.shape, dtype=accumulate)
+                    self._dweight = self.weight.new_zeros(self.weight.shape, dtype=self._dweight_dtype)
                 add_product(self._dweight, dz, h, rounded=True)  # once a chunk; the chunks are summed in fp32
         if needs_bias:
             db = dz.sum(0, dtype=accumulate)

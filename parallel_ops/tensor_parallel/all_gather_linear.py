@@ -15,7 +15,7 @@ products of other shapes round, and has the same bits on every run. Sources: Kor
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,12 @@ from parallel_ops.comm._agreement import sends
 from parallel_ops.comm._arguments import check_sizes
 from parallel_ops.comm._primitives import sum_in_rank_order
 from parallel_ops.comm.transport import Transport
-from parallel_ops.tensor_parallel._linear import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
+from parallel_ops.tensor_parallel._linear import Factors, GroupCall, LinearOp, as_list, matrix, multiply, rows_of
 from parallel_ops.tensor_parallel._overlap import Span, gather, start_gather, start_scatter
 from parallel_ops.tensor_parallel._overlap_plan import OFF, Overlap
 from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients, Target
 
 _NAME = "all_gather_linear"
-
-T = TypeVar("T")
 
 
 @overload
@@ -105,9 +103,9 @@ def all_gather_linear(
     """
     outputs = _op(
         x,
-        _as_list(weight),
-        [] if bias is None else _as_list(bias),
-        None if main_grad is None else _as_list(main_grad),
+        as_list(weight),
+        [] if bias is None else as_list(bias),
+        None if main_grad is None else as_list(main_grad),
         deferred,
         group,
         overlap,
@@ -126,10 +124,6 @@ def all_gather_linear_reference(
 ) -> Tensor:
     """The same in plain PyTorch: a collective, then a product."""
     return F.linear(all_gather(x, group, sizes=sizes), weight, bias)
-
-
-def _as_list(one_or_several: T | Sequence[T]) -> list[T]:
-    return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
 
 def column_forward(

@@ -14,6 +14,7 @@ doi:10.1145/3567955.3567959 (decomposed collectives).
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ def linear_reduce_scatter(
     sizes: Sequence[int] | None = None,
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
+    bias_gradient: Literal["complete", "partial"] = "complete",
 ) -> Tensor:
     """``reduce_scatter(F.linear(x, weight)) + bias``, the reduction overlapped with the product.
 
@@ -59,6 +61,8 @@ def linear_reduce_scatter(
         main_grad: ``[N, K]``, float32 (float64 for float64) or the weight's dtype: the weight's gradient is added to
             it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
         deferred: the weight's gradient is computed, that of y gathered for it, when this queue is told to. Likewise.
+        bias_gradient: ``"partial"``: that of this rank's rows, for who sums it over the ranks with those of other
+            parameters, as Megatron-LM does.
 
     Returns:
         ``[s_r, ..., N]``, this rank's rows. Under autocast the inputs are cast to the autocast dtype.
@@ -68,8 +72,14 @@ def linear_reduce_scatter(
         options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
-    for this rank's features, that of bias is complete and the same on every rank.
+    for this rank's features, that of bias is complete and the same on every rank, unless it is to be partial.
     """
+
+    def split() -> list[int]:
+        if bias_gradient not in ("complete", "partial"):
+            raise ValueError(f"{_NAME}: bias_gradient must be 'complete' or 'partial', got {bias_gradient!r}")
+        return check_sizes(_NAME, "sizes", sizes, group, 0, whole=x)
+
     (y,) = _op(
         x,
         [weight],
@@ -78,7 +88,8 @@ def linear_reduce_scatter(
         deferred,
         group,
         overlap,
-        lambda: check_sizes(_NAME, "sizes", sizes, group, 0, whole=x),
+        split,
+        bias_gradient == "partial",
     )
     return y
 
@@ -162,7 +173,7 @@ def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
     (grad,), (weight,), transport = grads, weights, call.transport()
-    if not any(call.needs):
+    if not any(call.needs[:2] if call.partial_bias else call.needs):
         return None, []
 
     def run(pieces: int) -> tuple[Tensor | None, Tensor]:

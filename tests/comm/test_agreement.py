@@ -44,6 +44,14 @@ def test_other_disagreements(op, shapes, options):
     assert said[0] == said[1]
 
 
+def test_a_group_may_compare_the_first_call_of_a_kind_alone():
+    for first, again, other in ranks(2).run(collectives.compared_once):
+        assert (first, again) == (1, 0)
+        assert "make different calls" in other
+    with pytest.raises(TypeError, match=r"compare_calls: group must be a torch.distributed.ProcessGroup, got str"):
+        comm.compare_calls("world", "first")
+
+
 def test_counts_that_do_not_meet():
     options = [{"split_sizes": (1, 3), "concat_sizes": (1, 2)}, {"split_sizes": (1, 3), "concat_sizes": (2, 3)}]
     said = messages(2, "all_to_all", [(4,), (4,)], options)

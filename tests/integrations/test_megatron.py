@@ -14,6 +14,7 @@ if importlib.util.find_spec("megatron") is None:
 from megatron.core.fusions import fused_bias_dropout, fused_bias_geglu, fused_bias_gelu, fused_bias_swiglu
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron.core.transformer.utils import attention_mask_func
@@ -172,6 +173,8 @@ def test_bias_dropout_add_in_evaluation_and_of_two_dtypes():
         assert _bias_dropout_add(True)(x, bias, residual).dtype == stock
     with megatron.apply():
         evaluated = x.float()
+        assert _bias_dropout_add(False)(evaluated, bias, residual).data_ptr() == evaluated.data_ptr()
+        evaluated.requires_grad_()
         assert _bias_dropout_add(False)(evaluated, bias, residual).data_ptr() != evaluated.data_ptr()
         assert _bias_dropout_add(True)(x, bias, residual).dtype is torch.float32
 
@@ -239,6 +242,40 @@ def test_what_megatrons_data_parallelism_reads_of_a_fused_gradient():
     weight.zero_out_wgrad = True
     assert not MainGrad(weight).add(_values(6, 4), _values(6, 8)).any()
     torch.testing.assert_close(weight.main_grad, 3 * _values(6, 4).t() @ _values(6, 8))
+
+
+def test_what_a_model_keeps_is_said():
+    """Of one that was built before: its norms; and what its configuration turns off."""
+
+    class Core(DotProductAttention):
+        def forward(self, *args):
+            return super().forward(*args)
+
+    config = SimpleNamespace(
+        bias_activation_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=True,
+        cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te",
+    )  # fmt: skip
+    model, core = torch.nn.Module(), Core.__new__(Core)
+    torch.nn.Module.__init__(core)
+    model.config, model.norm, model.core = config, torch.nn.LayerNorm(8), core
+    with megatron.apply() as applied:
+        kept = applied.kept(model)
+        config.bias_activation_fusion, config.cross_entropy_fusion_impl = True, "native"
+        assert list(applied.kept(model)) == ["norm", "core"]
+        model.norm = WrappedTorchNorm(
+            SimpleNamespace(normalization="LayerNorm", layernorm_zero_centered_gamma=False, sequence_parallel=False), 8
+        )
+        del model.core
+        assert applied.kept(model) == {}
+    assert list(kept) == [
+        "Module.config.bias_activation_fusion",
+        "Module.config.cross_entropy_fusion_impl",
+        "norm",
+        "core",
+    ]
+    assert "built before apply()" in kept["norm"]
+    with megatron.apply("softmax") as applied:
+        assert applied.kept(model) == {}
 
 
 def _names():

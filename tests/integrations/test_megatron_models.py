@@ -46,7 +46,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_megatrons(name):
     runs = [ranks(2).run(trained.train, Case(drop_in, **CASES[name])) for drop_in in ("stock", "apply", "spec")]
-    close = 2e-3 if CASES[name].get("dtype") else 2e-6
+    close = 5e-3 if CASES[name].get("dtype") else 2e-6  # stock rounds scores and probabilities to bfloat16 too
     (losses, norms), *others = (run[-1] for run in runs)
     for other_losses, other_norms in others:
         assert other_losses == pytest.approx(losses, rel=close)
@@ -105,12 +105,15 @@ def test_cross_entropies(fused, label_smoothing):
         {"num_query_groups": 2},
         {"window_size": (3, 0)},
         {"apply_query_key_layer_scaling": True},
+        {"window_size": (3, 2)},
         {"softmax_type": "off-by-one"},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"mask": True, "type": "padding"}, {"packed": True}], ids=str)
 def test_core_attention(config, options):
+    if config.get("window_size") == (3, 2) and options.get("packed"):
+        pytest.skip("windows that reach forward take no packed sequences")
     (stock, ours), _ = ranks(2).run(trained.attention, options, Case("stock", config=config))
     for of_stock, of_ours in zip(stock, ours, strict=True):
         torch.testing.assert_close(of_ours, of_stock, rtol=1e-4, atol=1e-5)

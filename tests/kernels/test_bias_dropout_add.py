@@ -21,6 +21,7 @@ def launches(dtype, cols, offsets=(0, 2)):
                 kernels.forward(x, bias, x, x, p=0.1, seed=seed, index_offset=offset)
                 kernels.backward(x, x, dbias, p=0.1, seed=seed, index_offset=offset)
             kernels.forward(x, bias, x, x, p=0.0, seed=None, index_offset=0)
+        kernels.forward(x, None, None, x, p=0.1, seed=seed, index_offset=0)
         kernels.backward(x, x, b, p=0.0, seed=None, index_offset=0)
     return recorded
 
@@ -69,7 +70,7 @@ def interpreted(p, seed, index_offset):
     draw = {"p": p, "seed": seed, "index_offset": index_offset}
 
     def forward(x, bias, residual):
-        y = poisoned(x.shape, torch.promote_types(x.dtype, residual.dtype))
+        y = poisoned(x.shape, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
         kernels.forward(x, bias, residual, y, **draw)
         return y
 
@@ -78,7 +79,7 @@ def interpreted(p, seed, index_offset):
         if seed is None:
             dx = grad
         kernels.backward(grad, dx, dbias, **draw)
-        return dx, None if bias is None else dbias, grad
+        return dx, None if bias is None else dbias, None if residual is None else grad
 
     return differentiable(forward, backward)
 
@@ -110,6 +111,7 @@ def test_interpreted(shape, dtype, p, seed, index_offset):
     suite.check_numerics(ours, theirs, [x, bias, residual], grad, slack_ulps=2)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     suite.check_numerics(ours, theirs, [transposed, None, residual], None, slack_ulps=2)
+    suite.check_numerics(ours, theirs, [x, None, None], None, slack_ulps=2)
 
 
 @pytest.mark.executed

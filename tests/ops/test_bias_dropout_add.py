@@ -30,14 +30,16 @@ def both(p, **options):
     dtype=st.sampled_from(DTYPES),
     p=st.sampled_from([0.0, 0.1, 0.5, 0.99, 1.0]),
     with_bias=st.booleans(),
+    with_residual=st.booleans(),
     seed=st.integers(-(2**63), 2**64 - 1),
     index_offset=st.one_of(st.integers(0, 9), st.integers(0, 2**62)),
 )
-def test_numerics_of_any_shape(device, shape, dtype, p, with_bias, seed, index_offset):
+def test_numerics_of_any_shape(device, shape, dtype, p, with_bias, with_residual, seed, index_offset):
     x, bias, residual = inputs(*shape, dtype=dtype, device=device)
     grad = randn(*shape, dtype=dtype, device=device, seed=3).detach()
     op, reference = both(p, seed=seed, index_offset=index_offset)
-    suite.check_numerics(op, reference, [x, bias if with_bias else None, residual], grad, slack_ulps=2)
+    args = [x, bias if with_bias else None, residual if with_residual else None]
+    suite.check_numerics(op, reference, args, grad, slack_ulps=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,6 +128,38 @@ def test_without_dropout(device, options):
     assert dx.data_ptr() == dresidual.data_ptr() == grad.data_ptr(), "a gradient was copied"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_place(device, dtype, compiled):
+    x, bias, residual = (t.detach() for t in inputs(6, 3, 1030, dtype=dtype, device=device))
+
+    def both_ways(x, bias, residual, p):
+        y = bias_dropout_add(x, bias, residual, p, seed=1, index_offset=1)
+        return y, bias_dropout_add(x, bias, residual, p, seed=1, index_offset=1, inplace=True)
+
+    torch._dynamo.reset()
+    run = torch.compile(both_ways, backend="aot_eager", fullgraph=True) if compiled else both_ways
+    for p in (0.3,) if compiled else (0.0, 0.3):
+        for args in ((bias, residual), (None, residual), (None, None), (bias, residual.mT.contiguous().mT)):
+            written = x.clone()
+            y, same = run(written, *args, p)
+            assert same.data_ptr() == written.data_ptr()
+            assert torch.equal(same, y)
+
+
+def test_what_cannot_be_written_in_place(device):
+    x, bias, residual = inputs(4, 8, device=device)
+    call = functools.partial(bias_dropout_add, p=0.0, inplace=True)
+    with pytest.raises(ValueError, match="inplace is for evaluation, but x, bias or residual requires a gradient"):
+        call(x, bias, residual)
+    with torch.no_grad():
+        call(x, bias, residual)
+        with pytest.raises(ValueError, match=r"inplace needs a contiguous x of torch.float32"):
+            call(x.bfloat16(), bias, residual)
+        with pytest.raises(ValueError, match=r"inplace needs a contiguous x"):
+            call(x[:, ::2], bias[::2], residual[:, ::2])
+
+
 def test_dropping_everything_gives_the_residual_whatever_x_holds(device):
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]], device=device).requires_grad_()
     bias, residual = torch.ones(4, device=device).requires_grad_(), torch.randn(1, 4, device=device)
@@ -160,10 +194,12 @@ def test_custom_op_contract(device):
     x, bias, residual = inputs(3, 2, 5, device=device)
     seed = torch.tensor([3], device=device)
     apart = residual.detach().transpose(0, 1).contiguous().transpose(0, 1)
-    for args in ([x, bias, residual], [x, None, residual], [x.detach(), bias, apart]):
+    for args in ([x, bias, residual], [x, None, residual], [x, None, None], [x.detach(), bias, apart]):
         suite.check_op(raw_op, [*args, torch.float32, 0.3, seed, 7])
         suite.check_op(raw_op, [*args, torch.float32, 0.0, None, 0])
     suite.check_op(raw_op, [x.bfloat16().detach().requires_grad_(), bias, residual, torch.float32, 0.3, seed, 7])
+    inplace = torch.ops.parallel_ops.bias_dropout_add_.default
+    suite.check_op(inplace, [x.detach().clone(), bias.detach(), residual.detach(), 0.3, seed, 7])
     suite.check_second_derivative_raises(both(0.3)[0], [x, bias, residual])
 
 
@@ -239,8 +275,8 @@ def test_bad_arguments_are_named(device):
     call = bias_dropout_add
     with pytest.raises(TypeError, match=r"bias_dropout_add: x must be a tensor, got list"):
         call([1.0], bias, r, 0.1)
-    with pytest.raises(TypeError, match=r"bias_dropout_add: residual must be a tensor, got NoneType"):
-        call(x, bias, None, 0.1)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: residual must be a tensor, got float"):
+        call(x, bias, 1.0, 0.1)
     with pytest.raises(ValueError, match=r"residual must have the shape of x, \[4, 8\], got \[1, 8\]"):
         call(x, bias, r[:1], 0.1)
     with pytest.raises(ValueError, match=r"bias_dropout_add: residual is on meta"):
@@ -278,5 +314,7 @@ def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
         raw_op(x, None, x[:2], x.dtype, 0.1, seed, 0)
     with pytest.raises(RuntimeError, match="bias_dropout_add: seed must be one int64 element"):
         raw_op(x, None, x, x.dtype, 0.1, seed[:0], 0)
+    with pytest.raises(RuntimeError, match="bias_dropout_add_: x must be contiguous"):
+        torch.ops.parallel_ops.bias_dropout_add_(x.t(), None, None, 0.1, seed, 0)
     with pytest.raises(RuntimeError, match="bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"):
         raw_backward(x, x.dtype, None, 0.0, seed, 0)

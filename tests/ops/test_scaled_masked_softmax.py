@@ -128,6 +128,28 @@ def test_masks_broadcast_in_every_dimension(device):
             assert torch.equal(scaled_masked_softmax(x, mask), expected), shape
 
 
+@pytest.mark.parametrize("kind", ["none", "bool", "uint8", "additive float32"])
+@pytest.mark.parametrize("window", [(1, 2), (0, 0), (9, 1)])
+def test_a_window(device, kind, window):
+    """Against a mask made element by element, also with more keys than queries."""
+    x = randn(2, 3, 4, 6, dtype=torch.float32, device=device)
+    mask = masked(kind, (2, 1, 4, 6), device)
+    outside = [[not i + 2 - window[0] <= j <= i + 2 + window[1] for j in range(6)] for i in range(4)]
+    outside = torch.tensor(outside, device=device)
+    if mask is None:
+        both_masks = outside
+    else:
+        both_masks = mask.masked_fill(outside, -torch.inf) if mask.is_floating_point() else mask.bool() | outside
+    ours = functools.partial(scaled_masked_softmax, scale=0.5, window=window)
+    expected = functools.partial(scaled_masked_softmax, scale=0.5)
+    for got, want in zip(
+        suite.forward_backward(ours, [x, mask]), suite.forward_backward(expected, [x, both_masks]), strict=True
+    ):
+        assert torch.equal(got, want)
+    torch.testing.assert_close(scaled_masked_softmax_reference(x, mask, 0.5, window=window), expected(x, both_masks))
+    suite.check_compiles(ours, [[x, mask]])
+
+
 def test_a_masked_key_is_zero_whatever_its_score(device):
     x = torch.tensor([[torch.nan, 1.0, torch.inf, -1e30, 2.0]], device=device, requires_grad=True)
     hidden = torch.tensor([True, False, True, False, False], device=device)
@@ -229,6 +251,12 @@ def test_bad_arguments_are_named(device):
     for scale in (True, "1", None, torch.ones(())):
         with pytest.raises(TypeError, match=r"scale must be a Python float"):
             scaled_masked_softmax(x, mask, scale)
+    for window in (3, (1,), (1, 2.0), (True, 1)):
+        with pytest.raises(TypeError, match=r"scaled_masked_softmax: window must be two ints"):
+            scaled_masked_softmax(torch.zeros(2, 8, device=device), None, window=window)
+    for shape, window in (((2, 8), (-1, 0)), ((8,), (1, 0))):
+        with pytest.raises(ValueError, match=r"scaled_masked_softmax: window must not be negative"):
+            scaled_masked_softmax(torch.zeros(shape, device=device), None, window=window)
 
 
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import comm, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import symmetric
+from parallel_ops.comm import _agreement, symmetric
 from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.comm.transport import Receive, Send
 
@@ -162,3 +162,25 @@ def refused_chunks(rank: int) -> list[str]:
 
 def symmetric_transport(rank: int, options: dict[str, Any]) -> None:
     symmetric.symmetric_transport(dist.group.WORLD, **options)
+
+
+def compared_once(rank: int) -> tuple[int, int, str]:
+    """How often two calls of one kind compare, in a group that asks once, and the error of one of another kind."""
+    group = dist.new_group()
+    comm.compare_calls(group, "first")
+    counts = []
+    for _ in range(2):
+        with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
+            total = comm.reduce_from_group(torch.ones(3), group)
+        assert total.tolist() == [2.0] * 3
+        counts.append(ask.call_count)
+    try:
+        comm.reduce_from_group(torch.ones(4 + rank), group)
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    comm.compare_calls(group, "always")
+    with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
+        comm.reduce_from_group(torch.ones(3), group)
+    assert ask.call_count == 1
+    return *counts, said

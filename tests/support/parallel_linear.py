@@ -15,11 +15,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel_ops import all_gather_linear, linear_reduce_scatter
+from parallel_ops import all_gather_linear, copy_linear, linear_reduce_scatter
+from parallel_ops.comm import _agreement
 from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
     DeferredWeightGradients,
     all_gather_linear_reference,
+    copy_linear_reference,
     linear_reduce_scatter_reference,
     use_transport,
 )
@@ -447,3 +449,80 @@ class Stage(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = F.gelu(all_gather_linear(x, self.up, group=None, deferred=self.queue))
         return linear_reduce_scatter(h, self.down, group=None, deferred=self.queue)
+
+
+def copied_linear(rank: int, whole: list[Tensor], overlap: Any) -> list[Tensor]:
+    """(y, dx, dW, db) of ``copy_linear``, of its reference where ``overlap`` is None; output features are split."""
+    x, weight, bias, grad = whole
+    world = dist.get_world_size()
+    leaves = [_leaf(t) for t in (x, weight.chunk(world)[rank], bias.chunk(world)[rank])]
+    if overlap is None:
+        y = copy_linear_reference(*leaves, group=dist.group.WORLD)
+    else:
+        y = copy_linear(*leaves, group=dist.group.WORLD, overlap=overlap)
+    y.backward(grad.chunk(world, dim=-1)[rank])
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def copied_to_several(rank: int, overlap: Any) -> list[list[Tensor]]:
+    """(dx, dWs) of two weights: given to autograd, and added to a main_grad and a queue."""
+    x, weights = integers(5, 2, 4, seed=0), [integers(n, 4, seed=n + rank) for n in (3, 6)]
+    outcomes = []
+    for handled in (False, True):
+        leaf, ws, queue = _leaf(x), [_leaf(w) for w in weights], DeferredWeightGradients()
+        mains = [torch.zeros(3, 4), None]
+        options = {"main_grad": mains, "deferred": queue} if handled else {}
+        ys = copy_linear(leaf, ws, group=dist.group.WORLD, overlap=overlap, **options)
+        torch.autograd.backward(ys, [integers(*y.shape, seed=9) for y in ys])
+        if handled:
+            assert not mains[0].any() and ws[1].grad is None
+            queue.compute()
+        outcomes.append([leaf.grad, mains[0] if handled else ws[0].grad, ws[1].grad])
+    return outcomes
+
+
+def copies_sent(rank: int) -> dict[str, int]:
+    """Exchanges and comparisons of a forward and a backward, with one of the two gradients wanted."""
+    counts = {}
+    for wanted in ("x", "weight"):
+        x, weight = (normal(6, 4, seed=i).requires_grad_(wanted == name) for i, name in enumerate(("x", "weight")))
+        with (
+            unittest.mock.patch.object(C10dTransport, "post", autospec=True, side_effect=C10dTransport.post) as post,
+            unittest.mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask,
+        ):
+            copy_linear(x, weight, group=dist.group.WORLD, overlap="off").sum().backward()
+        counts[wanted] = post.call_count + ask.call_count
+    return counts
+
+
+def copied_apart(rank: int) -> None:
+    copy_linear(normal(4 + rank, 3, seed=0).requires_grad_(), normal(2, 3, seed=1), group=dist.group.WORLD)
+
+
+def copied_and_compiled(rank: int) -> list[list[Tensor]]:
+    def step(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return copy_linear(x, weight, bias, group=dist.group.WORLD).square().sum()
+
+    outcomes = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [_leaf(normal(*s, seed=i + (0 if i == 0 else rank))) for i, s in enumerate([(5, 2, 4), (3, 4), (3,)])]
+        function(*leaves).backward()
+        outcomes.append([t.grad for t in leaves])
+    return outcomes
+
+
+def partial_bias(rank: int, sizes: list[int], compiled: bool) -> list[Tensor]:
+    """The complete and the partial gradient of a bias, and the sum of this rank's rows of that of y."""
+    x, weight = integers(sum(sizes), 3, 4, seed=rank), integers(5, 4, seed=7 + rank)
+    grad = integers(sizes[rank], 3, 5, seed=20 + rank)
+    found = []
+    for kind in ("complete", "partial"):
+
+        def run(x: Tensor, bias: Tensor, kind: str = kind) -> Tensor:
+            return linear_reduce_scatter(x, weight, bias, group=dist.group.WORLD, sizes=sizes, bias_gradient=kind)
+
+        bias = _leaf(integers(5, seed=3))
+        run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+        run(_leaf(x), bias).backward(grad)
+        found.append(bias.grad)
+    return [*found, grad.sum((0, 1))]

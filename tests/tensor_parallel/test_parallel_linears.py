@@ -107,6 +107,15 @@ def test_only_the_gradients_that_are_wanted(kind, overlap, wanted):
             assert torch.equal(got, want) if needed else got is None
 
 
+@groups
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_partial_bias_gradient_is_that_of_this_ranks_rows(size, compiled):
+    sizes = SIZES[size][1]
+    for complete, partial, own in ranks(size).run(on_rank.partial_bias, sizes, compiled):
+        assert torch.equal(partial, own)
+        assert not torch.equal(partial, complete)
+
+
 @kinds
 @pytest.mark.parametrize(("defer", "main"), [(True, False), (False, True), (True, True)])
 def test_weight_gradients_go_where_they_are_told(kind, defer, main):
@@ -279,8 +288,9 @@ class TestOneRank:
         x, w = suite.randn(5, 2, 8, dtype=torch.float32), suite.randn(3, 8, dtype=torch.float32)
         b = suite.randn(3, dtype=torch.float32)
         op = getattr(torch.ops.parallel_ops, name).default
-        suite.check_op(op, [x, [w], [b], None, [5], 0, [True, True, True]])
-        suite.check_op(op, [x.detach(), [w], [], None, [5], 2, [False, True]])
+        more = [False] if name == "linear_reduce_scatter" else []
+        suite.check_op(op, [x, [w], [b], None, [5], 0, [True, True, True], *more])
+        suite.check_op(op, [x.detach(), [w], [], None, [5], 2, [False, True], *more])
 
     @pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
     @pytest.mark.parametrize(
@@ -310,6 +320,10 @@ class TestOneRank:
             message = {"3, but x": r"(sizes\[0\] is 3|sizes adds up to 3), but x"}.get(message, message)
         with pytest.raises(error, match=message):
             op(**arguments)
+
+    def test_an_unknown_kind_of_bias_gradient(self):
+        with pytest.raises(ValueError, match="bias_gradient must be 'complete' or 'partial', got 'whole'"):
+            linear_reduce_scatter(torch.ones(4, 8), torch.ones(3, 8), group=None, bias_gradient="whole")
 
 
 @kinds

@@ -6,9 +6,9 @@
     spec = megatron.gpt_block_spec(config)                     # and, for new models, the layers too
     GPTModel(config, transformer_layer_spec=spec, ...)
 
-``apply`` replaces functions, and what it returns puts them back. A spec replaces modules: linears whose communication
-is hidden, flash and ring attention, norms that know sequence parallelism. Either works without the other, and neither
-needs Apex or Transformer Engine. ``docs/megatron.md`` has the rest.
+``apply`` replaces functions, attention among them, and what it returns puts them back. A spec replaces modules: linears
+whose communication is hidden, ring attention, norms that know sequence parallelism. Either works without the other, and
+neither needs Apex or Transformer Engine. ``docs/megatron.md`` has the rest.
 """
 
 import importlib.util
@@ -16,9 +16,8 @@ import importlib.util
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     raise ImportError("parallel_ops.integrations.megatron needs megatron-core, 0.16 to 0.19: pip install megatron-core")
 
-from parallel_ops.integrations.megatron._rebind import Replaced
 from parallel_ops.integrations.megatron.cpu import on_cpu
-from parallel_ops.integrations.megatron.replacements import OPS, apply
+from parallel_ops.integrations.megatron.replacements import OPS, Applied, apply
 from parallel_ops.integrations.megatron.specs import ParallelOpsSpecProvider, gpt_block_spec, gpt_layer_spec
 
-__all__ = ["OPS", "ParallelOpsSpecProvider", "Replaced", "apply", "gpt_block_spec", "gpt_layer_spec", "on_cpu"]
+__all__ = ["OPS", "Applied", "ParallelOpsSpecProvider", "apply", "gpt_block_spec", "gpt_layer_spec", "on_cpu"]

@@ -1,8 +1,10 @@
-"""The core of attention for Megatron's layer specs."""
+"""The core of attention: in the place of Megatron's own, and for layer specs, where it has context parallelism too."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -12,14 +14,41 @@ from torch import Tensor
 from parallel_ops import ops
 from parallel_ops.context_parallel import ring_attention
 
+Function = Callable[..., Any]
+
+
+def core_attention(original: Function, exact: bool) -> Function:
+    """``DotProductAttention.forward`` without all scores in memory; see ``functions`` for the arguments."""
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        out = None
+        # Megatron's dropout has torch's masks, and its masked rows are uniform where they see no key.
+        if not (exact and (attention_mask is not None or _dropout_p(self) > 0.0)):
+            out = _attend(self, query, key, value, attention_mask, attention_bias, packed_seq_params)
+        if out is not None:
+            return out
+        return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+
+    return forward
+
 
 class CoreAttention(DotProductAttention):
     """Attention without all scores in memory, and context parallelism, which Megatron's own has with Transformer Engine
     only: ``ring_attention`` over the zigzag parts that Megatron gives its ranks.
 
-    Masks that are given are honoured, also by causal attention, at the cost of torch's attention with a mask; so leave
-    one out that says nothing else (``--no-create-attention-mask-in-dataloader``). Packed sequences (``thd``) need no
-    padding between documents. Megatron's code runs for windows that reach forward, and for sinks with a mask.
+    Masks that are given are honoured, also by causal attention, at the cost of all scores in memory (on GPUs: of
+    torch's attention with a mask); so leave one out that says nothing else
+    (``--no-create-attention-mask-in-dataloader``). Windows that reach forward cost the same. Packed sequences
+    (``thd``) need no padding between documents.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,58 +73,95 @@ class CoreAttention(DotProductAttention):
         packed_seq_params: Any = None,
     ) -> Tensor:
         """``[sq, b, np, d]`` and ``[sk, b, ng, d]`` to ``[sq, b, np d]``; packed ``[t, np, d]`` to ``[t, np d]``."""
-        window, (sq, sk) = self.scale_mask_softmax.window_size, (query.shape[0], key.shape[0])
-        causal = self.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
-        if window is not None:
-            causal, attention_mask = True, None  # as in Megatron's softmax
-        packed = packed_seq_params is not None
-        covered = attention_bias is None and (not packed or _covered(packed_seq_params))
-        if window is not None:
-            covered = covered and window[0] >= 0 and window[1] == 0 and sq <= sk
-        elif attention_mask is not None and not packed:
-            covered = covered and self.softmax_offset is None
-        else:
-            covered = covered and (not causal or sq in (1, sk))
-        if not covered or (self.cp_group is not None and (packed or attention_mask is not None)):
-            if self.cp_group is not None:
-                raise ValueError(
-                    "CoreAttention: context parallelism takes neither attention masks nor packed sequences nor windows "
-                    "that reach forward; use Transformer Engine's for those"
-                )
-            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        options: dict[str, Any] = {
-            "causal": causal and (sq > 1 or self.cp_group is not None),
-            # With query-key layer scaling Megatron divides by the layer's number here, and multiplies in the softmax.
-            "scale": self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
-            "dropout_p": self.attention_dropout.p if self.training else 0.0,
-        }
-        if window is not None:
-            options["window"] = window[0] + 1
-        if packed:
-            query, key, value = (t.unsqueeze(1) for t in (query, key, value))
-            options["cu_seqlens"] = packed_seq_params.cu_seqlens_q
-            return self._attend(query, key, value, None, **options).squeeze(1)
-        return self._attend(query, key, value, attention_mask, **options)
+        out = _attend(self, query, key, value, attention_mask, attention_bias, packed_seq_params, self.cp_group)
+        if out is not None:
+            return out
+        if self.cp_group is not None:
+            raise ValueError(
+                "CoreAttention: context parallelism takes neither attention masks nor packed sequences nor windows "
+                "that reach forward; use Transformer Engine's for those"
+            )
+        return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        if options["dropout_p"] > 0.0 and not self.config.sequence_parallel:
-            # Ranks hold different heads, so they draw from the generator that differs between them.
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return self._out(q, k, v, mask, options)
-        return self._out(q, k, v, mask, options)
 
-    def _out(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        if mask is not None:
-            q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=~mask.bool(), dropout_p=options["dropout_p"], scale=options["scale"],
-                enable_gqa=q.shape[1] != k.shape[1],
-            ).permute(2, 0, 1, 3)  # fmt: skip
-        elif self.cp_group is not None:
-            out = ring_attention(q, k, v, group=self.cp_group, sink=self.softmax_offset, **options)
-        else:
-            out = ops.flash_attention(q, k, v, sink=self.softmax_offset, **options)
-        return out.flatten(2)
+def _attend(
+    core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, packed: Any,
+    cp_group: Any = None,
+) -> Tensor | None:  # fmt: skip
+    """``None`` where Megatron's own code has to run: attention biases, several layouts of packed sequences."""
+    window, (sq, sk) = core.scale_mask_softmax.window_size, (q.shape[0], k.shape[0])
+    causal = core.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+    if bias is not None or (packed is not None and not _covered(packed)):
+        return None
+    if window is not None:
+        causal, mask = True, None  # as in Megatron's softmax
+        if min(window) < 0 or sq > sk:
+            return None
+    elif mask is None and causal and sq not in (1, sk):
+        return None
+    ahead = window is not None and window[1] > 0
+    if (ahead and packed is not None) or (cp_group is not None and (packed is not None or mask is not None or ahead)):
+        return None
+    # With query-key layer scaling Megatron divides by the layer's number here, and multiplies in the softmax.
+    scale = core.softmax_scale * (core.scale_mask_softmax.scale or 1.0)
+    if (mask is not None and packed is None) or ahead:
+        return _with_mask(core, q, k, v, mask, window, scale)
+    options: dict[str, Any] = {
+        "causal": causal and (sq > 1 or cp_group is not None),
+        "scale": scale,
+        "dropout_p": _dropout_p(core),
+        "sink": core.softmax_offset,
+    }
+    if window is not None:
+        options["window"] = window[0] + 1
+    if packed is not None:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        options["cu_seqlens"] = packed.cu_seqlens_q
+    if cp_group is not None:
+        out = _drawing(core, lambda: ring_attention(q, k, v, group=cp_group, **options))
+    else:
+        out = _drawing(core, lambda: ops.flash_attention(q, k, v, **options))
+    return out.flatten(2) if packed is None else out.flatten(2).squeeze(1)
+
+
+def _with_mask(
+    core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: tuple[int, int] | None, scale: float
+) -> Tensor:
+    """Under any mask, or a window that reaches forward.
+
+    On a GPU under a mask by torch's attention, which keeps no scores; on a CPU that is the slower one.
+    """
+    p, sink, (sq, b, heads, _) = _dropout_p(core), core.softmax_offset, q.shape
+    if q.is_cuda and mask is not None and sink is None:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        return _drawing(
+            core,
+            lambda: F.scaled_dot_product_attention(
+                q, k, v, attn_mask=~mask.bool(), dropout_p=p, scale=scale, enable_gqa=k.shape[1] != heads
+            ),
+        ).permute(2, 0, 1, 3).flatten(2)  # fmt: skip
+    if q.dtype is torch.float16:  # whose range the product could leave
+        q, scale = q * scale, 1.0
+    k, v = (t if t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
+    q, k, v = (t.reshape(t.shape[0], b * heads, -1).transpose(0, 1) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(b, heads, sq, -1)
+    probs = ops.scaled_masked_softmax(scores, mask, scale, window=window, sink=sink)
+    if p > 0.0:
+        probs = _drawing(core, lambda: ops.bias_dropout_add(probs, None, None, p))
+    out = torch.bmm(probs.flatten(0, 1), v)
+    return out.view(b, heads, sq, -1).permute(2, 0, 1, 3).flatten(2)
+
+
+def _dropout_p(core: Any) -> float:
+    return core.attention_dropout.p if core.training else 0.0
+
+
+def _drawing(core: Any, attention: Callable[[], Tensor]) -> Tensor:
+    """Ranks hold different heads, so they draw from the generator that differs between them."""
+    if _dropout_p(core) == 0.0 or core.config.sequence_parallel:
+        return attention()
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return attention()
 
 
 def _covered(packed: Any) -> bool:

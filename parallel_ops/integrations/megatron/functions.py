@@ -89,12 +89,17 @@ def _bias_dropout_add(training: bool, original: Function, exact: bool, narrows: 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
         fits = x.shape == residual.shape and (bias is None or bias.dim() == 1)
-        if not fits or (exact and _differs(x, bias, residual, training and prob > 0.0)):
+        # Megatron's masks are torch's, its dtype is its version's.
+        drops = training and prob > 0.0
+        if not fits or (exact and (drops or x.dtype != residual.dtype)):
             return original(x_with_bias, residual, prob)
         if narrows and x.dtype != residual.dtype and _stages() > 1:
             # The next stage of 0.16 expects the dtype that the original would have sent.
             return original(x_with_bias, residual, prob)
-        return ops.bias_dropout_add(x, bias, residual, prob, training=training)
+        # Over x where the original would write there: callers have no other use for it.
+        over = not training and torch.promote_types(x.dtype, residual.dtype) is x.dtype and x.is_contiguous()
+        over = over and not any(t is not None and t.requires_grad for t in (x, bias, residual))
+        return ops.bias_dropout_add(x, bias, residual, prob, training=training, inplace=over)
 
     return bias_dropout_add
 
@@ -102,11 +107,6 @@ def _bias_dropout_add(training: bool, original: Function, exact: bool, narrows: 
 def _stages() -> int:
     group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     return 1 if group is None else group.size()
-
-
-def _differs(x: Tensor, bias: Tensor | None, residual: Tensor, drops: bool) -> bool:
-    """Megatron's masks are torch's; its dtype is its version's; without gradients it writes over x in evaluation."""
-    return drops or x.dtype != residual.dtype or not any(t is not None and t.requires_grad for t in (x, bias, residual))
 
 
 def bias_dropout_add_unfused(original: Function, exact: bool) -> Function:
@@ -140,6 +140,8 @@ def scale_mask_softmax(original: Function, exact: bool) -> Function:
         scale, (sq, sk) = 1.0 if self.scale is None else float(self.scale), input.shape[-2:]
         causal = self.attn_mask_type == AttnMaskType.causal
         window = self.window_size
+        if exact and softmax_offset is not None:  # the original's callers see the mask that it writes over the scores
+            return original(self, input, mask, softmax_offset)
         if softmax_offset is not None:
             softmax_offset = softmax_offset.to(input.device)
         if window is not None and window[1] == 0 and window[0] >= 0 and sq <= sk:
@@ -148,6 +150,8 @@ def scale_mask_softmax(original: Function, exact: bool) -> Function:
             probs = ops.scaled_causal_softmax(input, scale, sink=softmax_offset)
         elif window is None and mask is None and (not causal or sq == 1):
             probs = ops.scaled_masked_softmax(input, None, scale, sink=softmax_offset)
+        elif window is not None and min(window) >= 0 and sq <= sk:
+            probs = ops.scaled_masked_softmax(input, None, scale, window=tuple(window), sink=softmax_offset)
         elif window is None and mask is not None and self.mask_func is attention_mask_func and not exact:
             probs = ops.scaled_masked_softmax(input, mask, scale, sink=softmax_offset)
         else:

@@ -13,12 +13,16 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from parallel_ops import ops
+from parallel_ops.comm import compare_calls
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product hides the gather."""
+    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product hides the gather.
+
+    Without it Megatron's own code runs, which hides the all-reduce of the input's gradient behind the weight's.
+    """
 
     def __init__(self, *args: Any, config: Any, embedding_activation_buffer: Any = None, **kwargs: Any) -> None:
         if config.defer_embedding_wgrad_compute and embedding_activation_buffer is None:
@@ -26,6 +30,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             config = copy.copy(config)
             config.defer_embedding_wgrad_compute = False
         super().__init__(*args, config=config, embedding_activation_buffer=embedding_activation_buffer, **kwargs)
+        _compare_once(self)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         deferred = kwargs.get("grad_output_buffer") is not None
@@ -39,15 +44,25 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
     """Megatron's, with ``linear_reduce_scatter`` under sequence parallelism: the product hides the reduction."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _compare_once(self)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.sequence_parallel or self.explicit_expert_comm or not _covered(self, self.weight):
             return super().forward(input_)
         main_grad = _main_grad(self, self.weight)
-        output = linear_reduce_scatter(input_, self.weight, group=self.tp_group, main_grad=main_grad)
-        if self.skip_bias_add:
-            return output, self.bias
-        # Its gradient is that of this rank's rows: Megatron sums those of parameters tagged sequence_parallel.
-        return output if self.bias is None else output + self.bias, None
+        output = linear_reduce_scatter(
+            input_, self.weight, None if self.skip_bias_add else self.bias, group=self.tp_group, main_grad=main_grad,
+            bias_gradient="partial",  # Megatron sums those of parameters tagged sequence_parallel
+        )  # fmt: skip
+        return output, self.bias if self.skip_bias_add else None
+
+
+def _compare_once(linear: Any) -> None:
+    """A message a call shows in small models on CPUs, and Megatron's own linears compare nothing."""
+    if linear.tp_group is not None:
+        compare_calls(linear.tp_group, "first")
 
 
 def _covered(linear: Any, weight: Tensor) -> bool:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import megatron.core
+import torch
 
-from parallel_ops.integrations.megatron import functions, rotary, weight_gradient
+from parallel_ops.integrations.megatron import attention, functions, rotary, weight_gradient
+from parallel_ops.integrations.megatron._kept import kept_by
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
 
 
@@ -38,6 +40,11 @@ _REPLACEMENTS = {
         _Replacement(f"{_FUSIONS}.fused_bias_dropout:{name}", getattr(functions, name))
         for name in ("bias_dropout_add_unfused", "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")
     ],
+    "attention": [
+        _Replacement(
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.forward", attention.core_attention
+        )
+    ],
     "softmax": [_Replacement(f"{_FUSIONS}.fused_softmax:FusedScaleMaskSoftmax.forward", functions.scale_mask_softmax)],
     "norm": [
         _Replacement(f"{_NORM}:WrappedTorchNorm.__new__", functions.torch_norm),
@@ -63,7 +70,19 @@ OPS = tuple(_REPLACEMENTS)
 _in_force: list[Replaced] = []
 
 
-def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Replaced:
+class Applied(Replaced):
+    """What ``apply`` replaced: see ``Replaced``."""
+
+    def __init__(self, package: str, bindings: list[Binding], ops: Sequence[str]) -> None:
+        super().__init__(package, bindings)
+        self._ops = ops
+
+    def kept(self, model: torch.nn.Module) -> dict[str, str]:
+        """What of a Megatron model runs as it did although these ops would serve it, by module names, and why."""
+        return kept_by(model, self._ops)
+
+
+def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Applied:
     """Megatron-core's fused functions run on this package's ops from now on, in models built before or after.
 
     Args:
@@ -71,7 +90,8 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Rep
             ``"bias_gelu"``, ``"bias_swiglu"`` (weighted too), ``"bias_geglu"`` (quick too): the fused activations of
             the MLP and of experts, which run where the configuration says ``bias_activation_fusion``;
             ``"bias_dropout_add"``: with ``bias_dropout_fusion`` and without it;
-            ``"softmax"``: ``FusedScaleMaskSoftmax``, on CPU and GPU, any length;
+            ``"attention"``: the core of attention of the local spec: no scores in memory, unless a mask is given;
+            ``"softmax"``: ``FusedScaleMaskSoftmax``, on CPU and GPU, any length, for what has a core of its own;
             ``"norm"``: ``WrappedTorchNorm``, which then takes sequence parallelism, zero-centred weights and the flags
             of Apex's kernels, for models built later; ``L2Norm``;
             ``"rotary"``: where ``apply_rope_fusion`` is off;
@@ -85,8 +105,9 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Rep
             ===================== =================================== ==============================================
             bias_dropout_add      wider dtype of x and residual       0.16: that of x
             \\                     own masks, 8 bytes kept             torch's masks
-            \\                     never in place                      over x in evaluation without gradients
-            softmax               rows that see no key are zeros      uniform, where a mask is given
+            attention             own masks of dropout, 8 bytes kept  torch's masks
+            attention, softmax    rows that see no key are zeros      uniform, where a mask is given
+            softmax with sinks    reads the scores                    writes the mask over them
             quick GeGLU           clamped after the bias              before it, unlike its own unfused MLP
             rotary                angles in fp32                      rounded to the dtype of the heads
             cross_entropy         no loss outside the vocabulary      log sum exp(x - max x), and its gradient
@@ -99,7 +120,8 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Rep
             added up in another order differs by rounding.
 
     Returns:
-        What was replaced, by name, with ``undo()``; also a context manager. Prints nothing.
+        What was replaced, by name, with ``undo()``; also a context manager. Prints nothing. ``kept(model)`` of it says
+        what of a model, one that was built before for example, is not replaced, and why.
 
     Raises:
         ValueError: unknown ops. RuntimeError: applied already and not undone; or this version of Megatron-core lacks a
@@ -111,8 +133,9 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Rep
         raise ValueError(f"apply: ops has {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, OPS))}")
     if any(len(replaced) for replaced in _in_force):
         raise RuntimeError("apply: applied already; call undo() of what that call returned first")
-    _in_force[:] = [Replaced("megatron", _bindings(chosen, exact_megatron))]
-    return _in_force[0]
+    applied = Applied("megatron", _bindings(chosen, exact_megatron), tuple(dict.fromkeys(chosen)))
+    _in_force[:] = [applied]
+    return applied
 
 
 def _bindings(chosen: Sequence[str], exact: bool) -> list[Binding]:
