@@ -160,7 +160,7 @@ class Transformer(PretrainedModel):
         """Logits, or the mean loss where targets are given.
 
         Args:
-            tokens: ``[s, b]`` int64, ``1 <= s <= seq_length``.
+            tokens: ``[s, b]`` int64, ``1 <= s <= seq_length``; with positions of any length.
             targets: ``[s, b]`` int64, the token that follows each; -100 for none.
             positions: int64 ``[s]`` or ``[s, b]``, below ``seq_length``; ``None`` for 0 to s - 1. Attention is causal
                 in the order of the tokens, whatever their positions.
@@ -209,7 +209,8 @@ class Transformer(PretrainedModel):
         if self.tokens is None:
             return
         shape, longest = list(tokens.shape), self.config.seq_length
-        if tokens.dim() != 2 or not 1 <= shape[0] <= longest:
+        # With positions a row may be several sequences.
+        if tokens.dim() != 2 or not 1 <= shape[0] <= (longest if positions is None else shape[0]):
             raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
         if self.sequence_parallel and any(length % self.ranks for length in self.context.lengths(shape[0])):
             shares = f" in each of {self.context.ranks} shares" if self.context.ranks > 1 else ""
@@ -236,8 +237,7 @@ class Transformer(PretrainedModel):
             # By global index, so that any number of ranks drops the same elements.
             start = self.group.rank() * x.numel() if self.group is not None and self.sequence_parallel else 0
             start += rows_before * x.shape[1:].numel()
-            nothing = x.new_zeros(()).expand(x.shape)
-            x = bias_dropout_add(x, None, nothing, self.config.dropout, training=self.training, index_offset=start)
+            x = bias_dropout_add(x, None, None, self.config.dropout, training=self.training, index_offset=start)
         return x
 
     def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Angles, Tensor | None]:

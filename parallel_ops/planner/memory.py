@@ -133,7 +133,7 @@ class PlanMemory:
             if plan.tp > 1 and plan.sequence_parallel:
                 logits += 2 * width * tokens * model.hidden  # the gathered input, and its gradient before it is reduced
         if plan.zero == 3 and group_size(plan, "dp") > 1:
-            buffers = _gathered_ends(model, plan, stage == 0, stage == self._head)
+            buffers = _gathered_ends(model, plan, stage)
         sharding = plan.tp, plan.ep, group_size(plan, "dp"), _sharded(plan)
         states = _states(model, self._layout, stage, sharding, state_bytes(plan))
         if plan.zero == 2 and _sharded(plan) == 1:
@@ -184,7 +184,23 @@ def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int
     if stage == head_rank(layout):
         shared = model.hidden * model.vocab if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
-    return dense / tp, sparse_layers * model.experts * model.expert_weights / tp / ep
+    # Norms, and biases that are added to sums over the ranks, are whole on each.
+    whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
+    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / tp / ep
+
+
+def _whole_in_layer(model: Model) -> int:
+    """Parameters of a layer that tensor-parallel ranks do not split."""
+    return 2 * model.norm_width + (2 * model.hidden if model.bias == "all" else 0)
+
+
+def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
+    """Parameters of one GPU before the first layer and after the last, before ZeRO, where the stage has them."""
+    first, last = stage == 0, stage == head_rank(layout_of(plan))
+    shared = first and model.tied_embeddings
+    ends = [model.embedding_parameters / plan.tp] * first
+    output = 0 if shared else (model.head_parameters - model.norm_width) / plan.tp
+    return (*ends, *[output + model.norm_width] * last)
 
 
 def _width(plan: Plan) -> int:
@@ -215,18 +231,17 @@ def _states(
 
 
 def _sharded(plan: Plan) -> int:
-    """The ZeRO stage whose states are sharded: with several micro-batches ZeRO-2 adds up whole gradients, and reduces
-    them once."""
-    return 1 if plan.zero == 2 and plan.micro_batches > 1 else plan.zero
+    """The ZeRO stage whose states are sharded: under a pipeline ZeRO-2 adds up the whole gradients of several
+    micro-batches, and reduces them once, as torch's runtime does."""
+    return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
 
 
-def _gathered_ends(model: Model, plan: Plan, first: bool, last: bool) -> float:
+def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
     """What FSDP keeps gathered from the first layer's forward pass to its backward pass: input and output embedding,
     with the gradient of the larger of them until it is reduced."""
     width, gradient, _ = state_bytes(plan)
-    ends = [model.embedding_parameters] * first
-    ends += [model.head_parameters] * (last and not (first and model.tied_embeddings))
-    return (width * sum(ends) + gradient * max(ends, default=0)) / plan.tp
+    ends = end_parameters(model, plan, stage)
+    return width * sum(ends) + gradient * max(ends, default=0)
 
 
 def _layer_work(model: Model, plan: Plan, tokens: float) -> float:

@@ -108,13 +108,17 @@ def group_stride(plan: Plan, group: str) -> int:
         "cp": plan.tp,
         "ep": plan.tp,
         "dp": plan.tp,  # gradients are reduced over dp and cp together
+        "dp_replicate": plan.tp * plan.cp * plan.dp_shard,
         "pp": plan.tp * plan.cp * plan.dp,
     }[group]
 
 
 def group_size(plan: Plan, group: str) -> int:
-    """The ranks of a group; ``"dp"`` are the ``dp * cp`` ranks that gradients are reduced over."""
-    return {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp * plan.cp, "pp": plan.pp}[group]
+    """The ranks of a group. ``"dp"`` are those that gradients are reduced over: ``dp * cp``, or with ZeRO the
+    ``dp_shard * cp`` that share what it shards, and of these there are ``"dp_replicate"``."""
+    replicas = plan.dp_replicate if plan.zero else 1
+    sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp // replicas * plan.cp, "pp": plan.pp}
+    return sizes[group] if group in sizes else {"dp_replicate": replicas}[group]
 
 
 def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:

@@ -1,10 +1,12 @@
 """How it is trained: the sizes of every kind of parallelism, the schedule, and what is recomputed or offloaded."""
 
 import itertools
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
-from parallel_ops.planner._check import check_choice, check_counts
+from parallel_ops.planner._check import check_choice, check_counts, unknown
 from parallel_ops.planner.cluster import DTYPES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
@@ -24,7 +26,9 @@ class Plan:
 
     Attributes:
         dp, tp, pp, cp: sizes of data, tensor, pipeline and context parallelism.
-        ep: size of expert parallelism, inside ``dp * cp``, which it divides.
+        dp_replicate: of ``dp``, how many replicas of the shards there are (hybrid sharding, HSDP): ``zero`` shards over
+            the ``dp_shard = dp / dp_replicate`` others.
+        ep: size of expert parallelism, inside ``dp_shard * cp``, which it divides.
         zero: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
         sequence_parallel: shard the activations outside tensor-parallel regions too (arXiv:2205.05198).
         schedule: one of ``SCHEDULES``. ``virtual_stages``: chunks of layers a rank; above 1 for ``interleaved``, 2 for
@@ -54,6 +58,7 @@ class Plan:
     """
 
     dp: int = 1
+    dp_replicate: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -78,7 +83,9 @@ class Plan:
     layers_per_chunk: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_counts(self, ("dp", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch"))
+        check_counts(
+            self, ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
+        )
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all-to-all"))
@@ -86,8 +93,11 @@ class Plan:
         check_choice(self, "offload", OFFLOAD)
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "grad_dtype", ("fp32", self.dtype))
-        if (self.dp * self.cp) % self.ep:
-            raise ValueError(f"Plan: ep must divide dp * cp ({self.dp * self.cp}), got {self.ep}")
+        if self.dp % self.dp_replicate:
+            raise ValueError(f"Plan: dp_replicate must divide dp ({self.dp}), got {self.dp_replicate}")
+        if (self.dp_shard * self.cp) % self.ep:
+            share = f"{'dp' if self.dp_replicate == 1 else 'dp_shard'} * cp ({self.dp_shard * self.cp})"
+            raise ValueError(f"Plan: ep must divide {share}, got {self.ep}")
         if self.global_batch % (self.dp * self.micro_batch):
             share = f"dp * micro_batch ({self.dp * self.micro_batch})"
             raise ValueError(f"Plan: global_batch must be a multiple of {share}, got {self.global_batch}")
@@ -111,10 +121,37 @@ class Plan:
         """Micro-batches of one step on one data-parallel rank."""
         return self.global_batch // (self.dp * self.micro_batch)
 
+    @property
+    def dp_shard(self) -> int:
+        """Ranks with the same weights and different data that ``zero`` shards over, but for ``cp``."""
+        return self.dp // self.dp_replicate
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """The plan of a text, ``dp=2,tp=2,zero=3``; what it leaves out has its default.
+
+        Raises:
+            ValueError, TypeError: what ``parse_fields`` and ``Plan`` raise.
+        """
+        return cls(**parse_fields(text))
+
+    @property
+    def text(self) -> str:
+        """The fields that are not at their default, as ``parse`` takes them: ``dp=2,tp=2,zero=3``."""
+
+        def value(given: Any) -> str:
+            if isinstance(given, tuple):
+                return ":".join(map(str, given))
+            return str(given).lower() if isinstance(given, bool) else str(given)
+
+        changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
+        return ",".join(f"{name}={value(given)}" for name, given in changed)
+
     def describe(self) -> str:
         """One line: the sizes above 1, and what is not at its default."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         parts = sizes or ["dp1"]
+        parts += [f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
         if self.pp > 1:
@@ -139,3 +176,47 @@ def unchecked(plan: Plan, **changes: Any) -> Plan:
     made = object.__new__(Plan)
     made.__dict__.update(plan.__dict__, **changes)
     return made
+
+
+PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
+
+
+def parse_fields(text: str, where: str = "Plan", known: Iterable[str] = PLAN_FIELDS) -> dict[str, Any]:
+    """Fields of a plan, ``tp=8,zero=1,layers_per_chunk=11:12``, each of its type.
+
+    Args:
+        where: what messages begin with. known: the fields that it may have.
+
+    Raises:
+        ValueError: an unknown field, with the nearest names; a value that is not of the field's type; one given twice.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, value = parse_field(part, where, known)
+        if name in found:
+            raise ValueError(f"{where}: {name} is given twice")
+        found[name] = value
+    return found
+
+
+def parse_field(part: str, where: str, known: Iterable[str]) -> tuple[str, Any]:
+    """``tp=8`` as a name and a value of the type that the field has."""
+    name, equals, value = (piece.strip() for piece in part.partition("="))
+    if not equals:
+        raise ValueError(f"{where} takes fields as name=value, separated by commas; got {part.strip()!r}")
+    if name not in known:
+        raise unknown(f"field of {where}", name, known)
+    default = PLAN_FIELDS[name]
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise ValueError(f"{where}: {name} must be true or false, got {value!r}")
+        return name, value.lower() == "true"
+    if isinstance(default, int):
+        if not re.fullmatch(r"-?\d+", value):
+            raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
+        return name, int(value)
+    if isinstance(default, tuple):
+        if not re.fullmatch(r"\d+(:\d+)*", value):
+            raise ValueError(f"{where}: {name} must be numbers separated by colons, got {value!r}")
+        return name, tuple(map(int, value.split(":")))
+    return name, value

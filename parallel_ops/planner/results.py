@@ -56,7 +56,7 @@ class Transfer:
     """The traffic of one kind of collective in one step, as one GPU of the busiest stage sees it.
 
     Attributes:
-        group: ``"dp"``, ``"tp"``, ``"pp"``, ``"cp"`` or ``"ep"``; ``"host"`` for offload.
+        group: ``"dp"``, ``"dp_replicate"``, ``"tp"``, ``"pp"``, ``"cp"`` or ``"ep"``; ``"host"`` for offload.
         collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"send-receive"`` or
             ``"copy"``.
         algorithm: ``"ring"``, ``"tree"`` or ``"direct"``. ``link``: the name of the slowest link used.

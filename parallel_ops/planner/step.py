@@ -17,12 +17,12 @@ from parallel_ops.planner.efficiency import HOST_MEMORY, Efficiency
 from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
-from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, layer_counts, layout_of
+from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, head_rank, layer_counts, layout_of
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
 from parallel_ops.planner.steady_state import idle_time, step_time
-from parallel_ops.planner.traffic import StepTraffic, layer_traffic, repeat, step_traffic
+from parallel_ops.planner.traffic import StepTraffic, end_traffic, layer_traffic, repeat, step_traffic
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
@@ -40,6 +40,8 @@ class Step:
         found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
         self.ranks, self.slowest, self.busy, self.mean = found
         self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
+        ends = self.slowest == 0, self.slowest == head_rank(self.layout)
+        self.ends = end_traffic(model, cluster, self.work, constants, *ends)
 
     def seconds(self) -> float:
         """Seconds of the step, with a pipeline whose ranks take the same time."""
@@ -112,13 +114,13 @@ class Step:
         return self._not_hidden(self.traffic.once, self.busy) + self.plan.micro_batches * self._sharded()
 
     def _sharded(self) -> float:
-        """Of what ZeRO-3 gathers and reduces in one micro-batch, what its passes get longer by.
+        """Of what ZeRO-2 and 3 gather and reduce in each micro-batch, what its passes get longer by.
 
         A layer's parameters are fetched behind the layer before it, its gradients reduced behind the next: the first
         layer of each pass has nothing to hide behind, nor has the last reduction.
         """
         forward, backward = self.traffic.each
-        if not forward or not self.plan.overlap:
+        if not backward or not self.plan.overlap:
             return forward + backward
         compute, waits = self.ranks[self.slowest]
         busy = compute.forward + waits.forward
@@ -168,18 +170,21 @@ class Step:
                 whole = repeat(transfer, times * count * m)
                 share = whole.seconds / (total * count * m) if total else 0.0
                 out.append(repeat(transfer, times * count * m, found.exposed.total * count * m * share))
+        for transfer, times in self.ends:
+            out.append(repeat(transfer, times * m))  # a share of the step that the fitted constants have in them
         return _merged(out) + self._with_exposed()
 
     def _with_exposed(self) -> tuple[Transfer, ...]:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
             exposed["pp"] = self._idle(self.traffic.link) - self._idle(0.0)
+        kinds = [t.group.partition("_")[0] for t in self.traffic.transfers]  # replicas reduce beside shards
         totals: dict[str, float] = {}
-        for transfer in self.traffic.transfers:
-            totals[transfer.group] = totals.get(transfer.group, 0.0) + transfer.seconds
+        for kind, transfer in zip(kinds, self.traffic.transfers, strict=True):
+            totals[kind] = totals.get(kind, 0.0) + transfer.seconds
         return tuple(
-            replace(t, exposed=min(t.seconds, exposed[t.group] * t.seconds / totals[t.group]) if t.seconds else 0.0)
-            for t in self.traffic.transfers
+            replace(t, exposed=min(t.seconds, exposed[kind] * t.seconds / totals[kind]) if t.seconds else 0.0)
+            for kind, t in zip(kinds, self.traffic.transfers, strict=True)
         )
 
 

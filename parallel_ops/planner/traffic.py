@@ -4,9 +4,11 @@ M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k e
 
     data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 and 2 reduce-scatter and all-gather, 2 M; ZeRO-3 gathers
                the parameters forward and backward and reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054,
-               section 7
-    tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 4 all-gathers and 4
-               reduce-scatters; 6 with full recomputation. arXiv:1909.08053, arXiv:2205.05198
+               section 7. Replicas of N shards (HSDP) all-reduce what is reduced, 2 M / N
+    tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 6 all-gathers, two
+               of them again for the gradients of weights, 4 reduce-scatters and the gradients of norms; 2 more with
+               full recomputation. arXiv:1909.08053, arXiv:2205.05198. Beside the layers, in each micro-batch: the sum
+               of the embeddings, the gradient before the output embedding, three numbers a token for the loss
     pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
                parallelism, then all-gathered inside the tensor group. arXiv:2104.04473, section 4.1
     context    ring: keys and values go to all ranks forward, they again and their gradients in fp32 backward, behind
@@ -29,7 +31,7 @@ from parallel_ops.planner import collectives
 from parallel_ops.planner.cluster import Cluster, Link
 from parallel_ops.planner.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.efficiency import HOST_LINK, Efficiency
-from parallel_ops.planner.memory import layer_activations, stage_parameters, state_bytes
+from parallel_ops.planner.memory import end_parameters, layer_activations, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.network import group_link
 from parallel_ops.planner.placement import group_size, layer_counts, layout_of, leaves_node
@@ -49,18 +51,7 @@ class LayerTraffic:
 @lru_cache(maxsize=65536)
 def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool) -> LayerTraffic:
     """Communication inside one layer, for one micro-batch."""
-    plan = Plan(
-        dp=work.dp,
-        tp=work.tp,
-        cp=work.cp,
-        ep=work.ep,
-        micro_batch=work.micro_batch,
-        global_batch=work.dp * work.micro_batch,
-        sequence_parallel=work.sequence_parallel,
-        cp_kind=work.cp_kind,
-        recompute=work.recompute,
-        dtype=work.dtype,
-    )
+    plan = _plan_of(work)
     found: list[tuple[Transfer, int]] = []
     forward = backward = 0.0
     width = state_bytes(plan)[0]
@@ -72,8 +63,9 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
         if plan.sequence_parallel:
             seconds = 2 * (collectives.ring_all_gather(plan.tp, size, link) + start(efficiency, plan.tp))
             sent = (plan.tp - 1) / plan.tp * size
-            for kind in ("all-gather", "reduce-scatter"):
-                found.append((_transfer("tp", kind, "ring", link, plan.tp, sent, seconds / 2), 4 + 2 * again))
+            for kind, times in (("all-gather", 6), ("reduce-scatter", 4)):
+                found.append((_transfer("tp", kind, "ring", link, plan.tp, sent, seconds / 2), times + 2 * again))
+            found.append((_summed(model.norm_width * width, plan.tp, link, efficiency), 2))
         else:
             algorithm, seconds = collectives.all_reduce(plan.tp, size, link)
             seconds += start(efficiency, plan.tp)
@@ -96,6 +88,22 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
         forward += exposed[0]
         backward += exposed[1]
     return LayerTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
+
+
+def _plan_of(work: Work) -> Plan:
+    return Plan(
+        dp=work.dp,
+        tp=work.tp,
+        cp=work.cp,
+        ep=work.ep,
+        micro_batch=work.micro_batch,
+        global_batch=work.dp * work.micro_batch,
+        sequence_parallel=work.sequence_parallel,
+        cp_kind=work.cp_kind,
+        recompute=work.recompute,
+        dtype=work.dtype,
+        fused_loss=work.fused_loss,
+    )
 
 
 def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
@@ -144,6 +152,56 @@ def _context(
 
 def _message(size: float, link: Link, efficiency: Efficiency) -> float:
     return collectives.send_receive(size, link) + start(efficiency, 2)
+
+
+def _summed(size: float, ranks: int, link: Link, efficiency: Efficiency) -> Transfer:
+    """A sum over the tensor-parallel ranks."""
+    algorithm, seconds = collectives.all_reduce(ranks, size, link)
+    seconds += start(efficiency, ranks)
+    return _transfer("tp", "all-reduce", algorithm, link, ranks, 2 * (ranks - 1) / ranks * size, seconds)
+
+
+@lru_cache(maxsize=65536)
+def end_traffic(
+    model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, first: bool, last: bool
+) -> Transfers:
+    """What tensor-parallel ranks send before the first layer and after the last, in one micro-batch.
+
+    A table of positions is split as that of tokens, and its rows are those of one sequence. The gradient before the
+    output embedding is summed in fp32 by the fused loss, in the model's dtype by that embedding as a linear.
+    """
+    if work.tp == 1:
+        return []
+    plan = _plan_of(work)
+    link, ranks = group_link(cluster, plan, "tp", efficiency), plan.tp
+    width = state_bytes(plan)[0]
+    tokens = model.sequence * plan.micro_batch / plan.cp
+    found: Transfers = []
+
+    def half(kind: str, size: float, times: int = 1) -> None:
+        seconds = collectives.ring_all_gather(ranks, size, link) + start(efficiency, ranks)
+        found.append((_transfer("tp", kind, "ring", link, ranks, (ranks - 1) / ranks * size, seconds), times))
+
+    tables = [tokens] * first + [model.sequence / plan.cp] * (first and model.positions == "learned")
+    for rows in tables:
+        if plan.sequence_parallel:
+            half("reduce-scatter", width * rows * model.hidden)
+            half("all-gather", width * rows * model.hidden)
+        else:
+            found.append((_summed(width * rows * model.hidden, ranks, link, efficiency), 1))
+    if last:
+        summed = (4 if plan.fused_loss else width) * tokens * model.hidden
+        if plan.sequence_parallel:
+            half("all-gather", width * tokens * model.hidden, 1 if plan.fused_loss else 2)
+            half("reduce-scatter", summed)
+            found.append((_summed(model.norm_width * width, ranks, link, efficiency), 1))
+        else:
+            found.append((_summed(summed, ranks, link, efficiency), 1))
+        if plan.fused_loss:
+            half("all-gather", ranks * 12 * tokens)
+        else:
+            found.append((_summed(12 * tokens, ranks, link, efficiency), 1))
+    return found
 
 
 def _transfer(
@@ -216,8 +274,19 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
     shared = (dense, ranks), (expert, ranks // plan.ep)
     link = group_link(cluster, plan, "dp", efficiency)
     layers = sum(layer_counts(model, layout_of(plan))[stage])
-    each, once, reduced = _data_parallel(link, plan, shared, width, gradient, layers * start(efficiency, max(2, ranks)))
+    ends = sum(end_parameters(model, plan, stage))
+    launches = layers * start(efficiency, max(2, ranks))
+    each, once, reduced = _data_parallel(link, plan, shared, ends, width, gradient, launches)
     transfers += reduced
+    if (replicas := group_size(plan, "dp_replicate")) > 1:
+        between = group_link(cluster, plan, "dp_replicate", efficiency)
+        owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
+        algorithm, seconds = collectives.all_reduce(replicas, owned, between)
+        seconds += layers * start(efficiency, replicas)
+        sent, times = 2 * (replicas - 1) / replicas * owned, _times_reduced(plan)
+        added = _transfer("dp_replicate", "all-reduce", algorithm, between, replicas, sent, seconds)
+        transfers.append(repeat(added, times))
+        each, once = (each[0], each[1] + seconds) if plan.zero == 3 else each, once + (plan.zero < 3) * times * seconds
     transfers += _host(model, plan, stage, gradient, width)
     return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
 
@@ -227,13 +296,20 @@ def _messages(link: Link, stages: int, count: int, sent: float, seconds: float) 
 
 
 def _data_parallel(
-    link: Link, plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int, launches: float
+    link: Link,
+    plan: Plan,
+    shared: tuple[tuple[float, int], ...],
+    ends: float,
+    width: int,
+    gradient: int,
+    launches: float,
 ) -> tuple[tuple[float, float], float, tuple[Transfer, ...]]:
     """Seconds beside forward and backward of each micro-batch, and once a step, and the transfers. ``shared``:
-    parameters and ranks that share them; ``launches``: seconds that one collective a layer takes to start."""
+    parameters and ranks that share them; ``ends``: of these, those beside the layers, which ZeRO-3 gathers once a
+    micro-batch; ``launches``: seconds that one collective a layer takes to start."""
     transfers = []
     forward = backward = once = 0.0
-    for kind, count, size, ranks in _reductions(plan.zero, plan.micro_batches, shared, width, gradient):
+    for kind, count, size, ranks in _reductions(plan, shared, width, gradient):
         if kind == "all-reduce":
             algorithm, seconds = collectives.all_reduce(ranks, size, link)
             sent = 2 * (ranks - 1) / ranks * size
@@ -242,8 +318,12 @@ def _data_parallel(
             sent = (ranks - 1) / ranks * size
         seconds += launches
         transfers.append(repeat(_transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
-        if plan.zero < 3:
-            once += seconds * count
+        if kind == "all-gather" and plan.zero == 3:
+            once_gathered = (ranks - 1) / ranks * min(ends, size / width) * width * plan.micro_batches
+            transfers[-1] = replace(transfers[-1], bytes=transfers[-1].bytes - once_gathered)
+            ends = 0.0
+        if count == 1 and plan.zero < 3:
+            once += seconds
         elif kind == "all-gather":
             forward, backward = forward + seconds, backward + seconds
         else:
@@ -251,21 +331,23 @@ def _data_parallel(
     return (forward, backward), once, tuple(transfers)
 
 
+def _times_reduced(plan: Plan) -> int:
+    """How often a step reduces gradients. Under a pipeline, ZeRO-2 adds up whole ones, as torch's runtime does."""
+    return plan.micro_batches if plan.zero == 3 or (plan.zero == 2 and plan.pp == 1) else 1
+
+
 def _reductions(
-    zero: int, micro_batches: int, shared: tuple[tuple[float, int], ...], width: int, gradient: int
+    plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int
 ) -> Iterator[tuple[str, int, float, int]]:
     """Collective, how often a step, bytes of the whole tensor and ranks."""
     for parameters, members in shared:
         if not parameters or members == 1:
             continue
-        if zero == 0:
+        if plan.zero == 0:
             yield "all-reduce", 1, parameters * gradient, members
-        elif zero < 3:
-            yield "reduce-scatter", 1, parameters * gradient, members
-            yield "all-gather", 1, parameters * width, members
-        else:
-            yield "all-gather", 2 * micro_batches, parameters * width, members
-            yield "reduce-scatter", micro_batches, parameters * gradient, members
+            continue
+        yield "all-gather", 1 if plan.zero < 3 else 2 * plan.micro_batches, parameters * width, members
+        yield "reduce-scatter", _times_reduced(plan), parameters * gradient, members
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:

@@ -1,12 +1,24 @@
-"""Trains a small GPT on a text, with plain PyTorch ops and with the fused ones, and compares the two.
+"""Training: one model over any ranks, and the demo that compares it with plain PyTorch.
 
-On the command line: ``python -m parallel_ops.train --help``. From Python: ``TrainConfig``, ``Trainer`` for one model,
-``train`` for several in lock-step.
+``Trainer`` trains what ``Settings`` say (see ``settings``, which needs pydantic), on the ranks of a mesh. The demo is
+``python -m parallel_ops.train --help``, from Python ``train`` with a ``TrainConfig``.
 """
 
+from parallel_ops.train.checkpoints import CheckpointError
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.data import batches, load_text
+from parallel_ops.train.data import load_text
 from parallel_ops.train.lockstep import Run, train
-from parallel_ops.train.loop import Trainer
+from parallel_ops.train.step import NotFinite, Result, Step
+from parallel_ops.train.trainer import Trainer
 
-__all__ = ["Run", "TrainConfig", "Trainer", "batches", "load_text", "train"]
+__all__ = [
+    "CheckpointError",
+    "NotFinite",
+    "Result",
+    "Run",
+    "Step",
+    "TrainConfig",
+    "Trainer",
+    "load_text",
+    "train",
+]

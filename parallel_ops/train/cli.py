@@ -12,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parallel_ops._command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
-from parallel_ops.train import checkpoint, report
+from parallel_ops.train import report
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.data import batches, load_text
+from parallel_ops.train.data import load_text
 from parallel_ops.train.lockstep import Run, names_of, train
-from parallel_ops.train.loop import ALONE, PRODUCTS, Trainer
+from parallel_ops.train.loop import ALONE, PRODUCTS, DemoTrainer
 from parallel_ops.train.worker import Here, joined, local_ranks, torchrun_place, under_torchrun
 
 
@@ -94,15 +94,6 @@ def command(
             help="Processes that share each sequence, times those of --tp.", show_default="1, whole sequences"
         ),
     ] = 1,
-    save: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints; the last one is saved after the last step.")
-    ] = None,
-    every: Annotated[
-        int, typer.Option(help="Steps from one checkpoint to the next.", show_default="the last only")
-    ] = 0,
-    resume: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints; goes on from its newest one, with any --tp.")
-    ] = None,
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
@@ -116,10 +107,6 @@ def command(
 
     The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
-
-    A checkpoint holds every model. --resume needs the shape of the model to be the same; steps, which the learning rate
-    follows, number of processes, device and text may change. A model that was not saved goes on from the last one
-    that was, the parallel one if there was one.
     """
     try:
         if text == "":  # Path would take it for the current folder
@@ -151,17 +138,14 @@ def command(
             tp=tp,
             cp=cp,
             sequence_parallel=sequence_parallel,
-            save=save,
-            every=every,
-            resume=None if resume is None else checkpoint.newest(resume),
         )
-        batches(load_text(source), seq_length=seq_length, batch=batch, seed=seed)
+        if (length := len(load_text(source))) < seq_length + 1:
+            raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
         if _rank() == 0:
             for path in (output, json):
                 _check_writable(path)
         if output.suffix.lower() not in report.PICTURE_FORMATS:
             raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
-        checkpoint.check(config)
     except (ValueError, OSError) as error:
         fail(error)
     try:
@@ -187,16 +171,11 @@ def _train(config: TrainConfig, names: list[str]) -> list[Run]:
     if not under_torchrun():
         return _train_all(config, names, None)
     with joined(config, torchrun_place()) as (own, mesh):
-        trainer, name = Trainer(own, mesh=mesh), config.parallel
-        if config.resume is not None:
-            checkpoint.load(trainer, checkpoint.source(config.resume, name))
-        here = Here(trainer)
+        here = Here(DemoTrainer(own, mesh=mesh))
         if _rank() == 0:
             return _train_all(config, names, here)
-        for step in range(trainer.done + 1, config.steps + 1):
+        for _ in range(config.steps):
             here.ask("step")
-            if checkpoint.due(config, step):
-                here.ask(checkpoint.part(config, step) / name)
         return []
 
 
@@ -205,7 +184,7 @@ def _train_all(config: TrainConfig, names: list[str], here: Here | None) -> list
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=config.steps, completed=checkpoint.first_step(config))
+        task = progress.add_task("starting", total=config.steps)
 
         def show(runs: list[Run]) -> None:
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)

@@ -1,12 +1,17 @@
 """What a training run is: the model, the text, the schedule, the device."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from parallel_ops.models import TransformerConfig
+
+if TYPE_CHECKING:
+    from parallel_ops.train.settings import Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -20,7 +25,6 @@ class TrainConfig:
         text: a file, or a folder whose files are read in sorted order; ``None`` for Python's standard library.
         steps, batch: optimiser steps, and sequences of ``model.seq_length`` tokens in each.
         lr: peak learning rate of AdamW, reached after ``warmup`` of the steps; a cosine then takes it to a tenth.
-        weight_decay: on matrices only, not on biases and norms.
         clip: largest norm of all gradients together.
         seed: of weights, batches and dropout.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
@@ -28,9 +32,6 @@ class TrainConfig:
         tp, cp: processes of the parallel run, ``tp * cp``: ``tp`` share each weight, ``cp`` each sequence; 1 and 1 for
             no such run.
         sequence_parallel: those that share a weight share the tokens between the layers' products too.
-        save: a folder for checkpoints, the last one after the last step; ``None`` for none.
-        every: steps between two checkpoints; 0 for the last one only.
-        resume: a checkpoint to go on from, of a model of the same shape; ``None`` to begin.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -42,7 +43,6 @@ class TrainConfig:
     batch: int = 8
     lr: float = 1e-3
     warmup: float = 0.1
-    weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
     device: str = "cpu"
@@ -50,9 +50,6 @@ class TrainConfig:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    save: Path | None = None
-    every: int = 0
-    resume: Path | None = None
 
     def __post_init__(self) -> None:
         if self.model.vocab_size < 256:
@@ -67,8 +64,6 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: seed must be between 0 and 2^63 - 1, got {self.seed}")
         if self.dtype not in DTYPES:
             raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.every < 0 or (self.every and self.save is None):
-            raise ValueError(f"TrainConfig: every must be 0, or a number of steps beside save, got {self.every}")
 
         shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
         for name, value in shared.items():
@@ -88,10 +83,19 @@ class TrainConfig:
         """The name of the parallel run."""
         return "-".join(f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        warm = max(1, round(self.warmup * self.steps))
-        if step < warm:
-            return self.lr * (step + 1) / warm
-        done = (step - warm) / max(1, self.steps - warm)
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    def settings(self, *, alone: bool) -> "Settings":
+        """Of the parallel run, or of one on one process."""
+        from parallel_ops.train.settings import Settings
+
+        sizes = {"tp": self.tp, "cp": self.cp, "sequence_parallel": self.sequence_parallel and self.tp > 1}
+        batch = {"global_batch": self.batch, "micro_batch": self.batch}
+        return Settings.model_validate(
+            {
+                "run": {"steps": self.steps, "seed": self.seed, "device": torch.device(self.device).type},
+                "model": dataclasses.asdict(self.model),
+                "data": {"paths": ["text"]},
+                "optimizer": {"lr": self.lr, "warmup": max(1, round(self.warmup * self.steps)), "clip": self.clip},
+                "parallel": batch if alone else {**batch, **sizes},
+                "precision": {"dtype": {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]},
+            }
+        )

@@ -68,32 +68,3 @@ def _files(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(file for file in _files(root, SKIPPED_FOLDERS) if file.suffix == ".py")
-
-
-def batches(
-    tokens: Tensor, *, seq_length: int, batch: int, seed: int | torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of sequences that start anywhere in the text, the same for the same seed.
-
-    Args:
-        seed: a number, or a generator on the CPU, whose state says then how far the batches are.
-
-    Yields:
-        inputs and targets, each ``[seq_length, batch]`` int64; the target of a token is the one after it.
-
-    Raises:
-        ValueError: a text of fewer than ``seq_length + 1`` tokens.
-    """
-    starts = len(tokens) - seq_length
-    if starts < 1:
-        raise ValueError(f"the text has {len(tokens)} bytes, but a sequence needs {seq_length + 1}")
-    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
-    return _batches(tokens, torch.arange(seq_length + 1)[:, None], starts, batch, generator)
-
-
-def _batches(
-    tokens: Tensor, window: Tensor, starts: int, batch: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        rows = tokens[torch.randint(starts, (batch,), generator=generator) + window].long()
-        yield rows[:-1], rows[1:]

@@ -7,9 +7,8 @@ batch, and which goes first alternates: whatever else the machine does, it does 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.loop import ALONE, PRODUCTS
+from parallel_ops.train.loop import ALONE
 from parallel_ops.train.worker import Here, Worker
 
 
@@ -35,7 +34,7 @@ def train(
     *,
     here: Here | None = None,
 ) -> list[Run]:
-    """Trains ``config`` once for each name, in lock-step: from its first step, or from its checkpoint on.
+    """Trains ``config`` once for each name, in lock-step.
 
     Args:
         names: of ``ALONE``, for a run on one process, ``products``, or ``config.parallel``: see ``names_of``.
@@ -45,26 +44,20 @@ def train(
 
     Raises:
         RuntimeError: a run's process ended early (it has printed why, unless the system killed it).
-        ValueError, OSError: the checkpoint cannot be read; see also ``checkpoint.check``.
     """
     runs = [Run(name) for name in names]
     workers: list[Worker | Here] = []
-    checkpoint.clear(config)
     try:
         for name in names:
             workers.append(here if here is not None and name == config.parallel else Worker(config, name))
         for worker in workers:
             worker.receive()  # ready: model built, nothing timed yet
         pairs = list(zip(workers, runs, strict=True))
-        for step in range(checkpoint.first_step(config), config.steps):
+        for step in range(config.steps):
             for worker, run in pairs if step % 2 == 0 else reversed(pairs):
                 result = worker.ask("step")
                 run.losses.append(result.loss)
                 run.seconds.append(result.seconds)
-            if checkpoint.due(config, step + 1):
-                for worker, run in pairs:
-                    worker.ask(checkpoint.part(config, step + 1) / run.name)
-                checkpoint.complete(config, step + 1, [name for name in names if name != PRODUCTS])
             if on_step is not None:
                 on_step(runs)
         for worker, run in pairs:

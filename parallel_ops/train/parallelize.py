@@ -87,7 +87,7 @@ def parallelize(model: nn.Module, mesh: ParallelMesh, spread: Spread | None = No
 
     Raises:
         ValueError: ``tp`` or ``cp`` for a module that is not a ``Transformer``, or for one that has its parameters
-        already; pipeline or expert parallelism; no block of these names.
+        already; pipeline or expert parallelism; no block of these names; ``offload`` without shards.
     """
     spread = Spread() if spread is None else spread
     for name in ("pp", "ep"):
@@ -101,6 +101,8 @@ def parallelize(model: nn.Module, mesh: ParallelMesh, spread: Spread | None = No
         for name in names:
             model.get_submodule(name).compile()
     shards = mesh["fsdp"] if spread.zero else None
+    if spread.offload and shards is None:
+        raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
     if shards is not None:
         _shard(model, names, mesh, spread)
     elif (ranks := mesh["loss"]) is not None:
@@ -151,7 +153,8 @@ def _policy(spread: Spread) -> MixedPrecisionPolicy:
 
 def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, spread: Spread) -> None:
     over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
-    offload: OffloadPolicy = CPUOffloadPolicy() if spread.offload else OffloadPolicy()
+    pinned = torch.cuda.is_available()  # torch's default, and an error without an accelerator
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if spread.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": over, "mp_policy": _policy(spread), "offload_policy": offload}
     for name in names:
         fully_shard(model.get_submodule(name), reshard_after_forward=spread.zero == 3, **options)

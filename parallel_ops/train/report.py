@@ -82,7 +82,7 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
     """Saves the loss curves, and the time of every step with its median, side by side."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     losses, times = figure.subplots(1, 2)
-    steps = range(config.steps - len(runs[0].losses) + 1, config.steps + 1)
+    steps = range(1, config.steps + 1)
     for run in runs:
         color, width, dashes = STYLES.get(run.name, PARALLEL_STYLE)
         losses.plot(steps, run.losses, color=color, linewidth=width, linestyle=dashes, label=run.name)
@@ -121,8 +121,7 @@ def describe(config: TrainConfig) -> str:
 
 def as_json(config: TrainConfig, runs: Sequence[Run], products: Run) -> str:
     """Everything in the table and the picture, for programs. Numbers that are not finite are null."""
-    first_step = config.steps - len(runs[0].losses) + 1
-    out: dict[str, Any] = {"description": describe(config), "first_step": first_step, "steps": config.steps}
+    out: dict[str, Any] = {"description": describe(config), "steps": config.steps}
     out["matrix_products_seconds"] = products.seconds
     for run in runs:
         out[run.name] = {

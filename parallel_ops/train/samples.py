@@ -6,6 +6,7 @@ next ``global_batch`` samples, and a data-parallel rank its share of them: so wh
 samples it has taken, and a run that goes on with other ranks sees the same samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +35,14 @@ class Batch:
     cu_seqlens: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
-        moved = {name: None if t is None else t.to(device, non_blocking=True) for name, t in vars(self).items()}
-        return Batch(**moved)  # type: ignore[arg-type]
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed = {name: None if t is None else change(t) for name, t in vars(self).items()}
+        return Batch(**changed)  # type: ignore[arg-type]
 
 
 class Samples:

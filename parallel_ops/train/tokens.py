@@ -3,23 +3,40 @@
     name.bin beside name.idx    Megatron-LM's indexed dataset: documents, and the type of the tokens, are in the index
     name.bin                    raw tokens; their type is given, documents end with a token that is given
     name.npy                    a one-dimensional array of integers; likewise
+    a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: a document a row; see ``datasets``
 
-A folder stands for all of these in it, in sorted order.
+Another folder stands for all of these files in it, in sorted order.
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from parallel_ops.train import datasets
 
 # Megatron-LM's codes; the others are of floating-point types.
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MAGIC = b"MMIDIDX\x00\x00"
 _SUFFIXES = (".bin", ".npy")
+
+
+class Documents(Protocol):
+    """Documents that are read one at a time.
+
+    Attributes:
+        lengths: of every document, int64 ``[documents]``.
+    """
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """Tokens of a document, from ``start`` on, at most ``length``."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,15 @@ class TokenFile:
     tokens: NDArray[np.integer]
     ends: NDArray[np.int64]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """A view of the file."""
+        begin, last = (int(self.ends[number - 1]) if number else 0) + start, int(self.ends[number])
+        return self.tokens[begin : last if length is None else min(last, begin + length)]
+
 
 class TokenStream:
     """Files one after the other: documents ``0`` to ``documents - 1``.
@@ -43,53 +69,63 @@ class TokenStream:
         paths: files or folders.
         dtype: of raw tokens, as NumPy names it. end: the token that ends a document in files without an index, kept as
             its last; ``None`` for one document a file.
+        column: of datasets, the one that has the tokens.
 
     Raises:
         FileNotFoundError, PermissionError: as the file system says. ValueError: a file that is not what its name says,
-        is cut off, or has no tokens; each names the file.
+        is cut off, or has no tokens; each names the file. ImportError: see ``datasets.Dataset``.
     """
 
-    def __init__(self, paths: Sequence[Path], *, dtype: str = "uint16", end: int | None = None) -> None:
-        found = [file for path in paths for file in _files(path)]
-        if not found:
+    def __init__(
+        self, paths: Sequence[Path], *, dtype: str = "uint16", end: int | None = None, column: str = "input_ids"
+    ) -> None:
+        self.files: list[Documents] = []
+        for path in paths:
+            if datasets.is_dataset(path):
+                self.files.append(datasets.Dataset(path, column))
+            else:
+                self.files += [_open(file, dtype, end) for file in _files(path, dtype)]
+        if not self.files:
             raise ValueError(f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}")
-        self.files = [_open(file, dtype, end) for file in found]
+        self._index()
 
-    @cached_property
-    def _starts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The first document, and the first token, of each file, and of what would come next."""
-        documents = np.cumsum([0, *(len(file.ends) for file in self.files)])
-        return documents, np.cumsum([0, *(len(file.tokens) for file in self.files)])
+    @classmethod
+    def of(cls, files: Sequence[Documents]) -> "TokenStream":
+        """Of what is open already."""
+        stream = cls.__new__(cls)
+        stream.files = list(files)
+        stream._index()
+        return stream
+
+    def _index(self) -> None:
+        each = [file.lengths for file in self.files]
+        self._firsts = np.cumsum([0, *map(len, each)])
+        self.lengths: NDArray[np.int64] = np.concatenate(each)
+        self._tokens = int(self.lengths.sum())
 
     @property
     def documents(self) -> int:
-        return int(self._starts[0][-1])
+        return len(self.lengths)
 
     def __len__(self) -> int:
         """Tokens in all."""
-        return int(self._starts[1][-1])
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Of every document, int64 ``[documents]``."""
-        return np.concatenate([np.diff(file.ends, prepend=0) for file in self.files])
+        return self._tokens
 
     def document(self, number: int, start: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Tokens of a document, from ``start`` on, at most ``length``: a view of the file."""
-        which = int(np.searchsorted(self._starts[0], number, side="right")) - 1
-        file, own = self.files[which], number - int(self._starts[0][which])
-        first, last = int(file.ends[own - 1]) if own else 0, int(file.ends[own])
-        begin = first + start
-        return file.tokens[begin : last if length is None else min(last, begin + length)]
+        """Tokens of a document, from ``start`` on, at most ``length``."""
+        which = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self.files[which].document(number - int(self._firsts[which]), start, length)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, dtype: str) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"{path} must end in {' or '.join(_SUFFIXES)}")
+    if path.suffix not in _SUFFIXES and dtype != "uint8":
+        raise ValueError(
+            f"{path} must end in {' or '.join(_SUFFIXES)}; with the dtype uint8 the bytes of any file are tokens"
+        )
     return [path]
 
 

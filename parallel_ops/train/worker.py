@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train import checkpoint
 from parallel_ops.train.config import TrainConfig
-from parallel_ops.train.loop import ALONE, PRODUCTS, ProductsAlone, Step, Trainer
+from parallel_ops.train.loop import ALONE, PRODUCTS, DemoTrainer, ProductsAlone, Step
 
 # Processes that were told to end get as long, in seconds, before they are ended.
 _GRACE = 5
@@ -65,13 +64,13 @@ def cpu_threads() -> int:
 class Here:
     """A rank in this process, asked as a worker is. All ranks are asked for the same steps."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: DemoTrainer) -> None:
         self.trainer = trainer
 
-    def ask(self, request: str | Path) -> Any:
+    def ask(self, request: str) -> Any:
         if request == "step":
             # While another run has its turn, the other ranks wait here, and do not work ahead on its cores.
-            dist.barrier(group=self.trainer.group)
+            dist.barrier()
         return _answer(self.trainer, request)
 
     def receive(self) -> None:
@@ -102,11 +101,11 @@ class Worker:
             self.connections.append(connection)
             self.processes.append(process)
 
-    def ask(self, request: str | Path) -> Any:
+    def ask(self, request: str) -> Any:
         """Rank 0's answer; a step took as long as its slowest rank, and memory is that of the largest.
 
         Args:
-            request: ``"step"``, ``"peak_memory"``, or a folder to save to.
+            request: ``"step"`` or ``"peak_memory"``.
         """
         for rank, connection in enumerate(self.connections):
             try:
@@ -173,9 +172,7 @@ def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, st
                 place = Place(rank, rank, max(1, threads // config.ranks))
                 config, mesh = stack.enter_context(joined(config, place, _file_store(store, config.ranks)))
             kind = name if name in ALONE else "fused"
-            trainer = ProductsAlone(config) if name == PRODUCTS else Trainer(config, kind, mesh=mesh)
-            if config.resume is not None and isinstance(trainer, Trainer):
-                checkpoint.load(trainer, checkpoint.source(config.resume, name))
+            trainer = ProductsAlone(config) if name == PRODUCTS else DemoTrainer(config, kind, mesh=mesh)
             connection.send(None)
             while True:
                 connection.send(_answer(trainer, connection.recv()))
@@ -191,9 +188,7 @@ def _alone(name: str) -> bool:
     return name == PRODUCTS or name in ALONE
 
 
-def _answer(trainer: Trainer | ProductsAlone, request: str | Path) -> Any:
-    if isinstance(request, Path):
-        return checkpoint.save(trainer, request) if isinstance(trainer, Trainer) else None
+def _answer(trainer: DemoTrainer | ProductsAlone, request: str) -> Any:
     return trainer.step() if request == "step" else trainer.peak_memory()
 
 

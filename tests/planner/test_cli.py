@@ -11,14 +11,15 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from parallel_ops.planner import RULES, __main__
+from parallel_ops import __main__
+from parallel_ops.planner import RULES
 from parallel_ops.planner.cli import app
 from parallel_ops.planner.validation import Report, Target
 from support.planner_cli import PLAN, SMALL
 
 
 def test_it_starts_without_torch():
-    script = "import sys; from parallel_ops.planner.cli import app; print('torch' in sys.modules)"
+    script = "import sys; from parallel_ops._commands import app; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -196,7 +197,7 @@ class TestValidate:
             ["plan", *SMALL, "--for", "megatron", "--only", "schedule=zb-v"],
             "megatron: its pipeline runs 1f1b and interleaved, not schedule=zb-v",
         ),
-        (["plan", *SMALL, "--output", "run.toml"], "--output writes the plan for a system; say which one with --for"),
+        (["plan", *SMALL, "--output", "run.sh"], "--output writes the plan for a system; say which one with --for"),
         (["estimate", *SMALL, "--plan", "tp=two"], "--plan: tp must be an integer, got 'two'"),
         (["estimate", *SMALL, "--plan", "tpp=2"], "unknown field of --plan 'tpp'; nearest: "),
         (["estimate", *SMALL, "--plan", "tp"], "--plan takes fields as name=value"),

@@ -300,5 +300,6 @@ def test_the_trainers_parallel_section_is_the_plan():
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
     for model, cluster, plan in best_plans("parallel_ops", ("llama3-8b",)):
         written = tomllib.loads(export("parallel_ops", model, cluster, plan))
-        assert Plan(**written["parallel"]) == plan
-        assert written["model"] == {"name": model.name, "sequence": model.sequence}
+        elsewhere = {"dtype": written["precision"]["dtype"], "recompute": written["recompute"]["kind"]}
+        assert Plan(**written["parallel"], **elsewhere, fused_loss=True) == plan
+        assert (written["model"]["hidden"], written["model"]["seq_length"]) == (model.hidden, model.sequence)

@@ -7,7 +7,7 @@ import torch
 from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import load_text
-from parallel_ops.train.loop import Trainer
+from parallel_ops.train.loop import DemoTrainer
 
 MODEL = TransformerConfig(
     vocab_size=256,
@@ -23,7 +23,7 @@ CONFIG = TrainConfig(model=MODEL, steps=200, batch=8, lr=2e-3)
 
 
 def curve(config, kind, tokens):
-    trainer = Trainer(config, kind, tokens)
+    trainer = DemoTrainer(config, kind, tokens)
     return torch.tensor([trainer.step().loss for _ in range(config.steps)], dtype=torch.float64)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -116,9 +117,43 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
         TokenStream([tmp_path / "nothing"])
     with pytest.raises(ValueError, match="must end in"):
         TokenStream([index])
+    assert len(TokenStream([index], dtype="uint8")) == len(whole)  # the bytes of any file
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no \.bin"):
         TokenStream([tmp_path / "empty"])
     np.save(tmp_path / "short.npy", np.arange(4))
     with pytest.raises(ValueError, match="4 tokens, but a sequence needs 5"):
         Samples(TokenStream([tmp_path / "short.npy"]), seq_length=4, seed=0)
+
+
+def test_a_dataset_on_disk_is_read_like_files(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets, with pyarrow, is no dependency")
+    import pyarrow
+
+    table = pyarrow.table({"input_ids": [d.tolist() for d in DOCUMENTS], "n": [0, 1, 2, 3]})
+    rows = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="rows")
+    rows.save_to_disk(tmp_path / "rows")
+    rows.select([3, 1]).save_to_disk(tmp_path / "some")
+    read = TokenStream([tmp_path / "rows", tmp_path / "some"])
+    assert read.documents == 6 and read.lengths.tolist() == [*map(len, DOCUMENTS), 1, 3]
+    for number, expected in enumerate([*DOCUMENTS, DOCUMENTS[3], DOCUMENTS[1]]):
+        assert read.document(number).tolist() == expected.tolist()
+    assert read.document(2, 3, 2).tolist() == [23, 24]
+    with pytest.raises(ValueError, match="has no column 'ids'; it has input_ids, n"):
+        TokenStream([tmp_path / "rows"], column="ids")
+    with pytest.raises(ValueError, match="column 'n' must have lists of integers, got int64"):
+        TokenStream([tmp_path / "rows"], column="n")
+    (tmp_path / "rows" / "data-00000-of-00001.arrow").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="rows cannot be read"):
+        TokenStream([tmp_path / "rows"])
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"has several datasets; name one of .*splits/train"):
+        TokenStream([tmp_path / "splits"])
+
+
+def test_a_dataset_without_its_package(tmp_path, monkeypatch):
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="is a Hugging Face dataset; to read it, run: pip install datasets"):
+        TokenStream([tmp_path])

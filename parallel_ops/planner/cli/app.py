@@ -20,6 +20,7 @@ from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS, TARGETS
 from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.export import target as find_target
+from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.results import Estimate, SearchResult
@@ -92,10 +93,14 @@ def plan_command(
     price: Price = None,
     json: Json = False,
     html: Html = None,
-    output: Annotated[Path | None, typer.Option(help="Write the best plan for the system of --for.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the best plan for the system of --for; run.toml is for `train`.")
+    ] = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, and says why the others cannot run; exit code 1 where none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    if output is not None and output.suffix == ".toml":
+        system = system or TRAINER.name
     if output is not None and system is None:
         raise ValueError("--output writes the plan for a system; say which one with --for")
     result = _search(shape, machine, batch, inputs.options(machine, system, only), keep=max(top, 10))

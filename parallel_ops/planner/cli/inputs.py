@@ -12,7 +12,7 @@ from parallel_ops.planner._check import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Link
 from parallel_ops.planner.export import Target, target
 from parallel_ops.planner.model import LatentAttention, Model
-from parallel_ops.planner.plan import V_SHAPED, Plan
+from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
 from parallel_ops.planner.search import PLURALS, Options, default_options
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
@@ -88,10 +88,11 @@ def plan(text: str, gpus: int, sequences: int, system: Target | None = None) -> 
         ValueError, TypeError: an unknown field, with the nearest names; a value that is not of its type; sizes that do
             not divide the number of GPUs; or what ``Plan`` raises.
     """
-    given = _read(text) if text.endswith(".json") else dict(_field(part) for part in text.split(",") if part.strip())
+    known = set(PLAN_FIELDS) - {"global_batch"}
+    given = _read(text) if text.endswith(".json") else parse_fields(text, "--plan", known)
     for name in given:
-        if name not in _PLAN_FIELDS or name == "global_batch":
-            raise unknown("field of --plan", name, set(_PLAN_FIELDS) - {"global_batch"})
+        if name not in known:
+            raise unknown("field of --plan", name, known)
     for name in ("dp", "tp", "pp", "cp", "ep"):
         if isinstance(size := given.get(name, 1), int) and size < 1:
             raise ValueError(f"--plan: {name} must be at least 1, got {size}")
@@ -118,15 +119,16 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> Options:
         target(system)
     out = replace(default_options(cluster), target=system or "")
     given: dict[str, tuple[Any, ...]] = {}
+    known = set(PLAN_FIELDS) - {"global_batch", "layers_per_chunk"}
     for part in (only or "").split(","):
         if not part.strip():
             continue
         name, equals, values = (piece.strip() for piece in part.partition("="))
-        if name not in _PLAN_FIELDS or name in ("global_batch", "layers_per_chunk"):
-            raise unknown("field of --only", name, set(_PLAN_FIELDS) - {"global_batch", "layers_per_chunk"})
+        if name not in known:
+            raise unknown("field of --only", name, known)
         if not equals:
             raise ValueError(f"--only takes fields as name=value or name=value:value, got {part.strip()!r}")
-        given[name] = tuple(_field(f"{name}={value}", "--only")[1] for value in values.split(":"))
+        given[name] = tuple(parse_field(f"{name}={value}", "--only", known)[1] for value in values.split(":"))
     changes: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for name, found in given.items():
@@ -144,37 +146,13 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> Options:
 
 def _check_value(name: str, value: Any) -> None:
     """Raises what ``Plan`` does for a value that the field never has."""
-    if name in ("dp", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
+    if name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
         if value < 1:
             raise ValueError(f"--only: {name} must be at least 1, got {value}")
     elif name not in ("schedule", "grad_dtype"):
         Plan(**{name: value})
     elif name == "schedule":
         Plan(schedule=value, virtual_stages=2 if value in (*V_SHAPED, "interleaved") else 1)
-
-
-_PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
-
-
-def _field(part: str, option: str = "--plan") -> tuple[str, Any]:
-    """``tp=8`` as a name and a value of the type that the field has."""
-    name, equals, value = (piece.strip() for piece in part.partition("="))
-    if not equals:
-        raise ValueError(f"{option} takes fields as name=value, separated by commas; got {part.strip()!r}")
-    default = _PLAN_FIELDS.get(name)
-    if isinstance(default, bool):
-        if value.lower() not in ("true", "false"):
-            raise ValueError(f"{option}: {name} must be true or false, got {value!r}")
-        return name, value.lower() == "true"
-    if isinstance(default, int):
-        if not re.fullmatch(r"-?\d+", value):
-            raise ValueError(f"{option}: {name} must be an integer, got {value!r}")
-        return name, int(value)
-    if isinstance(default, tuple):
-        if not re.fullmatch(r"\d+(:\d+)*", value):
-            raise ValueError(f"{option}: {name} must be numbers separated by colons, got {value!r}")
-        return name, tuple(map(int, value.split(":")))
-    return name, value
 
 
 def _read(name: str) -> dict[str, Any]:

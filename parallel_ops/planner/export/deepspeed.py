@@ -67,6 +67,7 @@ DEEPSPEED = Target(
         "recompute": (("none", "full"), "it recomputes the layers that a model hands it as a whole"),
         "dtype": (("bf16", "fp16", "fp32"), "its config has bf16, fp16 and fp32"),
         "fused_loss": ((False,), "its config has no fused loss"),
+        "dp_replicate": ((1,), "it shards over all data-parallel ranks"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
     },
     problems=_problems,

@@ -174,6 +174,7 @@ MEGATRON = Target(
     limits={
         "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
         "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),
+        "dp_replicate": ((1,), "it shards over all data-parallel ranks"),
         "fused_loss": ((False,), "its loss comes after the output embedding, as an op of its own"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),

@@ -16,9 +16,12 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     per_node = min(plan.gpus, cluster.gpus_per_node)
-    # With ZeRO the replicas share optimizer state, so they are FSDP's shards.
-    names = {"pp": "pp", "dp_shard" if plan.zero else "dp_replicate": "dp", "cp": "cp", "tp": "tp", "ep": "ep"}
-    sizes = ", ".join(f"{name}={getattr(plan, size)}" for name, size in names.items())
+    # Without ZeRO all ranks are replicas.
+    data = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard} if plan.zero else {"dp_replicate": plan.dp}
+    if plan.zero and plan.dp_replicate == 1:
+        del data["dp_replicate"]
+    found = {"pp": plan.pp, **data, "cp": plan.cp, "tp": plan.tp, "ep": plan.ep}
+    sizes = ", ".join(f"{name}={size}" for name, size in found.items())
     nodes = plan.gpus // per_node
     rendezvous = ["--standalone"] if nodes == 1 else ["--rdzv-backend=c10d", '--rdzv-endpoint="$MASTER_ADDR:29500"']
     command = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={per_node}", *rendezvous, "train.py"]

@@ -148,8 +148,8 @@ def _with_plan(model: Model, plan: Plan) -> str:
 def _parallelism(model: Model, plan: Plan) -> dict[str, Any]:
     sharded = plan.zero > 0
     out: dict[str, Any] = {
-        "data_parallel_replicate_degree": 1 if sharded else plan.dp,
-        "data_parallel_shard_degree": plan.dp if sharded else 1,
+        "data_parallel_replicate_degree": plan.dp_replicate if sharded else plan.dp,
+        "data_parallel_shard_degree": plan.dp_shard if sharded else 1,
         "fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never",
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,

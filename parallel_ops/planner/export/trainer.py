@@ -1,11 +1,12 @@
-"""The configuration of this package's trainer: TOML whose ``parallel`` section has the fields of ``Plan``.
+"""A file that ``parallel-ops train`` takes: TOML with a model of this shape, and the plan in its sections.
 
-``Plan(**parallel)`` is the plan again; fields at their default are left out.
+What neither the shape nor the plan says has the trainer's default, or a line that says what to fill in.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.target import Target
@@ -16,29 +17,76 @@ from parallel_ops.planner.plan import Plan
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.experts or model.latent:
         yield "it has neither experts nor latent attention"
+    if plan.offload != "none" and not plan.zero:
+        yield "its trainer offloads what ZeRO shards; add zero=1"
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
+    elsewhere = {"dtype", "recompute", "fused_loss"}  # the loss is fused
     changed = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
-    sections = {"model": {"name": model.name, "sequence": model.sequence}, "parallel": changed}
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"steps": 1000},
+        "model": _shape(model),
+        "data": {"paths": ["data"]},
+        "optimizer": {"lr": 3e-4, "warmup": 100},
+        "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
+        "precision": {"dtype": plan.dtype},
+        "recompute": {"kind": plan.recompute},
+        "checkpoint": {"folder": "checkpoints", "every": 100},
+        "logging": {"jsonl": "metrics.jsonl"},
+    }
+    notes = {
+        "model": f"{model.name}; rotary_base and norm_eps are not in its shape: add them, or a folder in its place",
+        "data": "token files, or folders of them",
+    }
     # Strings, numbers, booleans and lists are written the same in TOML and in JSON.
     blocks = (
-        "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())])
+        "\n".join(
+            [f"[{name}]" + (f"  # {notes[name]}" if name in notes else "")]
+            + [f"{key} = {json.dumps(value)}" for key, value in section.items()]
+        )
         for name, section in sections.items()
     )
-    return "\n\n".join(blocks) + "\n"
+    return f"# {plan.describe()}\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def _shape(model: Model) -> dict[str, Any]:
+    """The fields of ``TransformerConfig``."""
+    shape: dict[str, Any] = {
+        "vocab_size": model.vocab,
+        "seq_length": model.sequence,
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "ffn_hidden": model.ffn,
+        "activation": "swiglu" if model.gated else "gelu",
+        "norm": "rms_norm" if model.norm == "rms" else "layer_norm",
+        "bias": model.bias == "all",
+        "qkv_bias": model.bias != "none",
+        "positions": model.positions,
+        "tied_embeddings": model.tied_embeddings,
+    }
+    return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
 
 
 TRAINER = Target(
     name="parallel_ops",
     write=_write,
     limits={
-        "pp": ((1,), "its trainer has no pipeline yet: pp=1"),
-        "ep": ((1,), "its trainer has no expert parallelism yet: ep=1"),
+        "pp": ((1,), "its trainer has no pipeline yet"),
+        "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
+        "grad_dtype": (("fp32",), "its trainer reduces gradients in fp32"),
+        "flash_attention": ((True,), "its attention stores no scores"),
+        "fused_ops": ((True,), "its layers are fused ops"),
+        "fused_loss": ((True,), "its loss is one op with the output embedding"),
+        "overlap": ((True,), "its communication runs beside computation"),
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
     problems=_problems,
+    own=lambda plan: {"fused_loss": True},
 )

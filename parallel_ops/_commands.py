@@ -1,0 +1,73 @@
+"""The commands of ``parallel-ops``: the planner's, and ``train``. Until something trains, nothing loads torch."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parallel_ops._command_line import fail
+from parallel_ops.planner.cli.app import app, main
+
+__all__ = ["main"]
+
+
+@app.command("train")
+def train_command(
+    file: Annotated[Path | None, typer.Argument(help="TOML file; see examples/train.toml.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="A key of the file: parallel.tp=2, or parallel=dp=2,tp=2.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps in all: run.steps.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for one JSON object a step: logging.jsonl.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one, on any ranks.")
+    ] = False,
+    deepspeed: Annotated[
+        Path | None, typer.Option(help="DeepSpeed JSON, which goes before the file.", show_default=False)
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start here.", show_default="as the plan has ranks")
+    ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Choose the plan anew where there are other ranks than it has.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Times that processes started here go on from the last checkpoint.")
+    ] = 0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a plan that does not fit in memory, rather than warn.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print mesh, memory and what the planner expects, and end.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="Of --dry-run, as of `estimate`.", show_default="the GPUs here, or h100")
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file, and end.")] = False,
+) -> None:
+    """Trains a model as a TOML file says: in processes started here, or as a rank under torchrun.
+
+    Ctrl-C ends the step under way and saves a checkpoint, as SIGTERM does; a second one ends at once. Exit codes: 0
+    done, or stopped by SIGTERM; 1 failed; 2 wrong settings or files; 130 stopped by Ctrl-C.
+    """
+    if importlib.util.find_spec("pydantic") is None:
+        fail("needs pydantic; run: pip install 'parallel_ops[train]'")
+    if schema:
+        from parallel_ops.train.settings import json_schema
+
+        print(json_schema())
+        return
+    if file is None:
+        raise ValueError("train needs a file: parallel-ops train run.toml; examples/train.toml is one")
+    from parallel_ops.train import command
+
+    wanted = [*(changes or [])]
+    wanted += [] if steps is None else [f"run.steps={steps}"]
+    wanted += [] if json is None else [f"logging.jsonl='{json}'"]
+    settings = command.settings_for(file, wanted, deepspeed, processes)
+    if dry_run:
+        command.dry_run(settings, cluster, strict=strict)
+        return
+    sys.exit(command.train(settings, resume=resume, elastic=elastic, max_restarts=max_restarts, strict=strict))

@@ -1,0 +1,69 @@
+"""Hugging Face datasets on disk, as ``Dataset.save_to_disk`` writes them: folders of Arrow files, memory-mapped."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROWS = 10_000
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether it is a folder of one. ValueError: it is one of several, by split."""
+    if (path / "dataset_dict.json").exists():
+        splits = ", ".join(sorted(str(own) for own in path.iterdir() if own.is_dir()))
+        raise ValueError(f"{path} has several datasets; name one of {splits}")
+    return (path / "dataset_info.json").exists() and (path / "state.json").exists()
+
+
+class Dataset:
+    """The documents of a dataset, one a row.
+
+    Args:
+        column: the one that has the tokens, a list of integers a row.
+
+    Raises:
+        ImportError: the package ``datasets`` is not installed. ValueError: it cannot be read, has no such column, or
+        something else in it.
+    """
+
+    def __init__(self, path: Path, column: str) -> None:
+        try:
+            from datasets import load_from_disk
+        except ImportError as error:
+            raise ImportError(f"{path} is a Hugging Face dataset; to read it, run: pip install datasets") from error
+        try:
+            rows = load_from_disk(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if column not in rows.column_names:
+            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(rows.column_names)}")
+        self.path, self.column = path, column
+        self.lengths = self._lengths(rows.select_columns(column).with_format("arrow"))
+        self._rows = rows.select_columns(column).with_format("numpy")
+        self._last: tuple[int, NDArray[np.integer]] | None = None
+
+    def _lengths(self, rows: Any) -> NDArray[np.int64]:
+        import pyarrow
+        import pyarrow.compute
+
+        kind = rows.features.arrow_schema.field(self.column).type
+        lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+        if not (lists and pyarrow.types.is_integer(kind.value_type)):
+            raise ValueError(f"{self.path}: column {self.column!r} must have lists of integers, got {kind}")
+        found = [
+            pyarrow.compute.list_value_length(table[self.column]).fill_null(0).to_numpy()
+            for table in rows.iter(batch_size=_ROWS)
+        ]
+        lengths = np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+        if not lengths.sum():
+            raise ValueError(f"{self.path} has no tokens in it")
+        return lengths
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """Tokens of a document, from ``start`` on, at most ``length``."""
+        if self._last is None or self._last[0] != number:
+            self._last = number, np.asarray(self._rows[number][self.column])
+        found = self._last[1]
+        return found[start : None if length is None else start + length]

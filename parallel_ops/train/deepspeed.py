@@ -1,0 +1,294 @@
+"""Settings from a DeepSpeed JSON: what it says is done, and what cannot be done is an error that names it.
+
+``"auto"`` and what is left out are as the file of settings has them; what both say must be the same. Keys that only say
+how DeepSpeed does it (sizes of buckets, prefetching, pinning) have no counterpart and change no result: they are named
+in a warning. Decay is of matrices alone, as usual with DeepSpeed's parameter groups too.
+
+Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py``, ``runtime/lr_schedules.py``.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel_ops.planner.plan import Plan, parse_fields
+
+Kind = type | tuple[type, ...]
+
+# How it is done, not what; a dot leads into a table.
+_HINTS = frozenset(
+    """
+    wall_clock_breakdown memory_breakdown dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    disable_allgather checkpoint.tag_validation checkpoint.load_universal checkpoint.use_node_local_storage
+    checkpoint.parallel_write
+    zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+    zero_optimization.reduce_bucket_size zero_optimization.allgather_partitions
+    zero_optimization.allgather_bucket_size zero_optimization.round_robin_gradients zero_optimization.sub_group_size
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.stage3_module_granularity_threshold zero_optimization.memory_efficient_linear
+    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
+    zero_optimization.ignore_unused_parameters zero_optimization.use_all_reduce_for_fetch_params
+    zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_optimizer.buffer_count
+    zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.pipeline_read
+    zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_param.pin_memory
+    zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
+    zero_optimization.offload_param.max_in_cpu fp16.auto_cast bf16.auto_cast optimizer.params.torch_adam
+    optimizer.params.fused optimizer.legacy_fusion
+    """.split()  # noqa: SIM905
+)
+# What must have this value, and what is not there otherwise.
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prescale_gradients": ((False,), "gradients are averaged once"),
+    "gradient_predivide_factor": ((1, 1.0), "gradients are averaged once"),
+    "sparse_gradients": ((False,), "gradients are dense"),
+    "communication_data_type": ((None, "fp32"), "gradients are reduced in fp32"),
+    "data_types.grad_accum_dtype": ((None, "fp32"), "gradients are added up in fp32"),
+    "amp.enabled": ((False,), "there is no apex"),
+    "torch_autocast.enabled": ((False,), "precision is that of bf16 or fp16"),
+    "fp16.loss_scale": ((0, 0.0), "the loss scale is dynamic"),
+    "fp16.hysteresis": ((1,), "the loss scale halves at each step that overflows"),
+    "fp16.consecutive_hysteresis": ((False,), "the loss scale halves at each step that overflows"),
+    "fp16.min_loss_scale": ((0, 0.0), "a loss scale without effect ends the run"),
+    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "all of the optimizer is offloaded"),
+    "zero_optimization.zero_hpz_partition_size": ((1,), "there is no second partition"),
+    "zero_optimization.zero_quantized_weights": ((False,), "weights travel in 16 or 32 bits"),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "weights travel in 16 or 32 bits"),
+    "zero_optimization.zero_quantized_gradients": ((False,), "gradients travel in fp32"),
+    "zero_optimization.mics_hierarchical_params_gather": ((False,), "shards are gathered at once"),
+    "activation_checkpointing.partition_activations": ((False,), "ranks share them by parallel.sequence_parallel"),
+    "activation_checkpointing.cpu_checkpointing": ((False,), "activations stay on the device"),
+    "activation_checkpointing.contiguous_memory_optimization": ((False,), "memory is the allocator's"),
+    "activation_checkpointing.number_checkpoints": ((None,), "recompute.every says how many blocks are"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": ((False,), "nothing waits for a device"),
+    "activation_checkpointing.profile": ((False,), "there is no profile"),
+    "flops_profiler.enabled": ((False,), "there is no profiler"),
+    "comms_logger.enabled": ((False,), "there is no such log"),
+    "csv_monitor.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
+    "wandb.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
+    "comet.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
+    "elasticity.enabled": ((False,), "the batch stays what it is: parallel-ops train --elastic"),
+    "data_efficiency.enabled": ((False,), "there is no curriculum"),
+    "curriculum_learning.enabled": ((False,), "there is no curriculum"),
+    "compression_training": ((None, {}), "nothing is compressed"),
+    "progressive_layer_drop.enabled": ((False,), "all layers train"),
+    "eigenvalue.enabled": ((False,), "there are no eigenvalues"),
+    "autotuning.enabled": ((False,), "plans are searched by parallel-ops plan"),
+    "optimizer.params.bias_correction": ((True,), "AdamW corrects its bias"),
+    "optimizer.params.adam_w_mode": ((True,), "the optimizer is AdamW"),
+    "optimizer.params.amsgrad": ((False,), "the optimizer is AdamW"),
+}  # fmt: skip
+
+
+def with_deepspeed(data: Mapping[str, Any], path: Path, ranks: int | None = None) -> dict[str, Any]:
+    """The content of a file of settings with what a DeepSpeed JSON says.
+
+    Args:
+        ranks: of the run, for batch sizes that depend on them; ``None`` for as many as the plan of ``data`` has.
+
+    Raises:
+        OSError: as the file system says. ValueError: it is not JSON, says what the settings contradict, or what cannot
+        be done: each by its key.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{path} must hold one JSON object, got a {type(given).__name__}")
+    reader = _Reader(data, given, str(path))
+    reader.read(ranks)
+    return reader.settings
+
+
+class _Reader:
+    """Takes key after key out of what is given, and says what is left."""
+
+    def __init__(self, data: Mapping[str, Any], given: dict[str, Any], name: str) -> None:
+        self.name = name
+        parallel = data.get("parallel", {})
+        self.settings: dict[str, Any] = dict(data)
+        self.settings["parallel"] = parse_fields(parallel, "parallel") if isinstance(parallel, str) else dict(parallel)
+        self.left = {key: value for key, value in _flat(given) if value != "auto"}
+
+    def read(self, ranks: int | None) -> None:
+        self._precision()
+        self._zero()
+        self._parallel(ranks)
+        self._optimizer()
+        self._scheduler()
+        self._logging()
+        hints = []
+        for key, value in self.left.items():
+            fixed = _FIXED.get(key)
+            if fixed is not None:
+                if value not in fixed[0]:
+                    raise self._error(key, f"cannot be {value!r}: {fixed[1]}")
+            elif key in _HINTS or self._off(key):
+                hints += [key] if key in _HINTS else []
+            else:
+                raise self._error(key, f"is not known here, so {value!r} cannot be done")
+        if hints:
+            warnings.warn(f"{self.name}: without effect here: {', '.join(sorted(hints))}", stacklevel=2)
+
+    def _off(self, key: str) -> bool:
+        """Whether a key is of a table that is switched off."""
+        switch = f"{key.partition('.')[0]}.enabled"
+        return key != switch and self.left.get(switch) is False
+
+    def _error(self, key: str, message: str) -> ValueError:
+        return ValueError(f"{self.name}: {key} {message}")
+
+    def take(self, key: str, kind: Kind) -> Any:
+        """A value, which is then done; ``None`` where there is none."""
+        value = self.left.pop(key, None)
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise self._error(key, f"must be {getattr(kind, '__name__', 'a number')}, got {value!r}")
+        return value
+
+    def put(self, section: str, key: str, value: Any, source: str) -> None:
+        """A value for the settings, which must not say otherwise."""
+        own = self.settings.get(section, {})
+        if key in own and own[key] != value:
+            raise self._error(source, f"says {value!r}, but {section}.{key} is {own[key]!r}")
+        self.settings[section] = {**own, key: value}
+
+    def copy(
+        self, source: str, section: str, key: str, kind: Kind, change: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """A value from here to there, if there is one."""
+        value = self.take(source, kind)
+        if value is not None:
+            self.put(section, key, change(value), source)
+
+    def _precision(self) -> None:
+        bf16, fp16 = (self.take(f"{name}.enabled", bool) for name in ("bf16", "fp16"))
+        if bf16 and fp16:
+            raise self._error("fp16.enabled", "and bf16.enabled are both true")
+        if bf16 is not None or fp16 is not None:
+            self.put("precision", "dtype", "bf16" if bf16 else "fp16" if fp16 else "fp32", "bf16.enabled, fp16.enabled")
+        if not fp16:
+            self.left = {key: value for key, value in self.left.items() if not key.startswith("fp16.")}
+        self.copy("fp16.initial_scale_power", "precision", "initial_scale", int, lambda power: 2.0**power)
+        self.copy("fp16.loss_scale_window", "precision", "growth_interval", int)
+
+    def _zero(self) -> None:
+        self.copy("zero_optimization.stage", "parallel", "zero", int)
+        places = [
+            (name, self.take(f"zero_optimization.{name}.device", str))
+            for name in ("offload_optimizer", "offload_param")
+        ]
+        for name, place in places:
+            if place not in (None, "none", "cpu"):
+                raise self._error(f"zero_optimization.{name}.device", f"cannot be {place!r}: there is the CPU alone")
+        found = dict(places)
+        if found["offload_param"] == "cpu" and found["offload_optimizer"] != "cpu":
+            raise self._error("zero_optimization.offload_param", "needs offload_optimizer: both are offloaded together")
+        if found["offload_optimizer"] is not None:
+            wanted = "optimizer" if found["offload_optimizer"] == "cpu" else "none"
+            self.put("parallel", "offload", wanted, "zero_optimization.offload_optimizer.device")
+
+    def _parallel(self, ranks: int | None) -> None:
+        self.copy("tensor_parallel.autotp_size", "parallel", "tp", int)
+        context = self.take("sequence_parallel_size", int)
+        if context is not None:
+            self.put("parallel", "cp", context, "sequence_parallel_size")
+            if context > 1:
+                self.put("parallel", "cp_kind", "all-to-all", "sequence_parallel_size")
+        parallel = self.settings["parallel"]
+        sizes = {name: parallel.get(name, 1) for name in ("dp", "tp", "cp")}
+        if ranks is not None and "dp" not in parallel:
+            if ranks % (sizes["tp"] * sizes["cp"]):
+                raise self._error("train_batch_size", f"is for {ranks} ranks, which tp * cp does not divide")
+            sizes["dp"] = ranks // (sizes["tp"] * sizes["cp"])
+            self.put("parallel", "dp", sizes["dp"], "the number of processes")
+        shard = self.take("zero_optimization.mics_shard_size", int)
+        if shard is not None and shard > 0:
+            if sizes["dp"] % shard:
+                raise self._error(
+                    "zero_optimization.mics_shard_size", f"is {shard}, which does not divide dp={sizes['dp']}"
+                )
+            self.put("parallel", "dp_replicate", sizes["dp"] // shard, "zero_optimization.mics_shard_size")
+        self._batches(sizes["dp"])
+
+    def _batches(self, dp: int) -> None:
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        whole, micro, accumulation = (self.take(key, int) for key in keys)
+        parallel, known = self.settings["parallel"], Plan()
+        if micro is None:
+            if whole is not None and accumulation is not None:
+                micro = whole // (accumulation * dp)
+            else:
+                micro = parallel.get("micro_batch", known.micro_batch)
+        if whole is None and accumulation is not None:
+            whole = micro * accumulation * dp
+        if whole is not None and accumulation is not None and whole != micro * accumulation * dp:
+            raise self._error(
+                keys[0],
+                f"is {whole}, not {micro} of {keys[1]} x {accumulation} of {keys[2]} x {dp} data-parallel ranks",
+            )
+        if whole is None and "global_batch" not in parallel:
+            whole = micro * dp
+        self.put("parallel", "micro_batch", micro, keys[1])
+        if whole is not None:
+            self.put("parallel", "global_batch", whole, keys[0])
+
+    def _optimizer(self) -> None:
+        kind = self.take("optimizer.type", str)
+        if kind is not None and kind.lower() not in ("adam", "adamw"):
+            raise self._error("optimizer.type", f"cannot be {kind!r}: the optimizer is AdamW")
+        number = (int, float)
+        self.copy("optimizer.params.lr", "optimizer", "lr", number)
+        self.copy("optimizer.params.betas", "optimizer", "betas", list)
+        self.copy("optimizer.params.eps", "optimizer", "eps", number)
+        self.copy("optimizer.params.weight_decay", "optimizer", "weight_decay", number)
+        self.copy("gradient_clipping", "optimizer", "clip", number, lambda norm: norm or "none")
+
+    def _scheduler(self) -> None:
+        kind = self.take("scheduler.type", str)
+        if kind is None:
+            return
+        schedules = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+        if kind not in schedules:
+            raise self._error("scheduler.type", f"cannot be {kind!r}: there are {', '.join(schedules)}")
+        prefix, number = "scheduler.params.", (int, float)
+        warmup = self.take(f"{prefix}warmup_num_steps", int)
+        warmup = 1000 if warmup is None else warmup  # DeepSpeed's default
+        self.put("optimizer", "schedule", schedules[kind], "scheduler.type")
+        self.put("optimizer", "warmup", warmup, f"{prefix}warmup_num_steps")
+        shape = self.take(f"{prefix}warmup_type", str)
+        if warmup > 1 and (shape or "log") != "linear":
+            raise self._error(
+                f"{prefix}warmup_type", f"cannot be {shape or 'log (the default)'}: the rate grows evenly"
+            )
+        for key in ("warmup_min_lr", "warmup_min_ratio"):
+            if self.take(f"{prefix}{key}", number):
+                raise self._error(f"{prefix}{key}", "cannot be above 0: the rate grows from 0")
+        self.copy(f"{prefix}warmup_max_lr", "optimizer", "lr", number)
+        self.copy(f"{prefix}total_num_steps", "run", "steps", int)
+        floor = self.take(f"{prefix}cos_min_ratio", number)
+        if kind != "WarmupLR":
+            self.put("optimizer", "floor", 0.0 if kind == "WarmupDecayLR" else 0.0001 if floor is None else floor,
+                     "scheduler.type" if floor is None else f"{prefix}cos_min_ratio")  # fmt: skip
+
+    def _logging(self) -> None:
+        self.copy("steps_per_print", "logging", "every", int)
+        if self.take("tensorboard.enabled", bool):
+            folder, job = self.take("tensorboard.output_path", str), self.take("tensorboard.job_name", str)
+            self.put("logging", "tensorboard", str(Path(folder or "runs", job or "")), "tensorboard.output_path")
+        else:
+            self.left = {key: value for key, value in self.left.items() if not key.startswith("tensorboard.")}
+
+
+def _flat(given: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Keys with the tables that they are in, ``zero_optimization.stage``."""
+    found: list[tuple[str, Any]] = []
+    for key, value in given.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" not in _FIXED:
+            found += _flat(value, f"{prefix}{key}.")
+        elif not (isinstance(value, dict) and not value):
+            found.append((f"{prefix}{key}", value))
+    return found

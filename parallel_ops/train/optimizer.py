@@ -1,0 +1,115 @@
+"""AdamW, its learning rate, and the loss scale of fp16."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from parallel_ops.train.settings import OptimizerSettings
+
+# Below this the gradients themselves are not finite, not their scaled values.
+_LEAST_SCALE = 2.0**-14
+
+
+def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
+    """Fused AdamW over a model's parameters; its state is there from the start.
+
+    torch makes it in the first step, or when a checkpoint asks for it, and then counts that as a step.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    # With a rate of 0 and gradients of 0 parameters stay what they are.
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    return optimizer
+
+
+def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float:
+    """Of a step, counted from 0, of ``steps`` in all: even rises to ``lr``, then the schedule to ``floor`` at the last.
+
+    ``"wsd"`` is warm-up, stable, decay (Hu et al., arXiv:2404.06395).
+    """
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    # The last step at the highest rate.
+    first = settings.warmup
+    if settings.schedule == "wsd":
+        first = max(first, steps - 1 - settings.decay)
+    if settings.schedule == "constant" or step <= first:
+        return settings.lr
+    done = (step - first) / (steps - 1 - first)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+    return settings.lr * (settings.floor + (1 - settings.floor) * left)
+
+
+def update(optimizer: torch.optim.Optimizer, clip: float | None, scale: float = 1.0) -> Tensor:
+    """Clips gradients, updates parameters and drops the gradients; changes nothing where the norm is not finite.
+
+    Args:
+        clip: the largest norm of all gradients together, over all ranks; ``None`` for no limit.
+        scale: what the gradients were multiplied by.
+
+    Returns:
+        the norm before clipping, a scalar on the device, for which the host has not waited.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip * scale)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # What torch's GradScaler says to a fused optimizer.
+    optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    if scale != 1.0:
+        optimizer.grad_scale = torch.full_like(norm, scale)  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+    return norm / scale
+
+
+class LossScale:
+    """What the loss of fp16 is multiplied by: half after a step that overflowed, double after many that did not.
+
+    Which steps did is asked of the gradient norm over all ranks. (torch's ``GradScaler`` reduces its answer over the
+    dimensions that the first gradient is sharded over alone, so tensor-parallel ranks may disagree.)
+
+    Args:
+        growth_interval: good steps until it doubles; 0 for a scale that stays, as other dtypes have.
+    """
+
+    def __init__(self, scale: float = 1.0, growth_interval: int = 0) -> None:
+        self.scale, self.growth_interval, self.good = scale, growth_interval, 0
+
+    def update(self, finite: bool) -> None:
+        """After a step.
+
+        Raises:
+            FloatingPointError: no scale keeps the gradients finite.
+        """
+        if not self.growth_interval:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+            if self.scale < _LEAST_SCALE:
+                raise FloatingPointError(f"gradients are not finite at a loss scale of {self.scale:g} either")
+        elif self.good == self.growth_interval:
+            self.scale, self.good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self.good}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Of a scale that stays, nothing is taken over."""
+        if self.growth_interval:
+            self.scale, self.good = float(state["scale"]), int(state["good"])

@@ -1,0 +1,47 @@
+"""SIGTERM and Ctrl-C as a wish: the step that is under way ends, and a checkpoint is saved."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+# Ctrl-C reaches a process twice where torchrun started it: from the terminal, and from torchrun. In seconds.
+_ECHO = 2.0
+SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name)
+
+
+class Stopping:
+    """While it is open, ``asked`` is the name of the first signal that came, or ``None``.
+
+    One that comes later than its echo may does what it would have done at first. Outside the main thread, where Python
+    has no signals, nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Stopping":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in map(signal.Signals.__getitem__, SIGNALS)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is None:
+            self.asked, self._since = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since > _ECHO:
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

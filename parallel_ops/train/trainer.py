@@ -1,0 +1,298 @@
+"""Trains one model over the ranks of a mesh, one step after another.
+
+A step is ``micro_batches`` forwards and backwards, whose gradients are reduced no more often than the plan's ``zero``
+asks for, one norm over all ranks, one update. Everything in it follows from the settings and the number of the step:
+samples, learning rate, and the seed of what is drawn at random, so a run that goes on from a checkpoint of the same
+plan takes the same steps, bit by bit.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from parallel_ops.comm import ParallelMesh
+from parallel_ops.models import Transformer
+from parallel_ops.train import checkpoints, resuming
+from parallel_ops.train.checkpoints import Checkpoints
+from parallel_ops.train.loader import Loader
+from parallel_ops.train.metrics import Metrics
+from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
+from parallel_ops.train.parallelize import PRECISIONS, micro_batch, parallelize
+from parallel_ops.train.samples import IGNORED, Batch, Samples
+from parallel_ops.train.step import NotFinite, Result, Step
+from parallel_ops.train.stopping import SIGNALS, Stopping
+from parallel_ops.train.tokens import TokenStream
+
+if TYPE_CHECKING:
+    from parallel_ops.train.settings import Settings
+
+_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class Trainer:
+    """A model, its optimizer and its data, on this rank.
+
+    Args:
+        settings: the run.
+        mesh: the ranks, as many in each dimension as ``settings.plan`` says; ``None`` for this process alone.
+        model: in the place of that of ``settings.model``: a module that returns the mean loss of tokens and targets,
+            both ``[s, b]``. It has its parameters.
+        stream: documents in the place of ``settings.data.paths``.
+
+    Attributes:
+        done: steps taken. taken: samples taken from the data.
+
+    Raises:
+        ValueError: settings that do not fit the mesh; data that cannot be read. OSError: as the file system says.
+    """
+
+    def __init__(
+        self,
+        settings: "Settings",
+        mesh: ParallelMesh | None = None,
+        *,
+        model: nn.Module | None = None,
+        stream: TokenStream | None = None,
+    ) -> None:
+        self.settings, self.mesh = settings, ParallelMesh() if mesh is None else mesh
+        plan, spread = settings.plan, settings.spread
+        for name in _SIZES:
+            if self.mesh.size(name) != getattr(plan, name):
+                raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
+        self.device = _device(settings.run.device)
+        data = settings.data
+        if stream is None:
+            stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
+        self.samples = Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
+        self.loader = Loader(
+            self.samples, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
+            replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
+            pinned=self.device.type == "cuda",
+        )  # fmt: skip
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        # Checkpoints are written beside the steps: their messages need a group of their own.
+        self.writers: ProcessGroup | None = dist.new_group(backend="gloo") if self.world > 1 else None
+        torch.manual_seed(settings.run.seed)
+        self.model = self._built(model)
+        self.optimizer = adamw(self.model, settings.optimizer)
+        dtype = PRECISIONS[spread.precision]
+        # FSDP2 and replicate cast what they hold; where they hold nothing, autocast does it, op by op.
+        self._autocast = not isinstance(self.model, FSDPModule) and dtype is not torch.float32
+        self._dtype = dtype
+        precision = settings.precision
+        is_half = dtype is torch.float16
+        self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
+        self.done = self.taken = 0
+        self._saved = -1
+
+    def _built(self, given: nn.Module | None) -> nn.Module:
+        settings = self.settings
+        if given is not None:
+            return parallelize(given.to(self.device), self.mesh, settings.spread)
+        empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
+        model = parallelize(empty, self.mesh, settings.spread)
+        # Offloaded parameters stay on the CPU.
+        model.to_empty(device="cpu" if settings.spread.offload else self.device)
+        if settings.model.folder is None:
+            model.reset_parameters()  # type: ignore[operator]
+        else:
+            model.load_pretrained(settings.model.folder)  # type: ignore[operator]
+        return model
+
+    def train(self, stopping: Stopping | None = None) -> Result:
+        """Takes the steps that are left, saves and reports as the settings say.
+
+        SIGTERM and Ctrl-C end it after the step that they come in, with a checkpoint.
+
+        Raises:
+            NotFinite: with ``on_nan`` of ``"stop"``. CheckpointError: a checkpoint cannot be written.
+            ValueError, OSError: data that cannot be read.
+        """
+        settings, loss = self.settings, math.nan
+        stopped: str | None = None
+        store = self._store()
+        if store is not None:
+            store.begin(self.done)
+        with contextlib.ExitStack() as stack:
+            signals = stack.enter_context(Stopping() if stopping is None else stopping)
+            metrics = stack.enter_context(Metrics(self))
+            try:
+                while self.done < settings.run.steps:
+                    step = self.step(asked=lambda: signals.asked)
+                    metrics.add(step)
+                    self._judge(step)
+                    loss = step.loss
+                    stopped = step.stop
+                    if stopped is not None:
+                        break
+                    if store is not None and settings.checkpoint.every and self.done % settings.checkpoint.every == 0:
+                        self._save(store)
+                if store is not None and self._saved != self.done:
+                    self._save(store)
+            finally:
+                self.loader.close()
+                if store is not None:
+                    store.wait()
+        found = {} if store is None else checkpoints.steps_in(store.folder)
+        return Result(self.done, loss, stopped, found[max(found)] if found else None)
+
+    def step(self, *, asked: Callable[[], str | None] = lambda: None) -> Step:
+        """Takes one step; all ranks call it.
+
+        Args:
+            asked: the signal that asks this rank to stop, if one does; every rank's ``Step`` says if one came.
+        """
+        start = time.perf_counter()
+        settings, scale = self.settings, self.scale.scale
+        batches = self.loader.step(self.taken)
+        self._seed()
+        rate = learning_rate(settings.optimizer, settings.run.steps, self.done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        counts, everything = self._targets(batches)
+        total = torch.zeros((), device=self.device)
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            micro_batch(self.model, settings.plan.zero, last=number == len(batches) - 1)
+            with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
+                loss = self._loss(batch.to(self.device))
+            share = count / everything
+            # Data-parallel ranks take the mean of their gradients.
+            (loss * (share * (self.mesh.size("dp") * scale))).backward()
+            total += loss.detach() * share
+        norm = update(self.optimizer, settings.optimizer.clip, scale)
+        self.done += 1
+        self.taken += settings.plan.global_batch
+        found, grad_norm, stop = self._read(total, norm, asked())
+        return Step(
+            number=self.done,
+            loss=found,
+            grad_norm=grad_norm,
+            tokens=settings.plan.global_batch * settings.seq_length,
+            seconds=time.perf_counter() - start,
+            lr=rate,
+            skipped=not math.isfinite(grad_norm),
+            stop=stop,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer, by names that do not depend on the plan, and how far the run is."""
+        return resuming.state_dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` gave, on these ranks or on others."""
+        resuming.load_state_dict(self, state)
+
+    def save(self) -> None:
+        """Saves a checkpoint in the folder of the settings, and waits for it; all ranks call it."""
+        store = self._store()
+        if store is None:
+            raise ValueError("Trainer: checkpoint.folder is not set")
+        self._save(store)
+        store.wait()
+
+    def resume(self, path: Path | None = None) -> Path:
+        """Goes on from a checkpoint; all ranks call it.
+
+        Args:
+            path: a checkpoint, or a folder of them, of which the newest; ``None`` for the folder of the settings.
+
+        Returns:
+            the checkpoint. It may be of any other plan. Other data begin with their first sample.
+
+        Raises:
+            CheckpointError: there is none, a file of it is damaged, or it is of another model.
+        """
+        folder = self.settings.checkpoint.folder if path is None else Path(path)
+        if folder is None:
+            raise ValueError("Trainer: checkpoint.folder is not set, and no checkpoint is named")
+        source = resuming.resume(self, folder)
+        self._saved = self.done
+        return source
+
+    def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+        """Writes the model as a Hugging Face folder; all ranks call it. See ``Transformer.save_pretrained``."""
+        self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.world > 1 else 0
+
+    def _loss(self, batch: Batch) -> Tensor:
+        extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.apart else {}
+        loss: Tensor = self.model(batch.tokens, batch.targets, **extra)
+        return loss
+
+    def _targets(self, batches: list[Batch]) -> tuple[list[int], int | Tensor]:
+        """How many tokens of each micro-batch have a target, and how many of the step have one, over all ranks."""
+        if not self.samples.apart:
+            counts = [batch.targets.numel() for batch in batches]
+            return counts, sum(counts) * self.mesh.size("dp")
+        counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        group = self.mesh.group("dp")
+        if group is None:
+            return counts, sum(counts)
+        everything = torch.tensor(float(sum(counts)), device=self.device)
+        dist.all_reduce(everything, group=group)
+        return counts, everything
+
+    def _seed(self) -> None:
+        """Ranks that have the same data draw the same, those with other data something else."""
+        key = np.random.SeedSequence([self.settings.run.seed, self.done, self.mesh.rank("dp")])
+        seed = int(key.generate_state(1, np.uint64)[0] >> 1)
+        # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _read(self, total: Tensor, norm: Tensor, asked: str | None) -> tuple[float, float, str | None]:
+        """Loss over all ranks, norm, and the signal that came to one: one reduction, one wait for the device."""
+        values = torch.stack([total, *(torch.full_like(total, asked == name) for name in SIGNALS)])
+        if self.world > 1:
+            dist.all_reduce(values)
+        loss, *came, grad_norm = torch.cat([values, norm.to(values)[None]]).tolist()
+        stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
+        # The ranks that share weights or a sequence have the same loss each.
+        return loss / (self.mesh.size("tp") * self.mesh.size("cp")), grad_norm, stop
+
+    def _judge(self, step: Step) -> None:
+        """What a step that is not finite means."""
+        finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
+        where = f"step {step.number}, samples {self.taken - self.settings.plan.global_batch} to {self.taken - 1}"
+        # In fp16 gradients that overflow are no news; a loss that does is.
+        if not finite and not (self.scale.growth_interval and math.isfinite(step.loss)):
+            if self.settings.run.on_nan == "stop":
+                kept = "; no parameter was changed" if step.skipped else ""
+                raise NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
+            return
+        try:
+            self.scale.update(finite)
+        except FloatingPointError as error:
+            raise NotFinite(f"{where}: {error}") from None
+
+    def _store(self) -> Checkpoints | None:
+        own = self.settings.checkpoint
+        if own.folder is None:
+            return None
+        return Checkpoints(own.folder, keep=own.keep, asynchronous=own.asynchronous, group=self.writers)
+
+    def _save(self, store: Checkpoints) -> None:
+        resuming.save(self, store)
+        self._saved = self.done
+
+
+def _device(name: str) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("run.device is 'cuda', but this torch sees no CUDA GPU")
+    return torch.device("cuda", torch.cuda.current_device())

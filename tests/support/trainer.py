@@ -1,0 +1,206 @@
+"""What each rank does in the tests of ``Trainer``, and the settings that they train."""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel_ops.train import Trainer
+from parallel_ops.train.checkpoints import _Writer
+from parallel_ops.train.settings import Settings
+from parallel_ops.train.step import Result
+from support.layers import mesh_of
+
+VOCABULARY = 31
+MODELS = {
+    "gpt": {"vocab_size": VOCABULARY, "seq_length": 16, "layers": 2, "hidden": 32, "heads": 4},
+    "llama": {
+        "vocab_size": VOCABULARY, "seq_length": 16, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4,
+        "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary", "tied_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def data_file(folder: Path) -> Path:
+    """Tokens that follow one another by a rule, in documents of some 12."""
+    generator = np.random.default_rng(0)
+    steps = generator.integers(1, 3, 6000)
+    tokens = 1 + np.cumsum(steps) % (VOCABULARY - 1)
+    tokens[np.cumsum(generator.integers(2, 22, 400))] = 0
+    path = folder / "tokens.bin"
+    tokens.astype("uint16").tofile(path)
+    return path
+
+
+def settings_of(data: Path, /, **sections: Any) -> Settings:
+    """Of a small run; ``sections`` go over it key by key."""
+    base: dict[str, Any] = {
+        "run": {"steps": 5, "device": "cpu", "seed": 3},
+        "model": MODELS["gpt"],
+        "data": {"paths": [str(data)], "end": 0},
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "clip": 0.5, "warmup": 2},
+        "parallel": {"global_batch": 8, "micro_batch": 1},
+        "precision": {"dtype": "fp32"},
+    }
+    for name, section in sections.items():
+        own = {} if name == "model" else base.get(name, {})
+        base[name] = {**own, **section}
+    return Settings.model_validate(base)
+
+
+def trainer_of(settings: Settings, **options: Any) -> Trainer:
+    plan = settings.plan
+    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    return Trainer(settings, mesh_of(**sizes) if dist.is_initialized() else None, **options)
+
+
+def steps_of(
+    rank: int, settings: Settings, resume: Path | None = None, steps: int | None = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the steps that are left, or of some; a checkpoint after them if there is a folder."""
+    trainer, found = trainer_of(settings), []
+    if resume is not None:
+        trainer.resume(resume)
+    end = settings.run.steps if steps is None else trainer.done + steps
+    while trainer.done < end:
+        step = trainer.step()
+        found.append((step.loss, step.grad_norm))
+    trainer.loader.close()
+    if settings.checkpoint.folder is not None:
+        trainer.save()
+    return found
+
+
+def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:
+    trainer = trainer_of(settings)
+    if resume is not None:
+        trainer.resume(resume)
+    return trainer.train()
+
+
+def train_with_a_signal(rank: int, settings: Settings, number: int, at: int) -> Result:
+    """The last rank alone gets a signal, in its step ``at``."""
+    trainer = trainer_of(settings)
+    take = trainer.step
+
+    def step(**options: Any) -> Any:
+        if trainer.done == at - 1 and rank == trainer.world - 1:
+            os.kill(os.getpid(), number)
+        return take(**options)
+
+    with mock.patch.object(trainer, "step", step):
+        return trainer.train()
+
+
+def train_killed(rank: int, settings: Settings, killed: tuple[int, ...], save: int) -> None:
+    """Ranks that end in the middle of the save of this number, after their own data are written."""
+    with _in_save(save, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank in killed else None):
+        trainer_of(settings).train()
+
+
+def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
+    """From this save on no file can have more than some bytes, as the system says it."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with _in_save(save, fill, before=True):
+            return trainer_of(settings).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> Any:
+    write, count = _Writer.write_data, 0
+
+    def write_data(self: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if before and count == number:
+            act()
+        written = write(self, *args)
+        if not before and count == number:
+            act()
+        return written
+
+    with mock.patch.object(_Writer, "write_data", write_data):
+        yield
+
+
+def saved_while_it_changes(rank: int, settings: Settings) -> bool:
+    """Whether what is written beside the steps is what was there when the save began."""
+    trainer = trainer_of(settings)
+    trainer.step()
+    store = trainer._store()
+    assert store is not None
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer._save(store)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+    for state in trainer.optimizer.state.values():
+        state["exp_avg"].zero_()
+    store.wait()
+    trainer.resume()
+    moved = all(bool((state["exp_avg"] != 0).any()) for state in trainer.optimizer.state.values())
+    return moved and all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
+    """The loss scale after each step, and which were skipped."""
+    trainer = trainer_of(settings)
+    scales, skipped = [], []
+    while trainer.done < settings.run.steps:
+        step = trainer.step()
+        trainer._judge(step)
+        scales.append(trainer.scale.scale)
+        skipped.append(step.skipped)
+    trainer.loader.close()
+    return scales, skipped
+
+
+def tuned(rank: int, settings: Settings, folder: Path) -> tuple[list[float], torch.Tensor]:
+    """The losses of a run, and the logits ``[s, vocabulary]`` of a row of tokens after it; saved for transformers."""
+    trainer, losses = trainer_of(settings), []
+    while trainer.done < settings.run.steps:
+        losses.append(trainer.step().loss)
+    trainer.loader.close()
+    trainer.save_pretrained(folder)
+    with torch.no_grad():
+        logits = trainer.model.eval()(torch.arange(12)[:, None] % VOCABULARY)[:, 0]
+    return losses, logits
+
+
+def bytes_a_parameter(rank: int, settings: Settings) -> float:
+    """Of all tensors that are alive when the optimizer takes its second step, beside what was there before."""
+    before, found = _alive(), []
+    trainer = trainer_of(settings)
+    whole = sum(p.numel() for p in trainer.model.parameters())
+
+    def count(*_: Any) -> None:
+        found.append(sum(size for memory, size in _alive().items() if memory not in before))
+
+    trainer.optimizer.register_step_pre_hook(count)
+    for _ in range(2):
+        trainer.step()
+    trainer.loader.close()
+    return found[-1] / whole
+
+
+def _alive() -> dict[int, int]:
+    """Bytes of each memory that a tensor is in."""
+    gc.collect()
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found if t.layout is torch.strided}

@@ -1,0 +1,131 @@
+"""What goes wrong in a run is said clearly, and costs at most the steps since the last checkpoint."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.train import CheckpointError, Trainer, checkpoints
+from support import trainer as runs
+from support.distributed import Raised, Ranks, ranks
+
+TWO = {"dp": 2, "zero": 3, "global_batch": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory):
+    """Checkpoints of two steps, of two ranks, and what came after them."""
+    folder = tmp_path_factory.mktemp("saved")
+    settings = runs.settings_of(data, parallel=TWO, checkpoint={"folder": str(folder), "every": 2}, run={"steps": 4})
+    ranks(2).run(runs.train, settings)
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
+    settings = runs.settings_of(data, parallel=TWO, checkpoint={"folder": str(tmp_path)}, run={"steps": 50})
+    handler = signal.getsignal(number)
+    for result in ranks(2).run(runs.train_with_a_signal, settings, number, 3):
+        assert (result.step, result.stopped) == (3, number.name)
+        assert result.checkpoint == tmp_path / "step-00000003"
+    assert signal.getsignal(number) == handler
+    done = ranks(2).run(runs.train, runs.settings_of(data, parallel=TWO), tmp_path)
+    assert [result.step for result in done] == [5, 5]
+
+
+@pytest.mark.parametrize("killed", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
+    """The second of two checkpoints; the first is whole, and the run goes on from it."""
+    sections = {"parallel": TWO, "checkpoint": {"folder": str(tmp_path), "every": 2}, "run": {"steps": 6}}
+    group = Ranks(2)
+    try:
+        outcomes = group.outcomes(runs.train_killed, runs.settings_of(data, **sections), killed, 2)
+    finally:
+        group.close()
+    assert all(isinstance(outcome, Raised) for outcome in outcomes)
+    assert [outcome.type == "Killed" for outcome in outcomes] == [rank in killed for rank in range(2)]
+    assert names(tmp_path)[-1] == "step-00000002"
+    assert ranks(2).run(runs.train, runs.settings_of(data, **sections), tmp_path)[0].step == 6
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk(data, tmp_path, asynchronous):
+    checkpoint = {"folder": str(tmp_path), "every": 1, "asynchronous": asynchronous}
+    settings = runs.settings_of(data, parallel=TWO, checkpoint=checkpoint)
+    for outcome in ranks(2).outcomes(runs.train_on_a_full_disk, settings, 3):
+        assert outcome.type == "CheckpointError"
+        assert "cannot write the checkpoint" in outcome.message and ".step-00000003.part: rank 0" in outcome.message
+        assert f"the last complete one is {tmp_path}/step-00000002" in outcome.message
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert ranks(2).run(runs.train, settings, tmp_path)[0].step == 5
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a bit": (lambda path: flip(path / "__1_0.distcp"), r"__1_0\.distcp is damaged: its checksum is [0-9a-f]{8}, not"),
+    "an end": (lambda path: os.truncate(path / "__0_0.distcp", 99), r"__0_0\.distcp is damaged: it has 99 bytes, of"),
+    "a file": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
+    "metadata": (lambda path: flip(path / ".metadata"), r"\.metadata is damaged"),
+    "description": (lambda path: (path / "run.json").write_text("{"), r"run\.json is not of a checkpoint, or damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_on_every_rank(data, saved, tmp_path, damage):
+    act, message = DAMAGES[damage]
+    folder = tmp_path / "saved"
+    shutil.copytree(saved, folder)
+    act(folder / "step-00000004")
+    outcomes = ranks(2).outcomes(runs.steps_of, runs.settings_of(data, parallel=TWO), folder)
+    assert {outcome.type for outcome in outcomes} == {"CheckpointError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    alone = Trainer(runs.settings_of(data))
+    before = [p.detach().clone() for p in alone.model.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        alone.resume(folder)
+    assert all((p == q).all() for p, q in zip(alone.model.parameters(), before, strict=True))
+    assert alone.resume(folder / "step-00000002").name == "step-00000002"
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="has no checkpoint in it"):
+            checkpoints.newest(folder)
+    (tmp_path / "step-00000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"step-00000003/run\.json: No such file"):
+        checkpoints.describe(checkpoints.newest(tmp_path))
+    (tmp_path / "step-00000003" / "run.json").write_text(json.dumps({"step": 3, "files": {}}))
+    with pytest.raises(CheckpointError, match="not of a checkpoint"):
+        checkpoints.describe(checkpoints.newest(tmp_path))
+
+
+def test_data_that_stop_being_readable(data, monkeypatch):
+    trainer = Trainer(runs.settings_of(data))
+    trainer.step()
+
+    def fail(*_, **__):
+        raise OSError(5, "Input/output error", str(data))
+
+    monkeypatch.setattr(trainer.samples.stream, "document", fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*tokens\.bin"):
+        trainer.train()
+    assert trainer.done <= 2  # the step that had been read

@@ -1,0 +1,134 @@
+"""Starting a run: plans for other ranks, what is refused before anything starts, Ctrl-C and going on."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic")
+
+from parallel_ops._command_line import INTERRUPTED
+from parallel_ops.train import command, launch
+from parallel_ops.train.forecast import Device, memory_problem, replan
+from parallel_ops.train.launch import Start, fitted
+from parallel_ops.train.settings_file import settings_of
+
+ROOM = Device("a lot of memory", 2.0**50, True)
+MODEL = {"vocab_size": 64, "seq_length": 32, "layers": 1, "hidden": 32, "heads": 4}
+
+
+def settings(folder, plan, **more):
+    return settings_of({"model": MODEL, "data": {"paths": [str(folder / "tokens.bin")]}, "parallel": plan, **more})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "wanted"),
+    [
+        ("dp=4,zero=3,global_batch=8", 2, "dp=2,zero=3,global_batch=8"),
+        ("dp=2,tp=2,zero=1,global_batch=8", 2, "tp=2,zero=1,global_batch=8"),
+        ("dp=2,tp=2,zero=1,global_batch=8", 8, "dp=4,dp_replicate=2,tp=2,zero=1,global_batch=8"),
+        ("tp=4,sequence_parallel=true,global_batch=8", 1, "global_batch=8"),
+        ("tp=2,cp=2,global_batch=8", 2, "tp=2,global_batch=8"),
+        ("dp=4,dp_replicate=2,zero=2,global_batch=8", 2, "dp=2,zero=2,global_batch=8"),
+    ],
+)
+def test_a_plan_for_other_ranks(folder, plan, ranks, wanted):
+    found = replan(settings(folder, plan), ranks, ROOM).plan
+    assert found == settings(folder, wanted).plan and found.gpus == ranks
+
+
+def test_a_plan_that_no_ranks_can_run_says_why(folder):
+    with pytest.raises(ValueError, match=r"no plan like dp=4.* runs on 3 ranks: .*global_batch must be a multiple"):
+        replan(settings(folder, "dp=4,global_batch=8"), 3, ROOM)
+    with pytest.raises(ValueError, match="too much by the planner's count"):
+        replan(settings(folder, "dp=4,global_batch=8"), 2, Device("a thimble", 1e6, True))
+
+
+def test_ranks_that_do_not_fit_are_an_error_unless_the_plan_may_change(folder):
+    given = settings(folder, "dp=2,global_batch=8")
+    with pytest.raises(ValueError, match=r"dp=2 \* cp=1 \* tp=1 is 2 ranks, but there are 4; .*--elastic"):
+        fitted(given, 4, Start())
+    assert fitted(given, 4, Start(elastic=True)).plan.dp == 4
+    assert fitted(given, 2, Start()) is given
+
+
+def test_a_plan_beyond_the_memory_is_a_warning_or_an_error(folder, monkeypatch, capsys):
+    given = settings(folder, "dp=2,zero=1,global_batch=8")
+    assert memory_problem(given, ROOM) is None
+    monkeypatch.setattr(Device, "here", classmethod(lambda *_: Device("a thimble", 1e6, True)))
+    command.dry_run(given, None, strict=False)
+    said = capsys.readouterr()
+    assert "mesh   dp_shard 2: 2 ranks" in said.out and "tokens/s" in said.out
+    assert "warning: each rank needs" in said.err and "a thimble has 0.00" in said.err
+    with pytest.raises(ValueError, match=r"each rank needs .* \(--strict\)"):
+        command.dry_run(given, None, strict=True)
+
+
+def test_what_is_looked_at_before_anything_starts(folder):
+    (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
+    given = settings(folder, "dp=2,global_batch=8", checkpoint={"folder": str(folder / "checkpoints")})
+    with pytest.raises(launch.CheckpointError, match="has a checkpoint of step 3 already: go on from it with --resume"):
+        launch.check(given, Start())
+    with pytest.raises(launch.CheckpointError, match=r"run\.json"):
+        launch.check(given, Start(resume=True))
+    with pytest.raises(ValueError, match=r"--resume needs checkpoint\.folder"):
+        launch.check(settings(folder, "dp=2,global_batch=8"), Start(resume=True))
+    (folder / "tokens.bin").write_bytes(b"ab")
+    with pytest.raises(ValueError, match="1 tokens, but a sequence needs 33"):
+        launch.check(settings(folder, "dp=2,global_batch=8"), Start())
+
+
+RUN = """
+[run]
+steps = 400
+[model]
+vocab_size = 64
+seq_length = 32
+layers = 1
+hidden = 32
+heads = 4
+[data]
+paths = ["tokens.bin"]
+[parallel]
+dp = 2
+zero = 3
+global_batch = 4
+[precision]
+dtype = "fp32"
+[checkpoint]
+folder = "checkpoints"
+[logging]
+jsonl = "metrics.jsonl"
+"""
+
+
+def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
+    """A whole run of the command: the one test here that starts processes."""
+    (folder / "run.toml").write_text(RUN)
+    call = [sys.executable, "-m", "parallel_ops", "train", "run.toml"]
+    options = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(call, start_new_session=True, **options)
+    said = []
+    for line in run.stdout:
+        said.append(line)
+        if line.startswith("step 3/"):
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    assert run.wait() == INTERRUPTED, "".join(said)
+    assert said[-1].startswith("stopped by SIGINT after step") and "Traceback" not in "".join(said)
+    done = int(said[-1].split()[5].rstrip(";"))
+    wrong = subprocess.run([*call, "--steps", "9"], **options, check=False)
+    assert (wrong.returncode, wrong.stdout.count("\n")) == (2, 1) and "go on from it with --resume" in wrong.stdout
+    more = subprocess.run([*call, "--resume", "--processes", "1", "--steps", str(done + 2)], **options, check=False)
+    assert more.returncode == 0, more.stdout
+    assert f"goes on from checkpoints/step-{done:08}" in more.stdout
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + 2

@@ -1,0 +1,202 @@
+"""Settings: what a file may say, what it may not and how that is said, and the plan in them."""
+
+import json
+import os
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.planner import Plan, presets
+from parallel_ops.planner.export import export
+from parallel_ops.train.deepspeed import with_deepspeed
+from parallel_ops.train.forecast import planner_model
+from parallel_ops.train.settings import json_schema
+from parallel_ops.train.settings_file import read_settings, settings_of
+
+SMALL = {
+    "model": {"vocab_size": 64, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4},
+    "data": {"paths": ["tokens.bin"]},
+    "parallel": {"dp": 2, "tp": 2, "zero": 3, "global_batch": 8},
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model]\nvocab_size = 64\nseq_length = 32\nlayers = 2\nhidden = 32\nheads = 4\nwindow = [8, 'none']\n"
+        "[data]\npaths = ['tokens.bin']\n[parallel]\ndp = 2\ntp = 2\nglobal_batch = 8\n[optimizer]\nclip = 'none'\n"
+    )
+    return path
+
+
+def test_a_file_and_changes_to_it(file):
+    settings = read_settings(file, ["parallel.zero=3", "run.steps=7", "checkpoint.folder=runs/a", "optimizer.lr=1"])
+    assert settings.plan == Plan(dp=2, tp=2, zero=3, global_batch=8, fused_loss=True)
+    assert settings.config.windows == (8, None) and settings.optimizer.clip is None
+    assert (settings.run.steps, settings.optimizer.lr, str(settings.checkpoint.folder)) == (7, 1.0, "runs/a")
+    assert (settings.spread.zero, settings.spread.precision, settings.seq_length) == (3, "bf16", 32)
+
+
+def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):
+    settings = read_settings(file, ["parallel=dp=4,dp_replicate=2,zero=2,global_batch=8,dtype=fp32,recompute=full"])
+    assert (settings.precision.dtype, settings.recompute.kind) == ("fp32", "full")
+    assert settings.plan == Plan.parse(settings.plan.text)
+    assert (settings.plan.dp_shard, settings.spread.recompute) == (2, "full")
+    with pytest.raises(ValueError, match=r"precision\.dtype is 'bf16', but parallel\.dtype is 'fp32'"):
+        settings_of({**SMALL, "parallel": {"dtype": "fp32"}, "precision": {"dtype": "bf16"}})
+
+
+def test_the_text_of_a_plan():
+    plan = Plan(dp=2, tp=2, zero=3, sequence_parallel=True, global_batch=4, layers_per_chunk=(3,))
+    assert plan.text == "dp=2,tp=2,zero=3,sequence_parallel=true,global_batch=4,layers_per_chunk=3"
+    assert Plan.parse(plan.text) == plan and Plan.parse("") == Plan()
+    with pytest.raises(ValueError, match="tp is given twice"):
+        Plan.parse("tp=2,tp=4")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run.step=3", "unknown key run.step; nearest: steps"),
+        ("runn.steps=3", "unknown key runn; nearest: run"),
+        ("parallel.tq=3", "unknown key parallel.tq; nearest: tp"),
+        ("parallel=dp=2,tq=1", "unknown field of parallel 'tq'; nearest: tp"),
+        ("parallel.tp=3", "model.heads is 4, which tp=3 must divide"),
+        ("parallel.dp=3", r"global_batch must be a multiple of dp \* micro_batch \(3\), got 8"),
+        ("parallel.dp_replicate=3", r"dp_replicate must divide dp \(2\), got 3"),
+        ("parallel.tp='2'", "parallel.tp: input should be a valid integer, got '2'"),
+        ("parallel.pp=2", "parallel.pp must be 1, got 2: its trainer has no pipeline yet"),
+        ("parallel.ep=2", "parallel.ep must be 1, got 2: its trainer has no expert parallelism yet"),
+        ("parallel.overlap=false", "parallel.overlap must be True"),
+        ("parallel.offload=optimizer", "offload needs zero of 1 or more"),
+        ("parallel.recompute=operators", "recompute.kind: input should be 'none', 'selective' or 'full'"),
+        ("precision.dtype=fp8", "precision.dtype: input should be 'bf16', 'fp32' or 'fp16'"),
+        ("optimizer.lr=fast", "optimizer.lr: input should be a valid number, got 'fast'"),
+        ("optimizer.schedule=wsd", "optimizer.decay must be at least 1 for the schedule wsd, got 0"),
+        ("run.steps=true", "run.steps: input should be a valid integer, got True"),
+        ("model.heads=5", "must be a multiple of heads"),
+        ("model.folder=nowhere", "model has a folder, which says what it is; heads, hidden"),
+        ("data.seq_length=64", "data.seq_length is 64, but the model's sequences have at most 32"),
+        ("data.paths=[]", "data.paths"),
+        ("checkpoint.every=5", "checkpoint.folder is needed with checkpoint.every"),
+        ("run=3", "--set takes section.key=value, got 'run=3'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(file, change, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        read_settings(file, [change])
+    assert "\n" not in str(raised.value)
+
+
+def test_every_wrong_key_is_named_at_once(file):
+    with pytest.raises(ValueError, match=r"steps.*lr.*unknown key precision.dtpye; nearest: dtype"):
+        read_settings(file, ["run.steps=0", "optimizer.lr=-1", "precision.dtpye=fp32"])
+
+
+def test_a_file_that_is_no_toml(tmp_path):
+    (tmp_path / "run.toml").write_text("[run")
+    with pytest.raises(ValueError, match=r"run\.toml is not TOML"):
+        read_settings(tmp_path / "run.toml")
+
+
+def test_the_example_and_the_schema_agree():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    example = os.path.join(os.path.dirname(__file__), "../../examples/train.toml")
+    assert read_settings(example).plan.gpus == 4
+    schema = json.loads(json_schema())
+    with open(example, "rb") as file:
+        for section, keys in tomllib.load(file).items():
+            known = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+            assert set(keys) <= set(known["properties"]), section
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "gpt3-175b"])
+def test_what_the_planner_writes_is_a_run(model):
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    plan = Plan(dp=2, tp=8, zero=3, sequence_parallel=True, global_batch=16, recompute="full", fused_loss=True)
+    shape = presets.model(model)
+    settings = settings_of(tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan)))
+    assert settings.plan == plan
+    assert planner_model(settings.config, settings.seq_length, shape.name) == shape
+
+
+DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "hysteresis": 2},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.99], "eps": 1e-9, "weight_decay": 0.05}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "warmup_num_steps": 10, "total_num_steps": 300, "warmup_type": "linear", "warmup_min_lr": 0}},
+    "steps_per_print": 5,
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+
+
+class TestDeepSpeed:
+    def read(self, tmp_path, change=None, data=SMALL):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({**DEEPSPEED, **(change or {})}))
+        data = {**data, "parallel": {"dp": 2, "tp": 2}}
+        with pytest.warns(UserWarning, match=r"without effect here: .*zero_optimization\.overlap_comm"):
+            return settings_of(with_deepspeed(data, path))
+
+    def test_what_it_says_is_done(self, tmp_path):
+        settings = self.read(tmp_path)
+        assert settings.plan == Plan(dp=2, tp=2, zero=2, micro_batch=2, global_batch=16, fused_loss=True)
+        found = settings.optimizer
+        assert (found.lr, found.betas, found.eps, found.weight_decay, found.clip) == (
+            2e-4,
+            (0.9, 0.99),
+            1e-9,
+            0.05,
+            0.5,
+        )
+        assert (found.schedule, found.warmup, found.floor, settings.run.steps) == ("linear", 10, 0.0, 300)
+        assert settings.logging.every == 5 and settings.precision.dtype == "bf16"
+
+    def test_fp16_offload_and_accumulation(self, tmp_path):
+        settings = self.read(tmp_path, {
+            "train_batch_size": "auto", "gradient_accumulation_steps": 3, "bf16": {"enabled": False},
+            "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50},
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
+                                  "offload_param": {"device": "cpu"}},
+        })  # fmt: skip
+        assert settings.plan.global_batch == 12 and settings.plan.offload == "optimizer" and settings.spread.offload
+        assert (settings.precision.initial_scale, settings.precision.growth_interval) == (4096.0, 50)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"optimizer": {"type": "Lamb"}}, "optimizer.type cannot be 'Lamb': the optimizer is AdamW"),
+            ({"sparse_gradients": True}, "sparse_gradients cannot be True"),
+            ({"amp": {"enabled": True}}, "amp.enabled cannot be True"),
+            (
+                {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+                "zero_quantized_weights cannot be True",
+            ),
+            ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device cannot be 'nvme'"),
+            ({"fp16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
+            ({"gradient_accumulation_steps": 3}, "train_batch_size is 16, not 2 of"),
+            ({"scheduler": {"type": "OneCycle"}}, "scheduler.type cannot be 'OneCycle'"),
+            ({"scheduler": {"type": "WarmupLR"}}, r"warmup_type cannot be log \(the default\)"),
+            ({"pipeline": {"stages": 2}}, "pipeline.stages is not known here"),
+            ({"train_batch_size": "many"}, "train_batch_size must be int, got 'many'"),
+        ],
+    )
+    def test_what_cannot_be_done_is_named(self, tmp_path, change, message):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({**DEEPSPEED, **change}))
+        with pytest.raises(ValueError, match=message):
+            with_deepspeed({**SMALL, "parallel": {"dp": 2, "tp": 2}}, path)
+
+    def test_both_say_the_same(self, tmp_path):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(DEEPSPEED))
+        with pytest.raises(ValueError, match=r"lr says 0.0002, but optimizer.lr is 0.1"):
+            with_deepspeed({**SMALL, "parallel": {"dp": 2, "tp": 2}, "optimizer": {"lr": 0.1}}, path)

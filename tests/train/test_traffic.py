@@ -1,0 +1,104 @@
+"""What a step sends and holds is what the planner says of its plan, to the byte.
+
+One group of four ranks takes all plans in turn. What a person sees is not the planner's: agreements before collectives,
+a few numbers for the progress line, sums of scalars.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.train.forecast import cluster_of, forecast, rank_memory
+from parallel_ops.train.settings_file import settings_of
+from support import traffic
+from support.distributed import ranks
+
+GPT = {"vocab_size": 64, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4}
+LLAMA = {
+    **GPT, "kv_heads": 2, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",
+    "tied_embeddings": False,
+}  # fmt: skip
+# Model, plan, dtype, recomputation: every ZeRO stage, with and without accumulation, every dimension, both dtypes.
+CASES = [
+    (LLAMA, "dp=4,global_batch=8", "bf16", "none"),
+    (GPT, "dp=4,zero=1,global_batch=8", "bf16", "none"),
+    (LLAMA, "dp=4,zero=2,global_batch=8", "fp32", "none"),
+    (GPT, "dp=4,zero=3,global_batch=16,micro_batch=2", "bf16", "none"),
+    (GPT, "dp=4,dp_replicate=2,zero=3,global_batch=8", "fp32", "none"),
+    (GPT, "tp=2,dp=2,zero=2,global_batch=4", "fp32", "none"),
+    (LLAMA, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=8,micro_batch=2", "bf16", "full"),
+    (GPT, "tp=2,cp=2,zero=3,cp_kind=all-to-all,global_batch=2", "bf16", "none"),
+    (LLAMA, "tp=2,cp=2,zero=3,global_batch=2", "fp32", "selective"),
+    (LLAMA, "dp=2,cp=2,global_batch=4", "bf16", "full"),
+]
+IDS = [f"{plan} {dtype} {recompute}" for _, plan, dtype, recompute in CASES]
+NOT_PLANNED = ("agreement", "report")
+
+
+def given(case):
+    model, plan, dtype, recompute = case
+    return {"model": model, "parallel": plan, "precision": {"dtype": dtype}, "recompute": {"kind": recompute}}
+
+
+@functools.cache
+def steps(folder, number):
+    """What a step of a case sends and holds on each rank."""
+    file = folder / "tokens.bin"
+    np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16).tofile(file)
+    return ranks(4).run(traffic.a_step, {"data": {"paths": [str(file)]}, **given(CASES[number])})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
+def test_a_step_sends_what_the_planner_says(folder, number):
+    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
+    planned = {}
+    for transfer in forecast(settings, cluster_of("h100", settings.plan)).transfers:
+        # Shards are over dp_shard and cp together, which are one group where either has one rank.
+        name = "data" if transfer.group == "dp" else transfer.group
+        planned[name, transfer.collective] = planned.get((name, transfer.collective), 0) + transfer.bytes
+    sent = {}
+    counts = [count for count, _ in steps(folder, number)]
+    for name, kind in {key for count in counts for key in count}:
+        if kind not in NOT_PLANNED:
+            data = name in ("loss", "fsdp", "dp_shard") or (
+                name == "cp" and kind in ("all-gather", "reduce-scatter", "all-reduce")
+            )
+            key = ("data" if data else name, kind)
+            # Of a causal ring some ranks send more than others: the planner has their mean.
+            sent[key] = sent.get(key, 0) + sum(count.get((name, kind), 0) for count in counts) / 4
+    assert sent == planned
+    assert all(sum(size for (_, kind), size in count.items() if kind == "report") < 100 for count in counts)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
+def test_a_rank_holds_what_the_planner_says(folder, number):
+    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
+    planned = rank_memory(settings)
+    plan, ranked = settings.plan, settings.plan.dp_shard * settings.plan.cp
+    for _, samples in steps(folder, number):
+        parameters, gradients, optimizer = map(max, zip(*samples, strict=True))
+        gathered = min(held for held, *_ in samples) if plan.zero == 3 else parameters
+        # Master weights are the parameters that the optimizer has.
+        master = 0 if plan.dtype == "fp32" else planned.optimizer / 3
+        assert gathered == planned.parameters + master
+        assert gradients == planned.gradients
+        assert optimizer == planned.optimizer - master
+        if plan.zero == 3:  # beside the shards, at the end of a forward: what is beside the layers
+            assert gathered < parameters <= gathered * (1 + ranked)
+
+
+def test_mixed_precision_with_sharded_states_takes_16_bytes_a_parameter(folder):
+    """Master weights, gradient and two moments in fp32; 16-bit parameters are there while they are used."""
+    number = IDS.index("dp=4,zero=3,global_batch=16,micro_batch=2 bf16 none")
+    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
+    whole = forecast(settings, cluster_of("h100", settings.plan)).model.parameters
+    for _, samples in steps(folder, number):
+        assert sum(samples[-1]) == 16 * whole / 4  # before the update

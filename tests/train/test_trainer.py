@@ -1,0 +1,313 @@
+"""``Trainer``: any plan takes the steps that one process takes, and goes on where another stopped."""
+
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.train import CheckpointError, NotFinite, Trainer
+from parallel_ops.train.optimizer import LossScale, adamw, learning_rate
+from parallel_ops.train.settings import OptimizerSettings
+from support import trainer as runs
+from support.distributed import ranks
+
+BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+def drawn(number, processes):
+    """The sections of a plan over so many ranks."""
+    draw = random.Random(f"{number} {processes}")
+    layouts = [
+        (tp, cp, replicate, shard)
+        for tp, cp, replicate, shard in itertools.product((1, 2, 4), repeat=4)
+        if tp * cp * replicate * shard == processes
+    ]
+    tp, cp, replicate, shard = draw.choice(layouts)
+    dp = replicate * shard
+    zero = draw.randint(0, 3) if shard * cp > 1 else 0
+    return {
+        "parallel": {
+            "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate, "global_batch": BATCH,
+            "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
+            "micro_batch": draw.choice([b for b in (1, 2, 4) if BATCH % (b * dp) == 0]),
+            "sequence_parallel": tp > 1 and draw.random() < 0.5,
+            "cp_kind": draw.choice(("ring", "all-to-all")) if tp * cp <= 4 else "ring",
+        },
+        "recompute": {"kind": draw.choice(("none", "selective", "full")), "every": draw.choice((1, 2))},
+    }  # fmt: skip
+
+
+@functools.cache
+def alone(data, kind, apart):
+    settings = runs.settings_of(data, model=runs.MODELS[kind], data={"apart": apart})
+    return runs.steps_of(0, settings)
+
+
+def run(settings, resume=None, steps=None):
+    processes = settings.plan.gpus
+    if processes == 1:
+        return [runs.steps_of(0, settings, resume, steps)]
+    return ranks(processes).run(runs.steps_of, settings, resume, steps)
+
+
+def close(got, want):
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
+
+
+def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
+    """Five steps, the last two on another plan than the first three: as one process takes them."""
+    for number in range(pytestconfig.getoption("plans")):
+        draw = random.Random(number)
+        kind, apart = draw.choice(("gpt", "llama")), draw.random() < 0.5
+        first, second = drawn(2 * number, 4), drawn(2 * number + 1, draw.choice((1, 2, 4)))
+        folder = tmp_path / str(number)
+        common = {"model": runs.MODELS[kind], "data": {"apart": apart}}
+        started = run(runs.settings_of(data, **common, **first, checkpoint={"folder": str(folder)}), None, 3)
+        went_on = run(runs.settings_of(data, **common, **second), folder)
+        want = alone(data, kind, apart)
+        for got, expected in [*((s, want[:3]) for s in started), *((s, want[3:]) for s in went_on)]:
+            try:
+                close(got, expected)
+            except AssertionError as error:
+                raise AssertionError(f"{number}: {kind}, apart {apart}, {first} then {second}: {error}") from None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_run_goes_on_bit_by_bit(data, tmp_path, dtype):
+    """With dropout, on the ranks that it was on."""
+    sections = {
+        "model": {**runs.MODELS["gpt"], "dropout": 0.1},
+        "parallel": {"dp": 2, "zero": 2, "global_batch": BATCH, "micro_batch": 2},
+        "precision": {"dtype": dtype},
+    }
+    settings = runs.settings_of(data, **sections)
+    whole = ranks(2).run(runs.steps_of, settings)[0]
+    saving = runs.settings_of(data, **sections, checkpoint={"folder": str(tmp_path)})
+    assert ranks(2).run(runs.steps_of, saving, None, 3)[0] == whole[:3]
+    assert ranks(2).run(runs.steps_of, settings, tmp_path)[0] == whole[3:]
+    if dtype == "fp32":
+        assert len(set(whole)) == 5
+        return
+    exact = ranks(2).run(runs.steps_of, runs.settings_of(data, **{**sections, "precision": {"dtype": "fp32"}}))[0]
+    assert [loss for loss, _ in whole] == pytest.approx([loss for loss, _ in exact], rel=2e-3)
+
+
+def test_a_save_is_of_the_moment_it_began(data, tmp_path):
+    settings = runs.settings_of(data, checkpoint={"folder": str(tmp_path / "one")})
+    assert runs.saved_while_it_changes(0, settings)
+    two = runs.settings_of(
+        data, parallel={"dp": 2, "zero": 3, "global_batch": BATCH}, checkpoint={"folder": str(tmp_path / "two")}
+    )
+    assert ranks(2).run(runs.saved_while_it_changes, two) == [True, True]
+
+
+def test_what_a_run_leaves(data, tmp_path, capsys):
+    """Lines, JSONL, picture; checkpoints that are kept. A resumed run goes on in all of them."""
+    sections = {
+        "checkpoint": {"folder": str(tmp_path / "saved"), "every": 2, "keep": 2},
+        "logging": {"every": 2, "jsonl": str(tmp_path / "logs" / "m.jsonl"), "picture": str(tmp_path / "p.png")},
+    }
+    trainer = Trainer(runs.settings_of(data, **sections))
+    result = trainer.train()
+    assert (result.step, result.stopped, result.checkpoint) == (5, None, tmp_path / "saved" / "step-00000005")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-00000004", "step-00000005"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 2/5", "step 4/5", "step 5/5"]
+    assert "tokens/s" in lines[0] and "left" in lines[0] and "GiB" in lines[0]
+    first = (tmp_path / "logs" / "m.jsonl").read_text()
+    records = [json.loads(line) for line in first.splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert set(records[0]) == {"step", "loss", "grad_norm", "tokens", "seconds", "lr"}
+    assert records[0]["tokens"] == BATCH * 16 and records[-1]["loss"] == result.loss < records[0]["loss"]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "logs" / "m.jsonl").write_text(first + '{"step": 6, "lo')  # as a run that was killed leaves it
+
+    again = Trainer(runs.settings_of(data, **sections))
+    again.resume(tmp_path / "saved" / "step-00000004")
+    again.train()
+    seen = [json.loads(line) for line in (tmp_path / "logs" / "m.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in seen] == [record["loss"] for record in records]
+    assert "abandoned-step-00000005" in {path.name for path in (tmp_path / "saved").iterdir()}
+
+
+def test_a_board_is_written_or_its_package_asked_for(data, tmp_path):
+    trainer = Trainer(runs.settings_of(data, logging={"tensorboard": str(tmp_path)}))
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(ImportError, match="needs tensorboard; run: pip install tensorboard"):
+            trainer.train()
+        return
+    trainer.train()
+    (file,) = tmp_path.iterdir()
+    assert all(name in file.read_bytes() for name in (b"loss", b"grad_norm", b"tokens_per_second", b"lr"))
+
+
+def test_a_loss_that_is_not_finite_stops_or_is_left_out(data, tmp_path, capsys):
+    class Poisoned(nn.Module):
+        """A model whose loss is NaN in its second step."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Embedding(runs.VOCABULARY, 8), nn.Linear(8, runs.VOCABULARY)])
+            self.calls = 0
+
+        def forward(self, tokens, targets):
+            self.calls += 1
+            logits = self.layers[1](self.layers[0](tokens))
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return loss * math.nan if self.calls == 2 else loss
+
+    options = {"parallel": {"global_batch": 4, "micro_batch": 4}}
+    trainer = Trainer(runs.settings_of(data, **options), model=Poisoned())
+    with pytest.raises(NotFinite, match=r"step 2, samples 4 to 7: loss nan, gradient norm nan; no parameter"):
+        trainer.train()
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+    logs = tmp_path / "m.jsonl"
+    skipping = runs.settings_of(data, **options, run={"on_nan": "skip"}, logging={"jsonl": str(logs)})
+    trainer = Trainer(skipping, model=Poisoned())
+    before = None
+    take = trainer.step
+
+    def step(**kwargs):
+        nonlocal before
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        taken = take(**kwargs)
+        same = all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before, strict=True))
+        assert same == (taken.number == 2)
+        return taken
+
+    trainer.step = step
+    assert trainer.train().step == 5
+    assert "not finite, skipped" in capsys.readouterr().out
+    records = [json.loads(line) for line in logs.read_text().splitlines()]
+    assert [record["loss"] is None for record in records] == [False, True, False, False, False]
+    assert all(state["step"] == 4 for state in trainer.optimizer.state.values())
+
+
+def test_half_precision_finds_a_scale(data):
+    """One that overflows at first: those steps are skipped, on all ranks."""
+    settings = runs.settings_of(
+        data, precision={"dtype": "fp16", "initial_scale": 2.0**22, "growth_interval": 3}, run={"steps": 12},
+        parallel={"dp": 2, "tp": 2, "zero": 2, "global_batch": BATCH, "micro_batch": 2},
+    )  # fmt: skip
+    outcomes = ranks(4).run(runs.scales_of, settings)
+    scales, skipped = outcomes[0]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert skipped[0] and not skipped[-1]
+    assert scales[0] == 2.0**21 and max(scales[6:]) >= 2 * min(scales)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(0, 16), (1, 8), (3, 8)])
+def test_bytes_a_parameter_in_mixed_precision(data, zero, expected):
+    """Parameters, gradients and two moments in fp32, over the ranks that share them; no copy in bf16 stays."""
+    settings = runs.settings_of(
+        data, model={**runs.MODELS["gpt"], "hidden": 128}, precision={"dtype": "bf16"},
+        parallel={"dp": 2, "zero": zero, "global_batch": 2},
+    )  # fmt: skip
+    for found in ranks(2).run(runs.bytes_a_parameter, settings):
+        assert expected <= found < 1.05 * expected
+
+
+class TestOptimizer:
+    def test_only_matrices_decay_and_saving_is_no_step(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        before = [p.clone() for p in model.parameters()]
+        optimizer = adamw(model, OptimizerSettings(weight_decay=0.3))
+        matrices, vectors = optimizer.param_groups
+        assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
+        assert [p.dim() for p in matrices["params"]] == [2] and {p.dim() for p in vectors["params"]} == {1}
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        assert all(state["step"] == 0 for state in optimizer.state.values())
+        assert all(p.grad is None for p in model.parameters())
+
+    @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+    def test_rates(self, schedule):
+        decay = 20 if schedule == "wsd" else 0
+        settings = OptimizerSettings(lr=2.0, warmup=10, schedule=schedule, decay=decay, floor=0.1)
+        rates = [learning_rate(settings, 100, step) for step in range(100)]
+        assert rates[:10] == pytest.approx([0.2 * k for k in range(1, 11)])
+        assert rates[9:] == sorted(rates[9:], reverse=True) and max(rates) == 2.0
+        assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
+        falling = sum(later < earlier for earlier, later in itertools.pairwise(rates))
+        assert falling == {"cosine": 89, "linear": 89, "wsd": 20, "constant": 0}[schedule]
+        middle = {"cosine": 0.1 + 0.9 * 0.5, "linear": 0.1 + 0.9 * 0.5, "wsd": 1.0, "constant": 1.0}[schedule]
+        assert rates[54:56] == pytest.approx([2 * middle] * 2, rel=0.05)
+
+    def test_a_run_of_one_step(self):
+        assert learning_rate(OptimizerSettings(lr=1.0), 1, 0) == 1.0
+
+    def test_the_scale_of_half_precision(self):
+        scale = LossScale(8.0, 2)
+        seen = []
+        for finite in (True, True, False, True, False, True, True):
+            scale.update(finite)
+            seen.append(scale.scale)
+        assert seen == [8, 16, 8, 8, 4, 4, 8]
+        again = LossScale(1.0, 2)
+        again.load_state_dict(scale.state_dict())
+        assert (again.scale, again.good) == (8, 0)
+        scale.scale = 2.0**-14
+        with pytest.raises(FloatingPointError, match="not finite at a loss scale"):
+            scale.update(False)
+
+
+def test_a_mesh_that_is_not_the_plan(data):
+    with pytest.raises(ValueError, match="the plan has tp=2, the mesh 1"):
+        Trainer(runs.settings_of(data, parallel={"tp": 2}))
+
+
+def test_a_token_that_the_model_does_not_know(tmp_path):
+    np.full(200, 77, "uint16").tofile(tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="token 77, in samples 0 to 0, is outside the model's vocabulary of 31"):
+        Trainer(runs.settings_of(tmp_path / "a.bin")).step()
+
+
+def test_a_checkpoint_of_another_model(data, tmp_path):
+    Trainer(runs.settings_of(data, checkpoint={"folder": str(tmp_path)})).save()
+    wider = Trainer(runs.settings_of(data, model={**runs.MODELS["gpt"], "hidden": 64}))
+    with pytest.raises(CheckpointError, match="is of a model with hidden 32, not 64"):
+        wider.resume(tmp_path)
+
+
+def test_a_run_does_not_begin_beside_the_checkpoints_of_another(data, tmp_path):
+    settings = runs.settings_of(data, run={"steps": 2}, checkpoint={"folder": str(tmp_path)})
+    Trainer(settings).train()
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 2 already"):
+        Trainer(settings).train()
+
+
+def test_a_llama_is_tuned_and_opens_in_transformers(data, tmp_path):
+    """On two ranks that share its weights: 20 steps, after which the folder has the trained logits."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=runs.VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    first = transformers.LlamaForCausalLM(config)
+    first.save_pretrained(tmp_path / "first")
+    settings = runs.settings_of(
+        data, model={"folder": str(tmp_path / "first")}, run={"steps": 20},
+        parallel={"dp": 2, "zero": 3, "global_batch": BATCH, "micro_batch": 4},
+    )  # fmt: skip
+    losses, logits = ranks(2).run(runs.tuned, settings, tmp_path / "tuned")[0]
+    assert losses[-1] < 0.8 * losses[0]
+    tuned = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
+    tokens = torch.arange(12)[None] % runs.VOCABULARY
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(tokens).logits[0], logits, rtol=1e-4, atol=1e-4)
+        assert (tuned(tokens).logits - first(tokens).logits).abs().max() > 0.5
