@@ -3,8 +3,9 @@ fast as the second and every one has the same order of sums.
 
 Chosen by the compiled code, no GPU having run it: the largest tiles that spill nothing. What limits them are 255
 registers a thread: the accumulators of dK and dV alone take 128 of them at 128 keys x 128 dims and eight warps. wgmma
-and tcgen05 want 64 rows of own tokens for four warps. Copies of one tile ahead; more would not fit shared memory beside
-256 dims. The philox words of dropout need registers beside all that, and so does a soft cap on an A100.
+and tcgen05 want 64 rows of own tokens for four warps, for which dK and dV of 256 dims have no place under dropout on an
+H100. Copies of one tile ahead; more would not fit shared memory beside 256 dims. The philox words of dropout need
+registers beside all that, and so does a soft cap on an A100.
 """
 
 from typing import NamedTuple
@@ -40,14 +41,14 @@ _PLAIN = {
     (100, 256): Tiles(Tile(128, 64), Tile(32, 32), Tile(64, 32)),
 }
 _NARROW = {
-    (80, 64): Tiles(Tile(128, 64), Tile(32, 64), Tile(128, 32)),
+    (80, 64): Tiles(Tile(128, 64), Tile(16, 64), Tile(128, 32)),
     (80, 128): Tiles(Tile(128, 32), Tile(32, 64), Tile(128, 32)),
     (80, 256): Tiles(Tile(64, 32), Tile(32, 32), Tile(64, 32, stages=1)),
     (90, 64): Tiles(Tile(128, 64), Tile(32, 128), Tile(128, 64)),
     (90, 128): Tiles(Tile(128, 64), Tile(16, 128), Tile(128, 32)),
-    (90, 256): Tiles(Tile(128, 32), Tile(16, 64), Tile(64, 32)),
+    (90, 256): Tiles(Tile(128, 32), Tile(32, 32), Tile(128, 16)),
     (100, 64): Tiles(Tile(128, 64), Tile(32, 128), Tile(128, 64)),
-    (100, 128): Tiles(Tile(128, 64), Tile(32, 64), Tile(128, 32)),
+    (100, 128): Tiles(Tile(128, 64), Tile(16, 64), Tile(128, 32)),
     (100, 256): Tiles(Tile(128, 32), Tile(32, 32), Tile(64, 32)),
 }
 # Products of fp32 as three of tf32 hold each operand twice. From 128 dims on some of that is spilled at any size tried.

@@ -259,7 +259,7 @@ COMPILED = [
     (BF16, 128, 90, "window, merged", {"left": -1000, "merge": True}),
     (BF16, 128, 90, "documents", {"spans": True}),
     (BF16, 128, 90, "soft cap", {"softcap": 30.0}),
-    (BF16, 128, 90, "dropout", {"dropout": DRAWS}),
+    *((BF16, dims, sm, "dropout", {"dropout": DRAWS}) for dims, sm in ((128, 90), (64, 80), (128, 100))),
     (BF16, 256, 90, "causal", {}),
 ]
 
