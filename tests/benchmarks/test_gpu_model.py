@@ -6,6 +6,7 @@ A few sizes on an H200; ``python -m benchmarks.gpu_model`` has all. About a minu
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,11 @@ def test_the_page_shows_measurements_beside_predictions():
     assert "| gelu | forward | 50% | bytes |" in page
     assert "measured on a GPU but what says so" in page
     assert "Nothing on this page was measured on a GPU.**" in table.page(rows, list(GPUS.values()), {})
+
+
+def test_measurements_of_gpus_are_found_among_other_tables():
+    """Those of whole ops; rows of overlap and ring attention are of another kind."""
+    assert {device for *_, device in table.measured(Path(table.__file__).parents[1] / "results")} <= set(GPUS)
 
 
 def test_wave_efficiency():
