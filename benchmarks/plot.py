@@ -11,7 +11,7 @@ from benchmarks.report import Group, groups
 from benchmarks.results import PROVIDERS, Row
 from benchmarks.spec import DIRECTIONS
 
-_COLORS = {
+COLORS = {
     "parallel_ops": "#0b6e4f",
     "inplace": "#7cc3a4",
     "in_forward": "#4d9e7c",
@@ -25,8 +25,12 @@ _COLORS = {
     "sdpa_cudnn": "#5e4b8b",
     "sdpa_math": "#d9d2e9",
     "flex": "#e3a857",
+    "window": "#7cc3a4",
+    "documents": "#4d9e7c",
 }
 _LABELS = {
+    "window": "parallel_ops, a window",
+    "documents": "parallel_ops, documents",
     "inplace": "parallel_ops, in place",
     "in_forward": "parallel_ops, gradient in the forward",
     "eager": "PyTorch eager",
@@ -81,7 +85,7 @@ def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -
         bars = [(x, directions[d][provider]) for x, d in enumerate(present) if provider in directions[d]]
         left = [x - 0.4 + (index + 0.5) * width for x, _ in bars]
         heights = [row.gb_per_s or 0.0 for _, row in bars]
-        drawn = axis.bar(left, heights, 0.94 * width, color=_COLORS[provider], label=_LABELS.get(provider, provider))
+        drawn = axis.bar(left, heights, 0.94 * width, color=COLORS[provider], label=_LABELS.get(provider, provider))
         axis.bar_label(drawn, [_short(h) for h in heights], padding=2, fontsize=6.5, color=_INK, bbox=_PLATE)
     clones = [(x, directions[d]["clone"].gb_per_s) for x, d in enumerate(present) if "clone" in directions[d]]
     axis.hlines(

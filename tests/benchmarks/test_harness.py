@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import bench_bias_gelu, cli, harness, overlap, report, results, ring_attention, timing
+from benchmarks import bench_bias_gelu, cli, harness, overlap, plot, report, results, ring_attention, timing
 from benchmarks.cli import app, load, ops_available, run
 from benchmarks.harness import Settings
 from benchmarks.memory import peak_bytes
@@ -226,3 +226,8 @@ def test_the_gpu_session_names_tests_that_exist():
     root = Path(__file__).parents[2]
     named = re.findall(r"tests/[\w/]+\.py", (root / "benchmarks/gpu_session.sh").read_text())
     assert named and [name for name in named if not (root / name).exists()] == []
+
+
+def test_every_provider_has_a_colour():
+    """clone is a line, not a bar."""
+    assert set(plot.COLORS) == set(results.PROVIDERS) - {"clone"}
