@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from parallel_ops.models._context import IGNORED
 from parallel_ops.train.tokens import TokenStream
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)

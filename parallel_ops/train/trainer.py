@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
+from parallel_ops.models._context import IGNORED
 from parallel_ops.train import checkpoints, resuming
 from parallel_ops.train.checkpoints import Checkpoints
 from parallel_ops.train.loader import Loader
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize import PRECISIONS, micro_batch, parallelize
-from parallel_ops.train.samples import IGNORED, Batch, Samples
+from parallel_ops.train.samples import Batch, Samples
 from parallel_ops.train.step import NotFinite, Result, Step
 from parallel_ops.train.stopping import SIGNALS, Stopping
 from parallel_ops.train.tokens import TokenStream
@@ -64,12 +65,14 @@ class Trainer:
         model: nn.Module | None = None,
         stream: TokenStream | None = None,
     ) -> None:
+        from parallel_ops.train.forecast import uses_cuda  # needs pydantic, as settings do
+
         self.settings, self.mesh = settings, ParallelMesh() if mesh is None else mesh
         plan, spread = settings.plan, settings.spread
         for name in _SIZES:
             if self.mesh.size(name) != getattr(plan, name):
                 raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
-        self.device = _device(settings.run.device)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
         data = settings.data
         if stream is None:
             stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
@@ -288,11 +291,3 @@ class Trainer:
     def _save(self, store: Checkpoints) -> None:
         resuming.save(self, store)
         self._saved = self.done
-
-
-def _device(name: str) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("run.device is 'cuda', but this torch sees no CUDA GPU")
-    return torch.device("cuda", torch.cuda.current_device())
