@@ -16,7 +16,7 @@ arXiv:2407.21783 (gathered keys); zigzag is Zhu's, github.com/zhuzilin/ring-flas
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,29 +26,18 @@ from parallel_ops.comm._agreement import Call, agree, agreed_error, announcing, 
 from parallel_ops.comm._arguments import check_tensor
 from parallel_ops.comm._exchange import in_flight
 from parallel_ops.comm._group import group_name, group_rank, group_size, resolve_group
-from parallel_ops.comm._rates import rates_of
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.transports import transport_of
 from parallel_ops.context_parallel._blocks import Options
 from parallel_ops.context_parallel._over_transport import Attention
-from parallel_ops.context_parallel._places import LAYOUTS, lengths, runs, tokens
-from parallel_ops.context_parallel.cost import AttentionShape, Choice, Link, Way, chosen
+from parallel_ops.context_parallel._places import lengths, runs, tokens
+from parallel_ops.context_parallel.choice import NAME, Algorithm, Layout, check_placement, way_of
+from parallel_ops.context_parallel.cost import Way
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.ops._attention_check import check_attention
 from parallel_ops.ops._dropout import dropout_seed
 from parallel_ops.ops._registration import register
 from parallel_ops.ops.flash_attention import cast_attention, flash_attention, flash_attention_reference
-
-_NAME = "ring_attention"
-
-Layout = Literal["zigzag", "striped", "contiguous"]
-Algorithm = Literal["auto", "ring", "all_to_all", "hybrid", "gathered"]
-# What attention kernels reach of the rate of large products.
-_OF_PRODUCTS = 0.75
-# As many tokens a rank as a choice is made for where a graph is made.
-_COMPILED_TOKENS = 8192
-
-_ALGORITHMS = ("auto", "ring", "all_to_all", "hybrid", "gathered")
 
 
 def ring_attention(
@@ -108,24 +97,24 @@ def ring_attention(
     complete. That of sink is what this rank's tokens give, so it is summed over group like that of any weight that is
     used on other tokens by every rank.
     """
-    name = group_name(_NAME, group)
+    name = group_name(NAME, group)
     if group is None or name is None:
-        _check_placement(q, group, layout, algorithm, length, head_ranks)
+        check_placement(q, group, layout, algorithm, length, head_ranks)
         return flash_attention(
             q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=dropout_p,
             seed=seed, cu_seqlens=cu_seqlens, first_head=first_head,
         )  # fmt: skip
-    with announcing(_NAME, group, q, asks=True):
-        check_tensor(_NAME, q, group)
-        check_attention(_NAME, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
+    with announcing(NAME, group, q, asks=True):
+        check_tensor(NAME, q, group)
+        check_attention(NAME, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
         if q.shape[0] != k.shape[0]:
-            raise ValueError(f"{_NAME}: k must have the {q.shape[0]} tokens of q, got {k.shape[0]}")
+            raise ValueError(f"{NAME}: k must have the {q.shape[0]} tokens of q, got {k.shape[0]}")
         if q.is_cuda and q.dtype is torch.float64:
-            raise TypeError(f"{_NAME}: q must be float32, float16 or bfloat16 on a GPU, got {q.dtype}")
-        drawn = dropout_seed(_NAME, "dropout_p", dropout_p, seed, "q", q)
-        _check_placement(q, group, layout, algorithm, length, head_ranks)
+            raise TypeError(f"{NAME}: q must be float32, float16 or bfloat16 on a GPU, got {q.dtype}")
+        drawn = dropout_seed(NAME, "dropout_p", dropout_p, seed, "q", q)
+        check_placement(q, group, layout, algorithm, length, head_ranks)
         documents = cu_seqlens is not None
-        way = _way(q, k, group, layout, algorithm, causal, window, documents, length, head_ranks)
+        way = way_of(q, k, group, layout, algorithm, causal, window, documents, length, head_ranks)
     held = way.head_ranks * q.shape[0]
     if length is not None and way.head_ranks > 1:
         held = tokens(runs(layout, length, group.size(), group.rank(), way.head_ranks))
@@ -158,129 +147,6 @@ def ring_attention_reference(
     return whole.shard(out, group_rank(group))
 
 
-def ring_attention_choice(
-    q: Tensor,
-    k: Tensor,
-    *,
-    group: ProcessGroup | None,
-    layout: Layout = "zigzag",
-    causal: bool = True,
-    window: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    length: int | None = None,
-) -> Choice:
-    """What ``ring_attention`` does with these arguments and ``algorithm="auto"``, and why. Nothing is sent.
-
-    Returns:
-        ``way``: ranks that share out the heads, and whether keys are gathered; ``why``: all ways with what each takes.
-    """
-    _check_placement(q, group, layout, "auto", length, None)
-    shape = _shape(q, k, group, layout, causal, window, cu_seqlens is not None, length)
-    return chosen(shape, _link(q, group))
-
-
-def _check_placement(
-    q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, head_ranks: int | None
-) -> None:
-    """What one rank can see to be wrong by itself, and is wrong on one rank too."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_NAME}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"{_NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
-    if head_ranks is not None:
-        if not isinstance(head_ranks, int) or isinstance(head_ranks, bool):
-            raise TypeError(f"{_NAME}: head_ranks must be an int or None, got {type(head_ranks).__name__}")
-        if algorithm != "hybrid":
-            raise ValueError(f'{_NAME}: head_ranks is for algorithm="hybrid", got {head_ranks} with {algorithm!r}')
-    if length is None or torch.compiler.is_compiling():
-        return
-    if not isinstance(length, int) or isinstance(length, bool):
-        raise TypeError(f"{_NAME}: length must be an int or None, got {type(length).__name__}")
-    if length < 0:
-        raise ValueError(f"{_NAME}: length must not be negative, got {length}")
-    size, rank = group_size(group), group_rank(group)
-    own = tokens(runs(layout, length, size, rank))
-    if q.shape[0] != own:
-        raise ValueError(
-            f"{_NAME}: of length={length} tokens in {layout} layout rank {rank} of {size} has {own}, but q has "
-            f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
-        )
-
-
-def _shape(
-    q: Tensor, k: Tensor, group: ProcessGroup | None, layout: str, causal: bool, window: int | None, documents: bool,
-    length: int | None,
-) -> AttentionShape:  # fmt: skip
-    s, batch, heads, head_dim = q.shape
-    size = group_size(group)
-    return AttentionShape(
-        length=s * size if length is None else length,
-        ranks=size,
-        batch=batch,
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_dim=head_dim,
-        itemsize=q.element_size(),
-        layout=layout,
-        causal=causal,
-        window=window,
-        documents=documents,
-    )
-
-
-def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
-    """What is known of the device and of the group's links; ``None`` on a CPU."""
-    rates = None if group is None else rates_of(q.device, q.dtype, group)
-    if rates is None:
-        return None
-    return Link(_OF_PRODUCTS * rates.flops * rates.processors, rates.bandwidth, rates.latency)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _head_ranks_of_least_bytes(ranks: int, heads: int, kv_heads: int, causal: bool, window: int | None) -> int:
-    """The choice where a graph is made, which must not depend on a length that the graph has as a symbol: by bytes,
-    which grow with the length whatever the way."""
-    shape = AttentionShape(
-        length=ranks * _COMPILED_TOKENS, ranks=ranks, batch=1, heads=heads, kv_heads=kv_heads, head_dim=64, itemsize=2,
-        causal=causal, window=window,
-    )  # fmt: skip
-    return chosen(shape, None).way.head_ranks
-
-
-def _way(
-    q: Tensor, k: Tensor, group: ProcessGroup, layout: str, algorithm: str, causal: bool, window: int | None,
-    documents: bool, length: int | None, head_ranks: int | None,
-) -> Way:  # fmt: skip
-    size, heads = group.size(), k.shape[2]
-    if algorithm == "auto":
-        if torch.compiler.is_compiling():
-            return Way(_head_ranks_of_least_bytes(size, q.shape[2], heads, causal, window), False)
-        return chosen(_shape(q, k, group, layout, causal, window, documents, length), _link(q, group)).way
-    if algorithm in ("ring", "gathered"):
-        return Way(1, algorithm == "gathered")
-    if algorithm == "all_to_all":
-        head_ranks = min(size, heads)
-        if size % head_ranks or heads % head_ranks:
-            raise ValueError(
-                f"{_NAME}: all_to_all needs kv heads that {size} ranks divide, or that divide these, got {heads}; "
-                'use algorithm="hybrid", "ring" or "gathered"'
-            )
-        return Way(head_ranks, False)
-    if head_ranks is None:
-        found = [n for n in range(2, size) if size % n == 0 and heads % n == 0]
-        if not found:
-            raise ValueError(
-                f"{_NAME}: hybrid needs head_ranks between 1 and {size} that divide {size} ranks and {heads} kv heads, "
-                'and there are none; use algorithm="ring", "all_to_all" or "gathered"'
-            )
-        return Way(found[-1], False)
-    if head_ranks < 1 or size % head_ranks or heads % head_ranks:
-        raise ValueError(
-            f"{_NAME}: head_ranks must divide the {size} ranks of the group and the {heads} kv heads, got {head_ranks}"
-        )
-    return Way(head_ranks, False)
-
-
 class _Call(NamedTuple):
     """The arguments of the op that are not tensors, of the forward and the backward."""
 
@@ -301,7 +167,7 @@ class _Call(NamedTuple):
             self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head
         )
         way = Way(self.head_ranks, self.gathered)
-        return Attention(_NAME, transport_of(resolve_group(self.group)), self.length, self.layout, way, options)
+        return Attention(NAME, transport_of(resolve_group(self.group)), self.length, self.layout, way, options)
 
     def agree(
         self, q: Tensor, k: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, gradients: bool
@@ -323,13 +189,13 @@ class _Call(NamedTuple):
             f"sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
-        answer = agree(group, Call(_NAME, same, text, (s,)), q.device)
+        answer = agree(group, Call(NAME, same, text, (s,)), q.device)
         have = [s] if answer is None else [n for (n,) in answer]
         want = lengths(self.layout, self.length, size)
         if answer is not None and have != list(want):
             raise agreed_error(
                 group,
-                f"{_NAME}: the ranks have {have} tokens, but of length={self.length} in {self.layout} layout they have "
+                f"{NAME}: the ranks have {have} tokens, but of length={self.length} in {self.layout} layout they have "
                 f"{list(want)}",
             )
         if documents is not None and (
@@ -337,7 +203,7 @@ class _Call(NamedTuple):
         ):
             raise agreed_error(
                 group,
-                f"{_NAME}: cu_seqlens must rise from 0 to {self.length}, the tokens of all ranks, got {documents}",
+                f"{NAME}: cu_seqlens must rise from 0 to {self.length}, the tokens of all ranks, got {documents}",
             )
 
 
@@ -403,9 +269,9 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 _ARGUMENTS = len(torch.ops.parallel_ops.ring_attention.default._schema.arguments)
-_backward_op = register(f"{_NAME}_backward", fake=_fake_backward, cpu=_backward, cuda=_backward)
+_backward_op = register(f"{NAME}_backward", fake=_fake_backward, cpu=_backward, cuda=_backward)
 _op = register(
-    _NAME,
+    NAME,
     fake=_fake,
     cpu=_forward,
     cuda=_forward,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import _primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
-from parallel_ops.context_parallel.attention import Algorithm, Layout
+from parallel_ops.context_parallel.choice import Algorithm, Layout
 from parallel_ops.layers._parameters import check_mesh
 from parallel_ops.layers.attention_cores import AttentionCore
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import copy_to_group, gather_from_group
-from parallel_ops.context_parallel.attention import Algorithm, Layout
+from parallel_ops.context_parallel.choice import Algorithm, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.attention_cores import AttentionCore

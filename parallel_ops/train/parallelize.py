@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.comm._compat import replicate
-from parallel_ops.context_parallel.attention import Algorithm, Layout
+from parallel_ops.context_parallel.choice import Algorithm, Layout
 from parallel_ops.models import Transformer
 from parallel_ops.train.recompute import KINDS, recompute
 

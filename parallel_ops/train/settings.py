@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel_ops.context_parallel.attention import Algorithm
+from parallel_ops.context_parallel.choice import Algorithm
 from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling
 from parallel_ops.planner.export import target
