@@ -38,10 +38,10 @@ from parallel_ops.train import Trainer
 from parallel_ops.train.loader import Loader
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import adamw
-from parallel_ops.train.parallelize import PRECISIONS
 from parallel_ops.train.plain import PlainTransformer
 from parallel_ops.train.samples import Samples
 from parallel_ops.train.settings import Settings
+from parallel_ops.train.spread import PRECISIONS
 from parallel_ops.train.tokens import TokenStream
 
 _SEED, _RATE = 0, 1e-3

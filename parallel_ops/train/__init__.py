@@ -8,6 +8,7 @@ from parallel_ops.train.checkpoints import CheckpointError
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.data import load_text
 from parallel_ops.train.lockstep import Run, train
+from parallel_ops.train.spread import Spread, parallelize
 from parallel_ops.train.step import NotFinite, Result, Step
 from parallel_ops.train.trainer import Trainer
 
@@ -16,9 +17,11 @@ __all__ = [
     "NotFinite",
     "Result",
     "Run",
+    "Spread",
     "Step",
     "TrainConfig",
     "Trainer",
     "load_text",
+    "parallelize",
     "train",
 ]

@@ -32,7 +32,7 @@ from parallel_ops.models.config import Llama3Scaling
 from parallel_ops.planner.export import target
 from parallel_ops.planner.plan import Plan, parse_fields
 from parallel_ops.tensor_parallel._overlap_plan import Overlap
-from parallel_ops.train.parallelize import Spread
+from parallel_ops.train.spread import Spread
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -28,8 +28,8 @@ from parallel_ops.train.checkpoints import Checkpoints
 from parallel_ops.train.loader import Loader
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
-from parallel_ops.train.parallelize import PRECISIONS, micro_batch, parallelize
 from parallel_ops.train.samples import Batch, Samples
+from parallel_ops.train.spread import PRECISIONS, micro_batch, parallelize
 from parallel_ops.train.step import NotFinite, Result, Step
 from parallel_ops.train.stopping import SIGNALS, Stopping
 from parallel_ops.train.tokens import TokenStream

@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer
-from parallel_ops.train.parallelize import Spread, parallelize
+from parallel_ops.train import Spread, parallelize
 from parallel_ops.train.recompute import saved_bytes
 from support import spread
 from support.distributed import ranks
