@@ -105,9 +105,9 @@ class Context:
         )
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over ``count`` tokens from the sum over this rank's; its gradient is ``ranks`` times this rank's
-        part, so that the mean over the ranks is that of the mean."""
+        """The mean over ``count`` tokens, 0 if there are none, from the sum over this rank's; its gradient is ``ranks``
+        times this rank's part, so that the mean over the ranks is that of the mean."""
         assert self.group is not None
-        own = total * (self.ranks / count)
+        own = total * (self.ranks / count.clamp(min=1))
         everyone = _primitives.all_reduce(own.detach(), True, self.group.group_name, "mean loss") / self.ranks
         return everyone + (own - own.detach())

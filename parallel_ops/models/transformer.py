@@ -169,7 +169,7 @@ class Transformer(PretrainedModel):
 
         Returns:
             Logits ``[s, b, vocab_size]``, with ``context`` those of this rank's tokens; or the mean cross entropy in
-            nats, a float32 scalar (float64 for a float64 model).
+            nats, 0 without any target, a float32 scalar (float64 for a float64 model).
 
         Raises:
             ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not to be split evenly by

@@ -11,10 +11,11 @@ from parallel_ops.planner.efficiency import Efficiency, efficiency
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.memory import memory
 from parallel_ops.planner.model import LatentAttention, Model
+from parallel_ops.planner.options import Options
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
 from parallel_ops.planner.rules import RULES, broken_rules
-from parallel_ops.planner.search import Options, search, smallest_cluster
+from parallel_ops.planner.search import search, smallest_cluster
 
 __all__ = [
     "GPU",

@@ -33,14 +33,17 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
         found = layer_costs(model, cluster, gpu, constants, work, sparse, plan.schedule == "dualpipe-v")
         costs[gpu] = sum(part.total for part in found)
     head_gpu = gpus[chunk_rank(chunks - 1, plan.pp, layout.v_shaped)]
-    head = sum(part.total for part in chunk_costs(model, cluster, head_gpu, constants, work, (0, 0), True, False))
-    dense = 0.0
+    first, head = (
+        sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0, 0), ends, False))
+        for gpu, ends in ((gpus[0], (True, False)), (head_gpu, (False, True)))
+    )
+    first /= costs[gpus[0]]
     if sparse and model.dense_layers:
         one = sum(part.total for part in layer_costs(model, cluster, gpus[0], constants, work, False, False))
-        dense = model.dense_layers * (one / costs[gpus[0]] - 1)
+        first += model.dense_layers * (one / costs[gpus[0]] - 1)
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
-    extra = round(head / costs[head_gpu] / _STEP), round(dense / _STEP)
+    extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
     return _balanced(model.layers, plan.pp, plan.virtual_stages, layout.v_shaped, speeds, extra)
 
 

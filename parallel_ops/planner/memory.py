@@ -1,11 +1,8 @@
 """Memory of one GPU of every pipeline stage.
 
-Notation: P parameters of the stage over tp, N the ranks that ZeRO shards over, s sequence over cp, b micro-batch, h
-hidden, a heads, t tp, f MLP width, V vocabulary.
+Notation: s sequence over cp, b micro-batch, h hidden, a heads, t tp.
 
-    states        (2 + 2 + 12) P bytes in mixed precision: 16-bit parameters and gradients, fp32 master weights and two
-                  Adam moments; 18 P with fp32 gradients. ZeRO-1 divides the 12 by N, ZeRO-2 the gradients too, ZeRO-3
-                  all.                                                             arXiv:1910.02054, section 3.1
+    states        parameters, gradients and optimizer: ``states.py``
     activations   s b h (10 + 24/t + 5 a s_k / (h t)) bytes a layer of a GPT; (34 + 5 a s_k / h) / t with sequence
     parallelism;
                   without the last term under selective recomputation; 2 s b h under full.       arXiv:2205.05198, table
@@ -20,13 +17,13 @@ the outputs of norms and activation functions, and the heads that latent attenti
 3.2.3).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import Layout, group_size, head_rank, in_flight, layer_counts, layout_of
+from parallel_ops.planner.placement import group_size, head_rank, in_flight, layer_counts, layout_of
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
+from parallel_ops.planner.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
 
 # What a process holds beyond the allocator's memory: CUDA context and kernels, NCCL's buffers. Assumed.
 RUNTIME_BYTES = 1.5 * GIB
@@ -119,7 +116,7 @@ class PlanMemory:
         if stage in self._fixed:
             return self._fixed[stage]
         model, plan, tokens = self.model, self.plan, self._tokens
-        held, width = in_flight(plan, stage), _width(plan)
+        held, width = in_flight(plan, stage), element_bytes(plan)
         embedding = head = logits = buffers = 0.0
         if stage == 0 and model.dropout:
             embedding = held * tokens * model.hidden / plan.tp
@@ -134,9 +131,8 @@ class PlanMemory:
                 logits += 2 * width * tokens * model.hidden  # the gathered input, and its gradient before it is reduced
         if plan.zero == 3 and group_size(plan, "dp") > 1:
             buffers = _gathered_ends(model, plan, stage)
-        sharding = plan.tp, plan.ep, group_size(plan, "dp"), _sharded(plan)
-        states = _states(model, self._layout, stage, sharding, state_bytes(plan))
-        if plan.zero == 2 and _sharded(plan) == 1:
+        states = state_memory(model, plan, stage, sharded_states(plan))
+        if plan.zero == 2 and sharded_states(plan) == 1:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
             # One message each way; with FSDP, that is under torch's pipelining, for each micro-batch in flight.
@@ -169,73 +165,6 @@ class PlanMemory:
         return self._layers[recompute]
 
 
-def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
-    """Parameters of one GPU of a stage before ZeRO: those that all data-parallel ranks share, and those of its
-    experts."""
-    return _stage_parameters(model, layout_of(plan), plan.tp, plan.ep, stage)
-
-
-@lru_cache(maxsize=65536)
-def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int) -> tuple[float, float]:
-    dense_layers, sparse_layers = layer_counts(model, layout)[stage]
-    dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
-    dense += sparse_layers * model.router_parameters
-    dense += model.embedding_parameters if stage == 0 else 0
-    if stage == head_rank(layout):
-        shared = model.hidden * model.vocab if stage == 0 and model.tied_embeddings else 0
-        dense += model.head_parameters - shared
-    # Norms, and biases that are added to sums over the ranks, are whole on each.
-    whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
-    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / tp / ep
-
-
-def _whole_in_layer(model: Model) -> int:
-    """Parameters of a layer that tensor-parallel ranks do not split."""
-    return 2 * model.norm_width + (2 * model.hidden if model.bias == "all" else 0)
-
-
-def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
-    """Parameters of one GPU before the first layer and after the last, before ZeRO, where the stage has them."""
-    first, last = stage == 0, stage == head_rank(layout_of(plan))
-    shared = first and model.tied_embeddings
-    ends = [model.embedding_parameters / plan.tp] * first
-    output = 0 if shared else (model.head_parameters - model.norm_width) / plan.tp
-    return (*ends, *[output + model.norm_width] * last)
-
-
-def _width(plan: Plan) -> int:
-    """Bytes of a parameter or an activation. fp8 is a format of matrix products, not of what is kept."""
-    return 4 if plan.dtype == "fp32" else 2
-
-
-def state_bytes(plan: Plan) -> tuple[int, int, int]:
-    """Bytes of parameter, gradient and optimizer state for each parameter, before ZeRO."""
-    width = _width(plan)
-    gradient = 4 if plan.grad_dtype == "fp32" else width
-    return width, gradient, 8 if plan.dtype == "fp32" else 12
-
-
-def _states(
-    model: Model, layout: Layout, stage: int, sharding: tuple[int, int, int, int], widths: tuple[int, int, int]
-) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer, wherever the optimizer is."""
-    tp, ep, ranks, zero = sharding
-    dense, expert = _stage_parameters(model, layout, tp, ep, stage)
-    whole, sharded = dense + expert, dense / ranks + expert / (ranks // ep)
-    width, gradient, optimizer = widths
-    return (
-        width * (sharded if zero >= 3 else whole),
-        gradient * (sharded if zero >= 2 else whole),
-        optimizer * (sharded if zero >= 1 else whole),
-    )
-
-
-def _sharded(plan: Plan) -> int:
-    """The ZeRO stage whose states are sharded: under a pipeline ZeRO-2 adds up the whole gradients of several
-    micro-batches, and reduces them once, as torch's runtime does."""
-    return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
-
-
 def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
     """What FSDP keeps gathered from the first layer's forward pass to its backward pass: input and output embedding,
     with the gradient of the larger of them until it is reduced."""
@@ -265,7 +194,7 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
 
 def _buffers(model: Model, plan: Plan, tokens: float) -> float:
     """What communication needs beside the tensors that it moves."""
-    width, total = _width(plan), 0.0
+    width, total = element_bytes(plan), 0.0
     if plan.cp > 1 and plan.cp_kind == "ring":
         # Keys and values that arrive, and their gradients, while others are in use.
         total += 4 * width * tokens * model.key_value_width / plan.tp

@@ -12,7 +12,7 @@ from parallel_ops.planner.compute import Passes, Work, head_passes, layer_passes
 from parallel_ops.planner.efficiency import Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import Layout, head_rank, layer_counts
-from parallel_ops.planner.traffic import layer_traffic
+from parallel_ops.planner.traffic import end_traffic, layer_traffic
 
 
 class RankPasses(NamedTuple):
@@ -34,10 +34,10 @@ def rank_passes(
 ) -> RankPasses:
     """The passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
     gpus = cluster.stage_gpus(layout.pp)
-    groups: dict[tuple[tuple[int, int], bool, GPU], tuple[Passes, Passes]] = {}
+    groups: dict[tuple[tuple[int, int], tuple[bool, bool], GPU], tuple[Passes, Passes]] = {}
     passes = []
     for rank, layers in enumerate(layer_counts(model, layout)):
-        key = layers, rank == head_rank(layout), gpus[rank]
+        key = layers, (rank == 0, rank == head_rank(layout)), gpus[rank]
         if key not in groups:
             groups[key] = chunk_costs(model, cluster, gpus[rank], constants, work, layers, key[1], paired)
         passes.append(groups[key])
@@ -53,17 +53,23 @@ def chunk_costs(
     constants: Efficiency,
     work: Work,
     layers: tuple[int, int],
-    head: bool,
+    ends: tuple[bool, bool],
     paired: bool,
 ) -> tuple[Passes, Passes]:
-    """Compute and exposed communication of some dense and some sparse layers, and of the loss where ``head``."""
+    """Compute and exposed communication of some dense and some sparse layers, and of the embeddings and the loss where
+    these are among the ``ends`` of the model that it has."""
     compute = waits = Passes(0.0, 0.0, 0.0)
     for count, sparse in zip(layers, (False, True), strict=True):
         if count:
             layer, exposed = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
             compute, waits = compute + layer.times(count), waits + exposed.times(count)
-    if head:
-        compute += launched(head_passes(model, gpu, constants, work), Passes(0.0, 0.0, 0.0), constants.host, 1)
+    first, last = ends
+    if first:
+        waits += end_traffic(model, cluster, work, constants, last=False).exposed
+    if last:
+        exposed = end_traffic(model, cluster, work, constants, last=True).exposed
+        compute += launched(head_passes(model, gpu, constants, work), exposed, constants.host, 1)
+        waits += exposed
     return compute, waits
 
 

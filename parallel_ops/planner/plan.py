@@ -30,6 +30,8 @@ class Plan:
             the ``dp_shard = dp / dp_replicate`` others.
         ep: size of expert parallelism, inside ``dp_shard * cp``, which it divides.
         zero: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+        fsdp: shards are those of PyTorch's FSDP2, in fp32, which are cast as they are gathered; without, ZeRO-3 keeps
+            16-bit shards beside the master weights, as DeepSpeed and Megatron-LM do.
         sequence_parallel: shard the activations outside tensor-parallel regions too (arXiv:2205.05198).
         schedule: one of ``SCHEDULES``. ``virtual_stages``: chunks of layers a rank; above 1 for ``interleaved``, 2 for
             V-shaped ones.
@@ -64,6 +66,7 @@ class Plan:
     cp: int = 1
     ep: int = 1
     zero: int = 0
+    fsdp: bool = True
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1

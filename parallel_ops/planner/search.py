@@ -1,6 +1,7 @@
 """All plans of a model on a cluster: which run, how fast, and why the others do not.
 
     for each way to write the GPUs as dp * tp * pp * cp, each ep and ZeRO stage:
+        with ZeRO-3 over several nodes also shards that stay in a node, with a replica in each
         reject what cannot be placed, or what does not fit with its model states alone
         for each schedule, micro-batch, with and without sequence parallelism:
             the cheapest recomputation and offload that fit
@@ -12,9 +13,8 @@ Recomputation and offload only ever cost time, so a plan that fits without them 
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from parallel_ops.planner._check import check_counts
 from parallel_ops.planner.balance import balanced_chunks
@@ -24,70 +24,18 @@ from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import Target
 from parallel_ops.planner.export import target as find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, Problem, excess, problem
-from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_size
-from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, V_SHAPED, Plan, unchecked
+from parallel_ops.planner.options import Options, default_options, within_target
+from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
 from parallel_ops.planner.results import NearMiss, Rejection, SearchResult, family
 from parallel_ops.planner.sensitivity import sensitivity
+from parallel_ops.planner.states import state_memory
 from parallel_ops.planner.step import Step, step_seconds
 
-BASE = Plan(fused_loss=True)
-# Not GPipe, whose bubble 1F1B has in less memory, nor ZB-2p, which gains by what no system but its own does: to leave
-# out the barrier at the optimizer.
-USUAL_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 # A plan that needs at most this share of a GPU's memory too much is a near miss where it would be this much faster.
 NEAR, FASTER = 0.1, 0.01
 # So many of them are timed, those that need the least first.
 MISSES_TIMED, MISSES_KEPT = 2000, 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a search tries, besides all ways to write the number of GPUs as ``dp * tp * pp * cp``.
-
-    Attributes:
-        target: a name in ``parallel_ops.planner.export.TARGETS``: only plans that this system can run, with what it
-            does of its own accord; empty for any.
-        dp, tp, pp, cp, ep: sizes to try; empty for all.
-        micro_batches: sizes of a micro-batch. ``virtual_stages``: of interleaved 1F1B.
-        context_tokens: context parallelism leaves each rank at least so many tokens of a sequence.
-        zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``; ``recompute`` and ``offload``
-            with the cheaper ones first.
-        base: the plan whose other fields (dtype, fused loss, ...) all plans take. ``fixed``: fields that they have
-            whatever a target does of its own accord.
-    """
-
-    target: str = ""
-    dp: tuple[int, ...] = ()
-    tp: tuple[int, ...] = ()
-    pp: tuple[int, ...] = ()
-    cp: tuple[int, ...] = ()
-    ep: tuple[int, ...] = ()
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
-    virtual_stages: tuple[int, ...] = (2, 4)
-    context_tokens: int = 2048
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    schedules: tuple[str, ...] = USUAL_SCHEDULES
-    recompute: tuple[str, ...] = RECOMPUTE
-    offload: tuple[str, ...] = OFFLOAD
-    cp_kinds: tuple[str, ...] = ("ring", "all-to-all")
-    sequence_parallel: tuple[bool, ...] = (True, False)
-    base: Plan = BASE
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-
-# The fields of ``Options`` that hold values of a field of ``Plan`` by another name.
-PLURALS = {
-    "micro_batch": "micro_batches",
-    "schedule": "schedules",
-    "cp_kind": "cp_kinds",
-}
-
-
-def default_options(cluster: Cluster) -> Options:
-    """Everything, in the 16-bit dtype that the cluster's GPU has."""
-    return Options(base=replace(BASE, dtype="bf16" if cluster.gpu.bf16 else "fp16"))
 
 
 def search(
@@ -116,7 +64,7 @@ def search(
             the target has none of what the options ask for.
     """
     given = _Given(batch=batch, keep=keep)
-    options = _within_target(options or default_options(cluster))
+    options = within_target(options or default_options(cluster))
     cluster.gpu.peak(options.base.dtype)  # raises where the GPU has no such products, since no plan would run
     constants = constants or efficiency(cluster.gpu.generation)
     rejected: list[Rejection] = []
@@ -139,7 +87,7 @@ def search(
 
 def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Options | None = None) -> int:
     """The fewest GPUs, doubling from one, on which some plan fits; 0 if 65,536 are not enough for this batch."""
-    options = _within_target(options or default_options(cluster))
+    options = within_target(options or default_options(cluster))
     # Whether anything fits does not depend on the schedule that is fastest.
     quick = replace(options, micro_batches=options.micro_batches[:1])
     if "1f1b" in options.schedules:
@@ -152,24 +100,6 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Opt
             return gpus
         gpus *= 2
     return 0
-
-
-def _within_target(options: Options) -> Options:
-    """The options without what the target does not have."""
-    if not options.target:
-        return options
-    system = find_target(options.target)
-    changes: dict[str, Any] = {}
-    for name, (values, has) in system.limits.items():
-        option = PLURALS.get(name, name)
-        asked = getattr(options, option, None)
-        if asked is None:
-            continue
-        left = tuple(value for value in asked if value in values) if asked else values
-        if not left:
-            raise ValueError(f"{system.name}: {has}, not {name}={':'.join(map(str, asked))}")
-        changes[option] = left
-    return replace(options, **changes)
 
 
 def _distinct(ranking: Sequence[tuple[Plan, float]], count: int) -> list[Plan]:
@@ -230,8 +160,7 @@ class _Search:
 
     def plans(self) -> Iterator[Plan]:
         for placed in self._placements():
-            for zero in self.options.zero:
-                sharded = self._as_target_does(unchecked(placed, zero=zero))
+            for sharded in self._shardings(placed):
                 found = self._states_problem(sharded)
                 if found:
                     self._reject(sharded, found)
@@ -273,20 +202,34 @@ class _Search:
                 else:
                     yield plan
 
+    def _shardings(self, placed: Plan) -> Iterator[Plan]:
+        """ZeRO stages, and replicas of their shards."""
+        for zero in self.options.zero:
+            plan = self._as_target_does(unchecked(placed, zero=zero))
+            for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
+                found = _replica_problem(plan, replicas)
+                if found:
+                    self._reject(plan, found)
+                else:
+                    yield unchecked(plan, dp_replicate=replicas)
+
+    def _replicas(self, placed: Plan, zero: int) -> tuple[int, ...]:
+        """One a node, where ZeRO-3 without a pipeline would gather every layer of every micro-batch between nodes."""
+        inside = self.cluster.node_size // (placed.tp * placed.cp)
+        if zero < 3 or placed.pp > 1 or inside < 2 or placed.dp <= inside:
+            return ()
+        if placed.dp % inside or inside * placed.cp % placed.ep:
+            return ()
+        return (placed.dp // inside,)
+
     def _states_problem(self, plan: Plan) -> Problem | None:
         """Whether parameters and gradients alone, with the optimizer where nothing is offloaded, are too much for the
         GPU."""
-        widths = list(state_bytes(plan))
-        if any(offload != "none" for offload in self.options.offload):
-            widths[2] = 0
-        ranks = group_size(plan, "dp")
+        offloaded = any(offload != "none" for offload in self.options.offload)
         worst, needs = 0, 0.0
         for stage in {0, plan.pp // 2, plan.pp - 1}:
-            dense, expert = stage_parameters(self.model, plan, stage)
-            owned = dense / ranks + expert / (ranks // plan.ep)
-            held = [owned if plan.zero >= level else dense + expert for level in (3, 2, 1)]
-            total = sum(width * parameters for width, parameters in zip(widths, held, strict=True))
-            worst, needs = max((worst, needs), (stage, total), key=lambda item: item[1])
+            states = state_memory(self.model, plan, stage, plan.zero)
+            worst, needs = max((worst, needs), (stage, sum(states[: 2 if offloaded else 3])), key=lambda item: item[1])
         found = excess("memory of model states", worst, needs, self.cluster.stage_gpus(plan.pp)[worst].memory)
         return found and found._replace(reason=f"{found.reason}, for its model states alone")
 
@@ -355,6 +298,17 @@ class _Search:
             return None
         reason = self.system.problem(self.model, self.cluster, plan)
         return Problem(f"{self.system.name} cannot run it", reason) if reason else None
+
+
+def _replica_problem(plan: Plan, replicas: int) -> Problem | None:
+    reason = ""
+    if replicas > 1 and not plan.zero:
+        reason = f"ZeRO-0 has no shards to have {replicas} replicas of"
+    elif plan.dp % replicas:
+        reason = f"{replicas} replicas do not divide DP {plan.dp}"
+    elif (plan.dp // replicas * plan.cp) % plan.ep:
+        reason = f"EP {plan.ep} does not divide the {plan.dp // replicas * plan.cp} shards of a replica"
+    return Problem("replicas", reason) if reason else None
 
 
 def _expert_sizes(model: Model, ranks: int) -> list[int]:

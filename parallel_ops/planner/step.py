@@ -14,15 +14,17 @@ from dataclasses import replace
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute import work_of
 from parallel_ops.planner.efficiency import HOST_MEMORY, Efficiency
-from parallel_ops.planner.memory import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
 from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, head_rank, layer_counts, layout_of
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
+from parallel_ops.planner.states import stage_parameters, state_bytes
 from parallel_ops.planner.steady_state import idle_time, step_time
-from parallel_ops.planner.traffic import StepTraffic, end_traffic, layer_traffic, repeat, step_traffic
+from parallel_ops.planner.step_traffic import StepTraffic, step_traffic
+from parallel_ops.planner.traffic import end_traffic, layer_traffic
+from parallel_ops.planner.transfers import repeat
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
@@ -40,8 +42,6 @@ class Step:
         found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
         self.ranks, self.slowest, self.busy, self.mean = found
         self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
-        ends = self.slowest == 0, self.slowest == head_rank(self.layout)
-        self.ends = end_traffic(model, cluster, self.work, constants, *ends)
 
     def seconds(self) -> float:
         """Seconds of the step, with a pipeline whose ranks take the same time."""
@@ -80,9 +80,9 @@ class Step:
         for chunk, layers in enumerate(chunks):
             rank = chunk_rank(chunk, plan.pp, plan.schedule in V_SHAPED)
             sparse = sum(map(self.model.is_sparse, layers))
-            kinds, head = (len(layers) - sparse, sparse), chunk == len(chunks) - 1
+            kinds, ends = (len(layers) - sparse, sparse), (chunk == 0, chunk == len(chunks) - 1)
             given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
-            compute, waits = chunk_costs(*given, kinds, head, self.paired)
+            compute, waits = chunk_costs(*given, kinds, ends, self.paired)
             passes.append(compute + waits)
         # Without overlap a rank sends before it goes on: the message is a part of the pass, but at the model's ends.
         link, last = self.traffic.link, len(passes) - 1
@@ -158,20 +158,18 @@ class Step:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All traffic of the slowest stage."""
-        out: list[Transfer] = []
-        m = self.plan.micro_batches
+        given = self.model, self.cluster, self.work, self.constants
         layers = layer_counts(self.model, self.layout)[self.slowest]
-        for count, kind in zip(layers, (False, True), strict=True):
-            if not count:
-                continue
-            found = layer_traffic(self.model, self.cluster, self.work, self.constants, kind)
-            total = sum(t.seconds * times for t, times in found.transfers)
-            for transfer, times in found.transfers:
-                whole = repeat(transfer, times * count * m)
-                share = whole.seconds / (total * count * m) if total else 0.0
-                out.append(repeat(transfer, times * count * m, found.exposed.total * count * m * share))
-        for transfer, times in self.ends:
-            out.append(repeat(transfer, times * m))  # a share of the step that the fitted constants have in them
+        parts = [(layer_traffic(*given, kind), count) for count, kind in zip(layers, (False, True), strict=True)]
+        parts.append((end_traffic(*given, last=False), self.slowest == 0))
+        parts.append((end_traffic(*given, last=True), self.slowest == head_rank(self.layout)))
+        out: list[Transfer] = []
+        for found, count in parts:
+            total = sum(each.seconds * times for each, times in found.transfers)
+            number = count * self.plan.micro_batches
+            for each, times in found.transfers if number else ():
+                share = each.seconds * times / total if total else 0.0
+                out.append(repeat(each, times * number, found.exposed.total * number * share))
         return _merged(out) + self._with_exposed()
 
     def _with_exposed(self) -> tuple[Transfer, ...]:

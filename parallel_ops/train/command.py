@@ -14,7 +14,8 @@ from parallel_ops.train import launch
 from parallel_ops.train.checkpoints import CheckpointError
 from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.forecast import Device, cluster_of, forecast, memory_problem, rank_memory, replan
-from parallel_ops.train.launch import FAILED, PLAIN, Failure, Start
+from parallel_ops.train.processes import FAILED, PLAIN, Failure
+from parallel_ops.train.rank import Start, under_torchrun
 from parallel_ops.train.settings import Settings
 from parallel_ops.train.settings_file import read_toml, settings_of, with_changes
 
@@ -27,15 +28,15 @@ def settings_for(file: Path, changes: list[str], deepspeed: Path | None, process
     """
     data = with_changes(read_toml(file), changes)
     if deepspeed is not None:
-        ranks = int(os.environ["WORLD_SIZE"]) if launch.under_torchrun() else processes
+        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
         data = with_deepspeed(data, deepspeed, ranks)
     settings = settings_of(data, str(file))
     if processes is None or processes == settings.plan.gpus:
         return settings
-    if launch.under_torchrun():
+    if under_torchrun():
         raise ValueError("--processes: torchrun has started them; leave it out")
     found = replan(settings, processes, Device.here(settings, processes))
-    _say(f"plan for {processes} processes: {found.plan.describe()} in the place of {settings.plan.describe()}")
+    _say(launch.described_change(settings, found))
     return found
 
 

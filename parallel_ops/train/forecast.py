@@ -83,20 +83,8 @@ def uses_cuda(settings: Settings) -> bool:
 
 
 def rank_memory(settings: Settings, plan: Plan | None = None) -> StageMemory:
-    """What the planner counts on each rank, with ``plan`` in the place of the settings' own.
-
-    Two things are as FSDP does them, whatever others do: its shards are fp32 and cast as they are gathered, so under
-    ZeRO-3 there are no parameters in 16 bits beside the master weights; and in fp32 the shards that whole parameters
-    are gathered from stay, also where they are whole themselves.
-    """
-    plan = plan or settings.plan
-    found = memory(model_of(settings), plan)[0]
-    if plan.dp * plan.cp == 1:
-        return found
-    shards = plan.dp_shard * plan.cp if plan.zero else 1
-    if plan.zero == 3 and shards > 1:
-        return found if plan.dtype == "fp32" else replace(found, parameters=0.0)
-    return replace(found, parameters=found.parameters * (1 + 1 / shards)) if plan.dtype == "fp32" else found
+    """What the planner counts on each rank, with ``plan`` in the place of the settings' own."""
+    return memory(model_of(settings), plan or settings.plan)[0]
 
 
 def memory_problem(settings: Settings, device: Device, plan: Plan | None = None) -> str | None:

@@ -1,94 +1,31 @@
 """Starts a run: in this process, in processes that it starts here, or as one rank of those that torchrun started.
 
-Local processes are those of torch's elastic agent. They never see Ctrl-C: this process passes it on as a wish to stop,
-and they save a checkpoint. They end with this process, however it ends. The first rank that failed by itself says what
-went wrong; the others, which lost it, are not heard.
-
 Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 wrong settings or files, before any
 process group; 130 stopped by Ctrl-C, with a checkpoint.
 """
 
-import contextlib
-import json
-import logging
-import multiprocessing
 import os
-import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from parallel_ops._command_line import INTERRUPTED
-from parallel_ops.comm import ParallelMesh
-from parallel_ops.comm.transport import PeerError
 from parallel_ops.train import checkpoints, metrics
 from parallel_ops.train.checkpoints import CheckpointError
 from parallel_ops.train.forecast import Device, replan, uses_cuda
+from parallel_ops.train.processes import Failure, Stopped, is_lost, run_here
+from parallel_ops.train.rank import Start, train, under_torchrun
 from parallel_ops.train.resuming import described_as, shape_of
 from parallel_ops.train.samples import Samples
 from parallel_ops.train.settings import Settings
-from parallel_ops.train.step import NotFinite, Result
 from parallel_ops.train.stopping import Stopping
 from parallel_ops.train.tokens import TokenStream
-from parallel_ops.train.trainer import Trainer
 
-FAILED = 1
-# Errors that say all there is to say.
-PLAIN = (ValueError, OSError, CheckpointError, NotFinite)
-# Of what a rank raises when it has lost another one.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket")
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run is started.
-
-    Attributes:
-        resume: go on from the newest checkpoint in ``checkpoint.folder``, if there is one.
-        elastic: where there are other ranks than the plan has, it is chosen anew for them.
-        max_restarts: how often processes that are started here begin again, from the last checkpoint, after one failed.
-    """
-
-    resume: bool = False
-    elastic: bool = False
-    max_restarts: int = 0
-
-
-class Failure(RuntimeError):
-    """A run that failed in another process.
-
-    Attributes:
-        trace: the traceback there; empty where the message says it all.
-    """
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
-
-
-class Stopped(NamedTuple):
-    """How a run ended, for the exit code: see ``Result``."""
-
-    result: Result | None
-    signal: str | None
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+# Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
+_NOTICE = 2.0
 
 
 def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
@@ -107,6 +44,11 @@ def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
             "with --elastic"
         )
     return replan(settings, ranks, Device.here(settings, ranks))
+
+
+def described_change(before: Settings, after: Settings) -> str:
+    """What a plan that was chosen anew is, in words."""
+    return f"plan for {after.plan.gpus} ranks: {after.plan.describe()} in the place of {before.plan.describe()}"
 
 
 def check(settings: Settings, start: Start) -> None:
@@ -145,184 +87,26 @@ def run(settings: Settings, start: Start) -> Stopped:
     if settings.plan.gpus == 1:
         result = train(settings, start, Stopping())
         return Stopped(result, result.stopped)
-    return _locally(settings, start)
+    return run_here(settings, start)
 
 
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
-    settings = fitted(settings, int(os.environ["WORLD_SIZE"]), start)
-    result = train(settings, start, Stopping())
-    return Stopped(result, result.stopped)
-
-
-def train(settings: Settings, start: Start, stopping: Stopping) -> Result:
-    """The run on this rank, and in its process group where the plan has several."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    with joined(settings) as mesh:
-        trainer = Trainer(settings, mesh)
-        folder = settings.checkpoint.folder
-        if start.resume and folder is not None:
-            found = checkpoints.steps_in(folder)
-            if found:
-                trainer.resume()
-            if trainer.rank == 0:
-                after = f"restart {again}: " if again else ""
-                print(f"{after}goes on from {found[max(found)]}" if found else
-                      f"{after}begins: {folder} has no checkpoint", file=sys.stderr, flush=True)  # fmt: skip
-        return trainer.train(stopping)
-
-
-@contextlib.contextmanager
-def joined(settings: Settings) -> Iterator[ParallelMesh | None]:
-    """This process as a rank of the plan's mesh; ``None`` where it has one. After an error the group is left as it is:
-    to destroy it could mean to wait for ranks that are gone."""
-    plan = settings.plan
-    on_gpu = uses_cuda(settings)
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if plan.gpus == 1 and not under_torchrun():
-        yield None
-        return
-    # Its hint that the norm over two dimensions takes two sums.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    backend = "nccl" if on_gpu else "gloo"
-    store, rank, ranks = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    # The agent's store outlives a restart, and with it the addresses of the processes before.
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"parallel_ops/{again}/{ranks}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    yield ParallelMesh(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp)
-    dist.destroy_process_group()
-
-
-def _locally(settings: Settings, start: Start) -> Stopped:
-    ranks = settings.plan.gpus
-    if uses_cuda(settings) and torch.cuda.device_count() < ranks:
-        raise ValueError(
-            f"parallel: the plan has {ranks} ranks, and this torch sees {torch.cuda.device_count()} GPUs; change the "
-            "plan, set run.device=cpu, or start it with torchrun on several nodes"
-        )
-    for name in ("distributed.elastic", "distributed.launcher", "multiprocessing.spawn"):
-        # What failed is said once, here.
-        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="parallel_ops-") as folder:
-        config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=Path(folder).name, rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=start.max_restarts, monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )  # fmt: skip
-        threads = max(1, torch.get_num_threads() // ranks)
-        agent = _Agent(config, (settings, start, folder, threads))
-        stopped = agent.wait(Path(folder))
-        if agent.error is None:
-            result = None if agent.results is None else agent.results[0]
-            return Stopped(result, stopped or (result.stopped if result else None))
-        if stopped and not _words(Path(folder)):
-            return Stopped(None, stopped)  # before there was anything to save
-        if isinstance(agent.error, ChildFailedError):
-            raise _first_failure(agent.error, Path(folder)) from None
-        raise agent.error
-
-
-class _Agent:
-    """The elastic agent in a thread that blocks Ctrl-C, as its processes then do: the main thread has the signals."""
-
-    def __init__(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
-        self.results: dict[int, Any] | None = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(config, arguments), name="elastic agent", daemon=True)
-
-    def _run(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
-        resource_tracker.ensure_running()  # which would let the signal in again
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.results = elastic_launch(config, _rank)(*arguments)
-        except BaseException as error:
-            self.error = error
-
-    def wait(self, folder: Path) -> str | None:
-        """Until all processes have ended. The first signal to stop is passed on to them, as SIGTERM; the second ends
-        them. Returns the first one's name."""
-        asked: list[str] = []
-
-        def note(number: int, _: Any) -> None:
-            asked.append(signal.Signals(number).name)
-            (folder / "stop").touch()  # for who begins after this
-            for child in multiprocessing.active_children():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            self._thread.start()
-            while self._thread.is_alive():
-                self._thread.join(0.2)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        return asked[0] if asked else None
-
-
-def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
-    """One of the processes that were started here."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    if Path(folder, "stop").exists():
-        return None
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
-        start = replace(start, resume=True)
+    found, stopping = fitted(settings, int(os.environ["WORLD_SIZE"]), start), Stopping()
+    if found is not settings and os.environ["RANK"] == "0":
+        print(described_change(settings, found), file=sys.stderr, flush=True)
     try:
-        return train(settings, start, Stopping())
-    except Exception as error:
-        lost = isinstance(error, PeerError) or (isinstance(error, RuntimeError) and _is_lost(str(error)))
-        said = {
-            "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-            "rank": int(os.environ["RANK"]),
-            "time": time.time(),
-            "lost": lost,
-            "message": _in_words(error),
-            "trace": "" if isinstance(error, PLAIN) else traceback.format_exc(),
-        }
-        Path(folder, f"failed-{said['attempt']}-{said['rank']}.json").write_text(json.dumps(said), encoding="utf-8")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not by the interpreter's way out, which would wait for collectives that nobody answers.
-        os._exit(FAILED)
-
-
-def _is_lost(message: str) -> bool:
-    return any(sign in message for sign in _LOST)
-
-
-def _in_words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(FAILED)
-
-
-def _words(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks said that failed in the last attempt, those first that did so by themselves, then by time."""
-    said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*.json")]
-    last = max((found["attempt"] for found in said), default=0)
-    return sorted((f for f in said if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
-
-
-def _first_failure(error: ChildFailedError, folder: Path) -> Failure:
-    said = _words(folder)
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0 and (not said or said[0]["lost"]):
-        return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
-    if not said:
-        return Failure(f"rank {rank} ended with exit code {failure.exitcode}")
-    alike = {found["message"] for found in said if not found["lost"]}
-    where = "" if len(alike) == 1 and len(said) > 1 and not said[0]["trace"] else f"rank {said[0]['rank']}: "
-    return Failure(f"{where}{said[0]['message']}", said[0]["trace"])
+        result = train(found, start, stopping)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise Failure(f"rank {os.environ['RANK']} has lost another: {str(error).partition(chr(10))[0]}") from None
+    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if start.elastic and result.stopped and stopping.asked is None and restarts < most:
+        # A node is to go: its agent ends with it, and this one starts again with those that are left, since this rank
+        # has failed. Where a node comes, the agent stops this rank too, a moment later, which is no failure.
+        time.sleep(_NOTICE)
+        raise Failure(f"{result.stopped} on another node after step {result.step}: to go on without it")
+    return Stopped(result, result.stopped)
 
 
 def exit_code(stopped: Stopped) -> int:

@@ -19,7 +19,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.planner import presets
 
 if TYPE_CHECKING:
-    from parallel_ops.train.settings import LoggingSettings
+    from parallel_ops.train.sections import LoggingSettings
     from parallel_ops.train.step import Step
     from parallel_ops.train.trainer import Trainer
 
@@ -76,8 +76,11 @@ class Metrics:
         self.records.append(record)
         self._seconds = [*self._seconds[1 - _RECENT :], step.seconds]
         if self._jsonl is not None:
-            self._jsonl.write(json.dumps(record) + "\n")
-            self._jsonl.flush()
+            try:
+                self._jsonl.write(json.dumps(record) + "\n")
+                self._jsonl.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.settings.jsonl)) from None
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr"):
                 self._board.add_scalar(name, getattr(step, name), step.number)
@@ -97,7 +100,10 @@ class Metrics:
         parts += [f"MFU {rate * self._flops:.1%}"] if self._flops else []
         memory = peak_memory(self.trainer.device)
         parts += [] if memory is None else [f"{memory / 2**30:.2f} GiB"]
-        parts += [f"{left} left"] + (["not finite, skipped"] if step.skipped else [])
+        parts += [f"{left} left"]
+        if step.skipped:
+            end = self.trainer.taken
+            parts += [f"not finite, skipped: samples {end - self.trainer.settings.plan.global_batch} to {end - 1}"]
         print("  ".join(parts), flush=True)
 
     def __exit__(

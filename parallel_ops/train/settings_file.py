@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel_ops.planner.plan import parse_fields
-from parallel_ops.train.settings import Section, Settings
+from parallel_ops.train.sections import Section
+from parallel_ops.train.settings import Settings
 
 if sys.version_info >= (3, 11):
     import tomllib

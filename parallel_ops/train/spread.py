@@ -165,9 +165,11 @@ def micro_batch(model: nn.Module, zero: int, *, last: bool) -> None:
     """Says to a parallelized model, before each forward, whether its backward is the last of a step.
 
     Under ``zero`` 0 and 1 gradients are reduced in the last alone; under 1 and 2 parameters stay whole until then.
+    Replicas of shards add up what is reduced in the last.
     """
     if not isinstance(model, FSDPModule):  # what replicate returns is one, too
         return
     model.set_requires_gradient_sync(last or zero >= 2)
+    model.set_requires_all_reduce(last)
     if zero in (1, 2):
         model.set_reshard_after_backward(last)

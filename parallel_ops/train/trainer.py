@@ -167,7 +167,7 @@ class Trainer:
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             micro_batch(self.model, settings.plan.zero, last=number == len(batches) - 1)
             with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
-                loss = self._loss(batch.to(self.device))
+                loss = self._loss(batch.to(self.device), count)
             share = count / everything
             # Data-parallel ranks take the mean of their gradients.
             (loss * (share * (self.mesh.size("dp") * scale))).backward()
@@ -230,23 +230,25 @@ class Trainer:
     def rank(self) -> int:
         return dist.get_rank() if self.world > 1 else 0
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch, count: int) -> Tensor:
         extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.apart else {}
-        loss: Tensor = self.model(batch.tokens, batch.targets, **extra)
+        # Without a target the loss counts for nothing, and a mean over none may be NaN: any targets will do.
+        loss: Tensor = self.model(batch.tokens, batch.targets if count else batch.tokens, **extra)
         return loss
 
     def _targets(self, batches: list[Batch]) -> tuple[list[int], int | Tensor]:
-        """How many tokens of each micro-batch have a target, and how many of the step have one, over all ranks."""
+        """How many tokens of each micro-batch have a target, and how many of the step have one, over all ranks; at
+        least 1, to divide by."""
         if not self.samples.apart:
             counts = [batch.targets.numel() for batch in batches]
             return counts, sum(counts) * self.mesh.size("dp")
         counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
         group = self.mesh.group("dp")
         if group is None:
-            return counts, sum(counts)
+            return counts, max(1, sum(counts))
         everything = torch.tensor(float(sum(counts)), device=self.device)
         dist.all_reduce(everything, group=group)
-        return counts, everything
+        return counts, everything.clamp_(min=1)
 
     def _seed(self) -> None:
         """Ranks that have the same data draw the same, those with other data something else."""

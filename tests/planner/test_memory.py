@@ -47,7 +47,17 @@ def test_zero_shards_one_state_after_the_other():
     P = LLAMA.parameters
     assert [s.optimizer for s in stages] == [12 * P, 12 * P / 8, 12 * P / 8, 12 * P / 8]
     assert [s.gradients for s in stages] == [4 * P, 4 * P, 4 * P / 8, 4 * P / 8]
-    assert [s.parameters for s in stages] == [2 * P, 2 * P, 2 * P, 2 * P / 8]
+    assert [s.parameters for s in stages] == [2 * P, 2 * P, 2 * P, 0]
+    assert memory(LLAMA, Plan(dp=8, zero=3, fsdp=False, global_batch=8))[0].parameters == 2 * P / 8
+
+
+def test_fsdp_in_fp32_has_its_shards_beside_what_it_gathers():
+    """And replicate, whose shards are whole."""
+    plans = [Plan(dp=8, zero=zero, dtype="fp32", global_batch=8) for zero in range(4)]
+    P = LLAMA.parameters
+    assert [memory(LLAMA, p)[0].parameters for p in plans] == [8 * P, 4.5 * P, 4.5 * P, 0.5 * P]
+    assert memory(LLAMA, replace(plans[1], fsdp=False))[0].parameters == 4 * P
+    assert memory(LLAMA, replace(plans[3], dp_replicate=8))[0].parameters == 8 * P
 
 
 def test_zero_2_adds_up_whole_gradients_over_the_micro_batches_of_a_pipeline():

@@ -132,6 +132,32 @@ def test_uneven_stages_are_found_where_they_are_faster():
     assert plans and not any(found.plan.layers_per_chunk for found in plans)
 
 
+def test_shards_that_stay_in_a_node_are_tried():
+    """Where nodes have one adapter each, ZeRO-3 gathers no parameters between them."""
+    cluster = replace(presets.cluster("h100x32"), rails=1)
+    options = replace(FEW, zero=(0, 3), tp=(1,), pp=(1,), cp=(1,), micro_batches=(1,))
+    found = search(LLAMA, cluster, batch=128, options=options)
+    assert {(plan.zero, plan.dp_replicate) for plan, _ in found.ranking} == {(3, 1), (3, 4)}
+    times = {plan.dp_replicate: seconds for plan, seconds in found.ranking}
+    assert times[4] < 0.8 * times[1] and found.best.plan.dp_shard == 8
+    one = replace(options, dp_replicate=(1,))
+    assert {p.dp_replicate for p, _ in search(LLAMA, cluster, batch=128, options=one).ranking} == {1}
+    # On one node there is nothing to save.
+    inside = search(LLAMA, presets.cluster("h100x8"), batch=128, options=options)
+    assert {plan.dp_replicate for plan, _ in inside.ranking} == {1}
+
+
+def test_replicas_that_are_asked_for():
+    cluster = presets.cluster("h100x16")
+    options = replace(FEW, zero=(0, 1, 3), pp=(1,), cp=(1,), micro_batches=(1,), dp_replicate=(2, 4))
+    found = search(LLAMA, cluster, batch=64, options=options)
+    assert {(p.zero, p.dp_replicate) for p, _ in found.ranking} == {(z, r) for z in (1, 3) for r in (2, 4)}
+    reasons = {r.reason for r in found.rejected if r.kind == "replicas"}
+    assert reasons >= {"ZeRO-0 has no shards to have 2 replicas of", "4 replicas do not divide DP 2"}
+    with pytest.raises(ValueError, match=r"megatron: it shards over all data-parallel ranks, not dp_replicate=2:4"):
+        search(LLAMA, cluster, batch=64, options=replace(options, target="megatron"))
+
+
 def test_near_misses_say_what_they_lack():
     """Without recomputation a step is much shorter, but takes 2 % more memory than there is."""
     cluster = presets.cluster("a100-80x8")

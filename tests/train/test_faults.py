@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,9 @@ def test_data_that_stop_being_readable(data, monkeypatch):
     with pytest.raises(OSError, match=r"Input/output error: .*tokens\.bin"):
         trainer.train()
     assert trainer.done <= 2  # the step that had been read
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_under_the_metrics_is_named(data):
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        Trainer(runs.settings_of(data, logging={"jsonl": "/dev/full"})).train()

@@ -4,16 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from torch.distributed import Backend, HashStore
+from torch.distributed.distributed_c10d import BackendConfig
 
 pytest.importorskip("pydantic")
 
 from parallel_ops._command_line import INTERRUPTED
-from parallel_ops.train import command, launch
+from parallel_ops.comm._group import device_types_of
+from parallel_ops.train import CheckpointError, command, launch
 from parallel_ops.train.forecast import Device, memory_problem, replan
-from parallel_ops.train.launch import Start, fitted
+from parallel_ops.train.launch import fitted
+from parallel_ops.train.rank import Start, backend_of, name_of_start
 from parallel_ops.train.settings_file import settings_of
 
 ROOM = Device("a lot of memory", 2.0**50, True)
@@ -76,15 +81,35 @@ def test_a_plan_beyond_the_memory_is_a_warning_or_an_error(folder, monkeypatch, 
 def test_what_is_looked_at_before_anything_starts(folder):
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
     given = settings(folder, "dp=2,global_batch=8", checkpoint={"folder": str(folder / "checkpoints")})
-    with pytest.raises(launch.CheckpointError, match="has a checkpoint of step 3 already: go on from it with --resume"):
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 3 already: go on from it with --resume"):
         launch.check(given, Start())
-    with pytest.raises(launch.CheckpointError, match=r"run\.json"):
+    with pytest.raises(CheckpointError, match=r"run\.json"):
         launch.check(given, Start(resume=True))
     with pytest.raises(ValueError, match=r"--resume needs checkpoint\.folder"):
         launch.check(settings(folder, "dp=2,global_batch=8"), Start(resume=True))
     (folder / "tokens.bin").write_bytes(b"ab")
     with pytest.raises(ValueError, match="1 tokens, but a sequence needs 33"):
         launch.check(settings(folder, "dp=2,global_batch=8"), Start())
+
+
+def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
+    assert [backend_of(gpu, offload=on) for gpu, on in ((False, True), (True, False))] == ["gloo", "nccl"]
+    both = backend_of(True, offload=True)
+    assert device_types_of(str(BackendConfig(Backend(both)))) == ("cpu", "cuda")
+
+
+def test_ranks_find_a_name_that_no_start_before_them_had():
+    """Three starts on one store, of which the second breaks off: its rank 1 asks and is gone."""
+    store = HashStore()
+
+    def start(ranks):
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return set(pool.map(lambda rank: name_of_start(store, rank, 3), ranks))
+
+    first = start((0, 1, 2))
+    store.set("parallel_ops/3/1", "nobody")
+    last = start((2, 0, 1))
+    assert len(first) == len(last) == 1 and first != last
 
 
 RUN = """

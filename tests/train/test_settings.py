@@ -3,6 +3,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
@@ -71,6 +72,8 @@ def test_the_text_of_a_plan():
         ("parallel.ep=2", "parallel.ep must be 1, got 2: its trainer has no expert parallelism yet"),
         ("parallel.overlap=false", "parallel.overlap must be True"),
         ("parallel.offload=optimizer", "offload needs zero of 1 or more"),
+        ("parallel=tp=2,zero=1,offload=optimizer", r"parallel.offload needs dp_shard \* cp of 2 or more"),
+        ("parallel.fsdp=false", "parallel.fsdp must be True, got False: its shards are FSDP2's"),
         ("parallel.recompute=operators", "recompute.kind: input should be 'none', 'selective' or 'full'"),
         ("precision.dtype=fp8", "precision.dtype: input should be 'bf16', 'fp32' or 'fp16'"),
         ("optimizer.lr=fast", "optimizer.lr: input should be a valid number, got 'fast'"),
@@ -119,6 +122,7 @@ def test_what_the_planner_writes_is_a_run(model):
     shape = presets.model(model)
     settings = settings_of(tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan)))
     assert settings.plan == plan
+    assert np.iinfo(settings.data.dtype).max >= shape.vocab - 1
     assert planner_model(settings.config, settings.seq_length, shape.name) == shape
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate
-from parallel_ops.train.settings import OptimizerSettings
+from parallel_ops.train.sections import OptimizerSettings
 from support import trainer as runs
 from support.distributed import ranks
 
@@ -192,10 +192,48 @@ def test_a_loss_that_is_not_finite_stops_or_is_left_out(data, tmp_path, capsys):
 
     trainer.step = step
     assert trainer.train().step == 5
-    assert "not finite, skipped" in capsys.readouterr().out
+    assert "not finite, skipped: samples 4 to 7" in capsys.readouterr().out
     records = [json.loads(line) for line in logs.read_text().splitlines()]
     assert [record["loss"] is None for record in records] == [False, True, False, False, False]
     assert all(state["step"] == 4 for state in trainer.optimizer.state.values())
+
+
+def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
+    """Most documents are one token, after which comes another document: few samples have a target at all."""
+    draw = np.random.default_rng(0)
+    tokens = np.zeros(3000, "uint16")
+    for start in draw.choice(2900, 20, replace=False):
+        tokens[start : start + 12] = draw.integers(1, runs.VOCABULARY, 12)
+    tokens.tofile(tmp_path / "some.bin")
+    sections = {"data": {"apart": True}, "parallel": {"global_batch": BATCH, "micro_batch": 1}}
+    settings = runs.settings_of(tmp_path / "some.bin", **sections)
+    trainer = Trainer(settings)
+    counts = [trainer._targets(trainer.loader.step(BATCH * step))[0] for step in range(5)]
+    assert all(0 in found and sum(found) for found in counts)
+    want = runs.steps_of(0, settings)
+    assert all(math.isfinite(value) and value for step in want for value in step)
+    for plan in ({"dp": 4, "zero": 3}, {"cp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero": 2, "sequence_parallel": True}):
+        given = runs.settings_of(tmp_path / "some.bin", **{**sections, "parallel": {**sections["parallel"], **plan}})
+        for got in ranks(4).run(runs.steps_of, given):
+            close(got, want)
+
+    np.zeros(3000, "uint16").tofile(tmp_path / "none.bin")
+    given = runs.settings_of(tmp_path / "none.bin", **sections)
+    assert runs.steps_of(0, given) == [(0.0, 0.0)] * 5
+
+    class Mean(nn.Module):
+        """A model whose loss is NaN where there is no target."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Embedding(runs.VOCABULARY, 8), nn.Linear(8, runs.VOCABULARY)])
+
+        def forward(self, tokens, targets, positions, cu_seqlens):
+            logits = self.layers[1](self.layers[0](tokens))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    step = Trainer(settings, model=Mean()).step()
+    assert math.isfinite(step.loss) and math.isfinite(step.grad_norm)
 
 
 def test_half_precision_finds_a_scale(data):

@@ -23,9 +23,10 @@ from parallel_ops.planner.export import target as find_target
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.options import Options
 from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedule import KINDS, Times, actions, simulate
-from parallel_ops.planner.search import Options, search
+from parallel_ops.planner.search import search
 from parallel_ops.planner.validation import validate
 
 # Exit code where the answer is no: the plan does not fit, or none does. 2 is for bad input.

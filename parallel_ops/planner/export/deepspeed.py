@@ -32,7 +32,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {"fused_loss": False} if plan.zero else {"fused_loss": False, "grad_dtype": plan.dtype}
+    own = {"fused_loss": False, "fsdp": False}
+    return own if plan.zero else {**own, "grad_dtype": plan.dtype}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:

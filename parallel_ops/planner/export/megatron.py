@@ -41,7 +41,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {"fused_loss": False}
+    return {"fused_loss": False, "fsdp": False}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:

@@ -205,6 +205,7 @@ TORCHTITAN = Target(
         "grad_dtype": (("fp32",), "it reduces gradients in fp32"),
         "offload": (("none", "optimizer"), "it offloads parameters and optimizer"),
         "flash_attention": ((True,), "its attention stores no scores"),
+        "fsdp": ((True,), "its shards are FSDP2's"),
         "overlap": ((True,), "FSDP overlaps its communication"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
     },

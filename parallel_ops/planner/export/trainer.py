@@ -19,6 +19,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "it has neither experts nor latent attention"
     if plan.offload != "none" and not plan.zero:
         yield "its trainer offloads what ZeRO shards; add zero=1"
+    elif plan.offload != "none" and plan.dp_shard * plan.cp == 1:
+        yield "its trainer offloads what ZeRO shards, and one rank has no shards"
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -27,7 +29,8 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000},
         "model": _shape(model),
-        "data": {"paths": ["data"]},
+        # Tokens of two bytes, the default, are too small for large vocabularies.
+        "data": {"paths": ["data"]} | ({"dtype": "uint32"} if model.vocab > 2**16 else {}),
         "optimizer": {"lr": 3e-4, "warmup": 100},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
         "precision": {"dtype": plan.dtype},
@@ -84,6 +87,7 @@ TRAINER = Target(
         "flash_attention": ((True,), "its attention stores no scores"),
         "fused_ops": ((True,), "its layers are fused ops"),
         "fused_loss": ((True,), "its loss is one op with the output embedding"),
+        "fsdp": ((True,), "its shards are FSDP2's"),
         "overlap": ((True,), "its communication runs beside computation"),
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
