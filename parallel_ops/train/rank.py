@@ -16,6 +16,7 @@ import torch.distributed as dist
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import checkpoints
 from parallel_ops.train.forecast import uses_cuda
+from parallel_ops.train.heap import keep_freed_memory
 from parallel_ops.train.settings import Settings
 from parallel_ops.train.step import Result
 from parallel_ops.train.stopping import Stopping
@@ -44,6 +45,8 @@ def under_torchrun() -> bool:
 def train(settings: Settings, start: Start, stopping: Stopping) -> Result:
     """The run on this rank, and in its process group where the plan has several."""
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not uses_cuda(settings):
+        keep_freed_memory()
     with joined(settings) as mesh:
         trainer = Trainer(settings, mesh)
         folder = settings.checkpoint.folder
