@@ -26,6 +26,8 @@ from parallel_ops.train.tokens import TokenStream
 
 # Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
 _NOTICE = 2.0
+# With a shared store an agent keeps its first address, and a node that joins waits for a new one (torch 2.13).
+_SHARED = "note: nodes can join later only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
 
 def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
@@ -94,6 +96,8 @@ def _under_torchrun(settings: Settings, start: Start) -> Stopped:
     found, stopping = fitted(settings, int(os.environ["WORLD_SIZE"]), start), Stopping()
     if found is not settings and os.environ["RANK"] == "0":
         print(described_change(settings, found), file=sys.stderr, flush=True)
+    if start.elastic and os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        print(_SHARED, file=sys.stderr, flush=True)
     try:
         result = train(found, start, stopping)
     except RuntimeError as error:
