@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="quick",
         help="tests that execute the PTX of kernels: as compiled for sm_90, or for sm_80, sm_90 and sm_100",
     )
-    parser.addoption("--elastic", action="store_true", help="a run whose nodes go and come: some minutes")
+    parser.addoption("--elastic", action="store_true", help="a run whose nodes go and come: a minute")
     parser.addoption("--plans", type=int, default=6, help="random plans that the trainer's test trains and resumes")
 
 

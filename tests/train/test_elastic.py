@@ -1,6 +1,6 @@
 """Nodes that go and come while a run is under way: two agents of torchrun on this machine, one rank each.
 
-Two minutes and more, most of them torchrun's waiting: only with ``--elastic``.
+A minute, most of it torchrun's waiting: only with ``--elastic``.
 """
 
 import json
