@@ -28,7 +28,7 @@ def document():
     model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
     plans = [
         Plan(tp=8, pp=8, zero=1, sequence_parallel=True, schedule="zb-v", virtual_stages=2, global_batch=64),
-        Plan(tp=8, pp=4, dp=2, sequence_parallel=True, micro_batch=4, global_batch=64),
+        Plan(tp=8, pp=4, dp=2, sequence_parallel=True, micro_batch=2, global_batch=64, recompute="selective"),
     ]
     estimates = [estimate(model, cluster, plan) for plan in plans]
     rejected = [("memory", 12, "dp64, b1 x 1: stage 0 needs 1,000.0 GiB of 79.6 <in any case>")]
