@@ -1,5 +1,6 @@
 """Starting a run: plans for other ranks, what is refused before anything starts, Ctrl-C and going on."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,14 +13,21 @@ from torch.distributed import Backend, HashStore
 from torch.distributed.distributed_c10d import BackendConfig
 
 pytest.importorskip("pydantic")
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
 
 from parallel_ops._command_line import INTERRUPTED
 from parallel_ops.comm._group import device_types_of
+from parallel_ops.planner.cli.app import app
 from parallel_ops.train import CheckpointError, command, launch
 from parallel_ops.train.forecast import Device, memory_problem, replan
 from parallel_ops.train.launch import fitted
 from parallel_ops.train.rank import Start, backend_of, name_of_start
-from parallel_ops.train.settings_file import settings_of
+from parallel_ops.train.settings_file import read_settings, settings_of
+from support import trainer as runs
+from support.distributed import ranks
 
 ROOM = Device("a lot of memory", 2.0**50, True)
 MODEL = {"vocab_size": 64, "seq_length": 32, "layers": 1, "hidden": 32, "heads": 4}
@@ -90,6 +98,23 @@ def test_what_is_looked_at_before_anything_starts(folder):
     (folder / "tokens.bin").write_bytes(b"ab")
     with pytest.raises(ValueError, match="1 tokens, but a sequence needs 33"):
         launch.check(settings(folder, "dp=2,global_batch=8"), Start())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "only"), [(2, "zero=1"), (4, "tp=2,dp=2,zero=3,micro_batch=2"), (4, "dp=4,dp_replicate=2,zero=2")]
+)
+def test_what_plan_writes_trains(folder, gpus, only):
+    shape = {**MODEL, "vocab": 64, "sequence": 32, "kv_heads": 2, "dropout": False, "bias": "none"}
+    shape = {name: value for name, value in shape.items() if name not in ("vocab_size", "seq_length")}
+    (folder / "small.json").write_text(json.dumps(shape))
+    given = ["plan", "--model", folder / "small.json", "--cluster", f"h100x{gpus}", "--batch", "8", "--only", only]
+    planned = CliRunner().invoke(app, [*map(str, given), "--output", str(folder / "run.toml"), "--top", "1"])
+    assert planned.exit_code == 0, planned.output
+    changes = [f"data.paths=['{folder / 'tokens.bin'}']", "checkpoint.folder=none", "checkpoint.every=0", "run.steps=2"]
+    found = read_settings(folder / "run.toml", [*changes, "run.device=cpu"])
+    assert found.plan.gpus == gpus and all(part in found.plan.text for part in only.split(","))
+    losses = ranks(gpus).run(runs.steps_of, found)
+    assert all(step == other for step, other in zip(losses[0], losses[-1], strict=True)) and losses[0][0][0] < 5
 
 
 def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():

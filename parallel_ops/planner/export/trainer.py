@@ -30,7 +30,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "run": {"steps": 1000},
         "model": _shape(model),
         # Tokens of two bytes, the default, are too small for large vocabularies.
-        "data": {"paths": ["data"]} | ({"dtype": "uint32"} if model.vocab > 2**16 else {}),
+        "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab > 2**16 else {}),
         "optimizer": {"lr": 3e-4, "warmup": 100},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
         "precision": {"dtype": plan.dtype},
