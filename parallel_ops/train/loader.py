@@ -50,7 +50,8 @@ class Loader:
     def _batch(self, numbers: range) -> Batch:
         batch = self.samples.batch(numbers)
         if self.vocabulary is not None:
-            for found in (int(batch.tokens.min()), int(batch.tokens.max()), int(batch.targets.max())):
+            # The targets of a batch may all be ignored.
+            for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
                 if not 0 <= found < self.vocabulary:
                     raise ValueError(
                         f"data: token {found}, in samples {numbers[0]} to {numbers[-1]}, is outside the model's "

@@ -109,7 +109,11 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._files.close()
+        try:
+            self._files.close()
+        except OSError:
+            if error is None:  # a file that could not be written cannot be closed either
+                raise
         if self.trainer.rank == 0 and self.settings.picture is not None and self.records:
             picture(self.records, self.settings.picture)
 
