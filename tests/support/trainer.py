@@ -30,6 +30,31 @@ MODELS = {
 }  # fmt: skip
 
 
+# A run of two ranks as a file, of tokens.bin beside it.
+RUN = """
+[run]
+steps = 400
+[model]
+vocab_size = 64
+seq_length = 32
+layers = 1
+hidden = 32
+heads = 4
+[data]
+paths = ["tokens.bin"]
+[parallel]
+dp = 2
+zero = 3
+global_batch = 4
+[precision]
+dtype = "fp32"
+[checkpoint]
+folder = "checkpoints"
+[logging]
+jsonl = "metrics.jsonl"
+"""
+
+
 def data_file(folder: Path) -> Path:
     """Tokens that follow one another by a rule, in documents of some 12."""
     generator = np.random.default_rng(0)

@@ -17,31 +17,6 @@ pytest.importorskip("pydantic")
 
 from support import trainer as runs
 
-RUN = """
-[run]
-steps = 1000000
-[model]
-vocab_size = 31
-seq_length = 32
-layers = 1
-hidden = 32
-heads = 4
-[data]
-paths = ["tokens.bin"]
-[parallel]
-dp = 2
-zero = 3
-global_batch = 4
-[precision]
-dtype = "fp32"
-[checkpoint]
-folder = "checkpoints"
-every = 50
-[logging]
-every = 1000
-jsonl = "metrics.jsonl"
-"""
-
 
 class Node:
     """An agent, and its rank."""
@@ -52,7 +27,8 @@ class Node:
             f"{sys.executable} -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 "
             f"--rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id run --local-addr localhost "
             "--rdzv-conf last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5 "
-            "-m parallel_ops train run.toml --resume --elastic"
+            "-m parallel_ops train run.toml --resume --elastic --steps 1000000 --set checkpoint.every=50 "
+            "--set logging.every=1000"
         )
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.log.open("wb") as log:
@@ -72,7 +48,7 @@ def test_nodes_go_and_come(tmp_path, request):
     if not request.config.getoption("--elastic"):
         pytest.skip("--elastic runs it")
     runs.data_file(tmp_path)
-    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "run.toml").write_text(runs.RUN)
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]

@@ -137,33 +137,9 @@ def test_ranks_find_a_name_that_no_start_before_them_had():
     assert len(first) == len(last) == 1 and first != last
 
 
-RUN = """
-[run]
-steps = 400
-[model]
-vocab_size = 64
-seq_length = 32
-layers = 1
-hidden = 32
-heads = 4
-[data]
-paths = ["tokens.bin"]
-[parallel]
-dp = 2
-zero = 3
-global_batch = 4
-[precision]
-dtype = "fp32"
-[checkpoint]
-folder = "checkpoints"
-[logging]
-jsonl = "metrics.jsonl"
-"""
-
-
 def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     """A whole run of the command: the one test here that starts processes."""
-    (folder / "run.toml").write_text(RUN)
+    (folder / "run.toml").write_text(runs.RUN)
     call = [sys.executable, "-m", "parallel_ops", "train", "run.toml"]
     options = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     options["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
