@@ -34,7 +34,7 @@ _known: dict[int, dict[tuple[Any, ...], _Known]] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)``; ``args`` are the run-time arguments, ``meta`` the constants and options."""
-    if type(kernel) is not JITFunction or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
+    if not isinstance(kernel, JITFunction) or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
         kernel[grid](*args, **meta)  # also interpreted, autotuned, and what else there may be
         return
     known = _known.get(id(kernel))

@@ -2,8 +2,9 @@
 
 Programs, as many as run at once, walk over the rows with the gradients of weight and bias in registers and loads
 running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
-row, one kernel takes the rows' dot products and a second, over blocks of columns, has all gradients: x and the gradient
-are read twice. The order of summation is set by the shape and the GPU.
+row, 16-bit rows stay in shared memory, if they fit; else one kernel takes the rows' dot products and a second, over
+blocks of columns, has all gradients: x and the gradient are read twice. The order of summation is set by the shape and
+the GPU.
 """
 
 import torch
@@ -27,6 +28,7 @@ from parallel_ops.triton_kernels._common import (
     vector_cols,
 )
 from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._norm_backward_staged import fits, staged_backward
 from parallel_ops.triton_kernels._norm_forward import WIDE_BLOCK, WIDE_WARPS, load, scaled
 
 # Bytes of a row that fits beside the sums, and columns where there is a bias, which takes as many registers again.
@@ -260,6 +262,12 @@ def backward(
             grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
             **config, STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
         )  # fmt: skip
+    elif mean is not None and narrow_dx is None and fits(cols, flags["UNIT"], x, grad, grad_sum):
+        splits = min(rows, multiprocessors(x.device))
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        staged_backward(
+            splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
+        )
     else:
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
         splits = row_splits(rows, block_rows)

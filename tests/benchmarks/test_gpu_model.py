@@ -24,10 +24,6 @@ BF16 = torch.bfloat16
 NORMS = ("layer_norm", "rms_norm")
 # What the kernels do not reach; strict, so that who improves one has to say so here.
 LACKING = {
-    # One kernel has 128 sums a thread and spills beside them. Instructions that spill, on sm_90: 102 as it is; with
-    # weights copied again 60, without masks too 46, with 16 warps 42; x and the gradient copied twice 134, loaded again
-    # out of L1, a barrier a chunk, 5; with bounds computed anew too, beside a residual, 4 (sm_100: 11).
-    ("wide", "layer_norm", 16384): "the backward is two kernels above 12,288 columns with a bias: 5N bytes",
     # What is hidden costs a store and the tests of its chunk, three for 8 elements a thread; longer chunks hide less.
     # Code for each number of visible chunks, which has no tests, takes 7.4 of 11.2, or 0.66, but three times as long to
     # compile, and rows of 65,536 keys spill (470 instructions).
@@ -87,8 +83,7 @@ def test_wave_efficiency():
 
 @pytest.mark.parametrize("cols", [12288, 16384])
 @pytest.mark.parametrize("op", NORMS)
-def test_wide_backward_of_norms_reads_once(op, cols, request):
-    expect_lack(request, "wide", op, cols)
+def test_wide_backward_of_norms_reads_once(op, cols):
     backward = model(op, (2048, 4, cols))["backward"]
     assert backward.bytes <= 3.2 / 3 * backward.least
     assert not any(x.facts.spills for x in backward.launches)

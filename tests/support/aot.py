@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 # Shared memory that one block may use, in bytes (CUDA C++ Programming Guide, table of technical specifications).
@@ -138,7 +139,7 @@ def specialise(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    source = ASTSource(
+    source = (GluonASTSource if launch.kernel.is_gluon() else ASTSource)(
         launch.kernel,
         dict(launch.signature),
         dict(launch.constants),
