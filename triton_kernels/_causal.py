@@ -8,12 +8,17 @@ elements. The exact bounds are applied in registers.
 import triton
 import triton.language as tl
 
+from parallel_ops.triton_kernels._common import computed_here
+
 
 @triton.jit
 def visible(query, queries, cols, window):
     """The keys [first, end) that a query sees, the newest query aligned with the newest key."""
     end = query + (cols - queries) + 1
-    return tl.maximum(end - window, 0), end
+    if window is None:
+        return 0, end
+    else:
+        return tl.maximum(end - window, 0), end
 
 
 @triton.jit
@@ -41,3 +46,13 @@ def seen_by_all(first_row, queries, cols, window, BLOCK_ROWS: tl.constexpr):
 def reach(col, first, end, inside, ALIGN: tl.constexpr):
     """What is loaded of what is inside: the visible keys, rounded outwards."""
     return inside & (col >= first // ALIGN * ALIGN) & (col < tl.cdiv(end, ALIGN) * ALIGN)
+
+
+@triton.jit
+def hide(values, first, end, all_first, all_end, HIDDEN: tl.constexpr):
+    """The values of a chunk, ``HIDDEN`` where a row does not see them; bounds from the chunk's begin."""
+    if (all_first > 0) | (all_end < values.shape[1]):
+        col = tl.arange(0, values.shape[1])[None, :]
+        # Compared here: else once for all uses, ahead of the branch, and kept.
+        values = tl.where((col >= first) & (col < computed_here(end)), values, HIDDEN)
+    return values

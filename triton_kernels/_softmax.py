@@ -104,9 +104,9 @@ def launch_backward(
     launch(_backward_kernel, (cdiv(rows, config["BLOCK_ROWS"]),), *args, **flags, **config)
 
 
-def _sizes(t: Tensor, sink: Tensor | None, causal: bool, window: int | None) -> tuple[int, int, int]:
-    """Queries per matrix, heads, and the window, which is the whole row where there is none."""
+def _sizes(t: Tensor, sink: Tensor | None, causal: bool, window: int | None) -> tuple[int, int, int | None]:
+    """Queries per matrix, heads, and the window where it is shorter than rows."""
     if not causal and sink is None:
-        return 1, 1, 1
+        return 1, 1, None
     heads = 1 if sink is None else sink.numel()
-    return t.shape[-2], heads, t.shape[-1] if window is None else min(window, t.shape[-1])
+    return t.shape[-2], heads, None if window is None or window >= t.shape[-1] else window

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from parallel_ops.triton_kernels._causal import reach, seen_by_any, visible
+from parallel_ops.triton_kernels._causal import hide, reach, seen_by_all, seen_by_any, visible
 from parallel_ops.triton_kernels._common import aligned, quotient, reread, to_acc
 
 
@@ -33,7 +33,7 @@ def _gradient(grad, y, mean, scale):
     return tl.where(y == 0.0, 0.0, tl.cast(scale, y.dtype) * (y * (grad - mean)))
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["rows", "window"])
 def _backward_kernel(
     grad_ptr, y_ptr, share_ptr, dx_ptr, sink_grad_ptr, rows, cols, grad_stride, y_stride, scale: tl.float64,
     queries, window, UNIT: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -42,7 +42,7 @@ def _backward_kernel(
     cols, grad_stride, y_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT), aligned(y_stride, UNIT)
     first_row = tl.program_id(0).to(rows.dtype) * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
-    in_rows = row < rows
+    in_rows = (row < rows) | (BLOCK_ROWS == 1)
     grad_ptr += row.to(tl.int64) * grad_stride
     y_ptr += row.to(tl.int64) * y_stride
     dx_ptr += row.to(tl.int64) * cols
@@ -50,6 +50,7 @@ def _backward_kernel(
     if CAUSAL:
         first, end = visible((row % queries).to(tl.int32), queries, cols, window)
         any_first, any_end = seen_by_any(first_row, queries, cols, window, BLOCK_ROWS)
+        all_first, all_end = seen_by_all(first_row, queries, cols, window, BLOCK_ROWS)
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
 
     grads = ()
@@ -65,10 +66,10 @@ def _backward_kernel(
     totals = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
     for chunk in tl.static_range(CHUNKS):
         if (chunk * BLOCK_COLS < any_end) & ((chunk + 1) * BLOCK_COLS > any_first):
-            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
             grad, y = to_acc(grads[chunk]), to_acc(ys[chunk])
             if CAUSAL:
-                grad = tl.where((col >= first) & (col < end), grad, 0.0)
+                start = chunk * BLOCK_COLS
+                grad = hide(grad, first - start, end - start, all_first - start, all_end - start, 0.0)
             weighted += grad * y
             totals += y
     product, total = tl.reduce((weighted, totals), 1, _add_both, keep_dims=True)
@@ -82,7 +83,7 @@ def _backward_kernel(
         tl.store(dx_ptr + col, dx, mask=in_rows & (col < cols))
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["rows", "window"])
 def _backward_loop_kernel(
     grad_ptr, y_ptr, share_ptr, dx_ptr, sink_grad_ptr, rows, cols, grad_stride, y_stride, scale: tl.float64,
     queries, window, UNIT: tl.constexpr, CAUSAL: tl.constexpr, ALIGN: tl.constexpr, BLOCK_COLS: tl.constexpr,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from parallel_ops.triton_kernels._causal import reach, seen_by_all, seen_by_any, visible
+from parallel_ops.triton_kernels._causal import hide, reach, seen_by_all, seen_by_any, visible
 from parallel_ops.triton_kernels._common import aligned, computed_here, quotient, reread, to_acc
 from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive
 
@@ -41,17 +41,6 @@ def _logits(
 
 
 @triton.jit
-def _triangle(x, scale, first, end, all_first, all_end, FAST: tl.constexpr):
-    """The logits of a chunk by what each row sees of it, and by what all see; hidden ones are -inf."""
-    z = to_acc(x)
-    z = z * _in_base(tl.cast(scale, z.dtype), FAST)
-    if (all_first > 0) | (all_end < x.shape[1]):
-        col = tl.arange(0, x.shape[1])[None, :]
-        z = tl.where((col >= first) & (col < end), z, float("-inf"))
-    return z
-
-
-@triton.jit
 def _shift(top):
     """What is subtracted of a row's logits: their maximum, or nothing where all are -inf."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -81,7 +70,7 @@ def _sink(sink_ptr, row, in_rows, queries, heads, acc: tl.constexpr, FAST: tl.co
     return _in_base(to_acc(tl.load(sink_ptr + row // queries % heads, mask=in_rows, other=0.0)).to(acc), FAST)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["rows", "window"])
 def _forward_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
@@ -91,7 +80,7 @@ def _forward_kernel(
     cols, row_stride = aligned(cols, UNIT), aligned(row_stride, UNIT)
     first_row = tl.program_id(0).to(rows.dtype) * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
-    in_rows = row < rows
+    in_rows = (row < rows) | (BLOCK_ROWS == 1)
     scores_ptr += row.to(tl.int64) * row_stride
     y_ptr += row.to(tl.int64) * cols
     first, end, any_first, any_end = 0, cols, 0, CHUNKS * BLOCK_COLS
@@ -102,6 +91,7 @@ def _forward_kernel(
     if MASK != "none":
         mask_ptr = _mask_row(mask_ptr, row, size_1, size_2, stride_0, stride_1, stride_2, MASK_UNIT)
     acc: tl.constexpr = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    factor = _in_base(tl.cast(scale, acc), FAST)
 
     xs = ()
     for chunk in tl.static_range(CHUNKS):
@@ -120,7 +110,8 @@ def _forward_kernel(
             inside = in_rows & (col < cols)
             if CAUSAL:
                 start = chunk * BLOCK_COLS
-                z = _triangle(xs[chunk], scale, first - start, end - start, all_first - start, all_end - start, FAST)
+                z = to_acc(xs[chunk]) * factor
+                z = hide(z, first - start, end - start, all_first - start, all_end - start, float("-inf"))
             else:
                 z, _ = _logits(xs[chunk], mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
             tops = z if chunk == 0 else tl.maximum(tops, z)
@@ -138,14 +129,17 @@ def _forward_kernel(
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         e = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
         if (chunk * BLOCK_COLS < any_end) & ((chunk + 1) * BLOCK_COLS > any_first):
-            z = zs[chunk]
+            kept = zs[chunk]
             if CAUSAL:
                 start = chunk * BLOCK_COLS
-                z = _triangle(reread(z), scale, first - start, end - start, all_first - start, all_end - start, FAST)
+                e = _exponential(to_acc(reread(kept)) * factor - shift, FAST)
+                e = hide(e, first - start, end - start, all_first - start, all_end - start, 0.0)
             elif WIDE:  # and no mask
                 inside = in_rows & (col < cols)
-                z, _ = _logits(reread(z), mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
-            e = _exponential(z - shift, FAST)
+                z, _ = _logits(reread(kept), mask_ptr, mask_stride, col, scale, first, end, inside, MASK, CAUSAL, FAST)
+                e = _exponential(z - shift, FAST)
+            else:
+                e = _exponential(kept - shift, FAST)
             sums = e if chunk == 0 else sums + e
         es += (zs[chunk] if WIDE else e,)
     total = tl.sum(sums, axis=1, keep_dims=True)
@@ -190,7 +184,7 @@ def _forward_kernel(
                 tl.store(y_ptr + col, zero.to(y_ptr.dtype.element_ty), mask=inside & hidden)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["rows", "window"])
 def _forward_loop_kernel(
     scores_ptr, mask_ptr, sink_ptr, y_ptr, share_ptr, rows, cols, row_stride, scale: tl.float64,
     size_1, size_2, stride_0, stride_1, stride_2, mask_stride, queries, heads, window, UNIT: tl.constexpr,
