@@ -120,10 +120,13 @@ def _multiprocessors(count: int) -> Iterator[None]:
 
 def directions(
     benchmark: Benchmark, shape: Shape, dtype: torch.dtype, capability: int, multiprocessors: int,
-    op: Provider | None = None,
+    op: Provider | None = None, sample: int | None = SAMPLE,
 ) -> dict[str, list[Facts]]:  # fmt: skip
-    """The launches of forward and backward at ``shape``, of ``op`` instead of the benchmark's own if given."""
-    run = functools.partial(executed, capability, exact=True, programs=SAMPLE)
+    """The launches of forward and backward at ``shape``, of ``op`` instead of the benchmark's own if given.
+
+    ``sample``: programs of a launch that are run, all if None.
+    """
+    run = functools.partial(executed, capability, exact=True, programs=sample)
     reports = _run(benchmark, shape, dtype, multiprocessors, op, run)
     return {direction: [facts(r, capability) for r in found] for direction, found in reports.items()}
 

@@ -30,9 +30,7 @@ being bound by products: `tests/kernels/test_flash_attention.py` holds the forme
 
 Assumed: a clone reaches {clone:.1%} of the specified bandwidth (measured for an H100 by quack), a load takes
 {latency:.0f} ns under load, all programs of a launch take as long. What the GPUs offer, with sources:
-`benchmarks/gpu_model/devices.json`. What a clone is limited by itself, as launching is, is not in a share. Where
-blocks at the edges are partly empty (4,104 and 8,208 columns), a sample of programs misjudges the bytes of some rows,
-by up to a sixth too few: hence shares above 100%.
+`benchmarks/gpu_model/devices.json`. What a clone is limited by itself, as launching is, is not in a share.
 """
 _NOT_MEASURED = "**Nothing on this page was measured on a GPU.**"
 _MEASURED = "**Nothing on this page was measured on a GPU but what says so.**"

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_model import devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
-from benchmarks.gpu_model.facts import directions, launched
+from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
 from parallel_ops import bias_gelu, silu_mul, vocab_parallel_cross_entropy
 
@@ -79,6 +79,31 @@ def test_wave_efficiency():
     assert wave_efficiency(128, 108, 1) == 1.0  # as one ends the next begins: its tail is counted in time
     assert wave_efficiency(128, 108, 2) == pytest.approx(128 / 216)
     assert wave_efficiency(264, 132, 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype"),
+    [
+        ("bias_gelu", (1, 96, 4104), torch.float32),
+        ("silu_mul", (1, 48, 4104), BF16),
+        ("scaled_causal_softmax", (1, 1, 96, 1032), BF16),
+    ],
+)
+def test_a_sample_counts_what_all_programs_do(op, shape, dtype):
+    """Where some programs have less to do: tiles at the end of rows are nearly empty, causal rows differ in length."""
+    sampled, whole = (directions(benchmark(op), shape, dtype, 90, 132, sample=n) for n in (SAMPLE, None))
+    for direction in whole:
+        for some, every in zip(sampled[direction], whole[direction], strict=True):
+            if "column_sum" in every.kernel:
+                continue
+            assert some.programs == every.programs and some.instructions == pytest.approx(every.instructions, rel=0.02)
+            for a, b in zip(some.operands, every.operands, strict=True):
+                for field in ("requested", "by_program", "once"):
+                    assert getattr(a, field) == pytest.approx(getattr(b, field), rel=0.02), (
+                        every.kernel,
+                        a.name,
+                        field,
+                    )
 
 
 @pytest.mark.parametrize("cols", [12288, 16384])

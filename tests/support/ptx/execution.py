@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,8 @@ def executed(
     """Kernels that are launched in the block are compiled for ``sm_<capability>`` and run here.
 
     ``exact``: approximate instructions are exact, instead of off by their worst error in directions set by ``seed``.
-    ``programs``: run so many programs of each launch, evenly spread over the grid, instead of all.
+    ``programs``: run so many programs of each launch, evenly spread over the grid, instead of all; of a grid of tiles
+    of which the last of a row is partly empty, as many as whole rows of tiles need, two at least.
     """
     reports: list[Report] = []
     notes = _Unwritten()
@@ -134,14 +135,42 @@ def _run(
         if types[parameter.name] != "constexpr"
     ]
     try:
-        return run(program, grid, warps, values, shared, sample, notes.flags, approximation, launch)
+        return run(
+            program,
+            grid,
+            warps,
+            values,
+            shared,
+            sample,
+            _tiles_of_a_row(bound.arguments),
+            notes.flags,
+            approximation,
+            launch,
+        )
     except Fault as fault:
         raise Fault(f"{launch}, grid {tuple(grid)}: {fault}") from None
 
 
+def _tiles_of_a_row(arguments: Mapping[str, Any]) -> int:
+    """Programs that differ, since columns do not fill the last one's tile; launchers number tiles by rows."""
+    tiles: int = arguments.get("col_blocks", 1)
+    return tiles if tiles > 1 and arguments["cols"] % arguments["BLOCK_COLS"] else 1
+
+
+def _spread(total: int, sample: int | None, run: int) -> Array:
+    """``sample`` of the numbers below ``total``, in whole runs of ``run``; one alone may be any."""
+    if sample is None or sample >= total:
+        return np.arange(total)
+    if sample == 1 or total % run:
+        run = 1
+    runs = min(total // run, sample if run == 1 else max(2, sample // run))
+    first = np.unique(np.linspace(0, total // run - 1, runs).round().astype(np.int64))
+    return (first[:, None] * run + np.arange(run)).ravel()
+
+
 def run(
     program: Program, grid: tuple[int, ...], warps: int, arguments: list[tuple[str, Any]], shared_bytes: int = 0,
-    sample: int | None = None, unwritten: dict[int, Array] | None = None,
+    sample: int | None = None, tiles: int = 1, unwritten: dict[int, Array] | None = None,
     approximation: Approximation = _EXACT, specialised: aot.Launch | None = None,
 ) -> Report:  # fmt: skip
     """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter."""
@@ -151,9 +180,7 @@ def run(
     named = {name: value for (name, _), value in zip(program.parameters, values, strict=True)}
     shape = (*grid, 1, 1)[:3]
     total = shape[0] * shape[1] * shape[2]
-    numbers = np.arange(total)
-    if sample is not None and sample < total:
-        numbers = np.unique(np.linspace(0, total - 1, sample).round().astype(np.int64))
+    numbers = _spread(total, sample, tiles)
     report = Report(specialised, shape, warps, len(numbers), shared_bytes)
     report.names = {i: instruction.name for i, instruction in enumerate(program.instructions)}
     report.sizes = {b.name: len(b.data) for b in memory.buffers}
