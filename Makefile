@@ -40,14 +40,16 @@ test: venv
 	$(TEST_ENV) $(PYTEST)
 
 # What depends on Triton itself: launches, and every kernel compiled and executed once.
-OLDEST := test_launch or (test_rms_norm and 34000) or (test_scaled_masked_softmax and too_long) or \
+OLDEST := test_launch or read_the_clock or (test_rms_norm and 34000) or (in_shared_memory and 16384) or \
+	(test_scaled_masked_softmax and too_long) or \
 	(test_options and striped) or (test_compiled_code and (bfloat16-4096-sm_90 or bfloat16-32000-90 or \
 	bfloat16-128-128-90 or bfloat16-64-sm_90-causal))
 
 test-oldest-triton: venv
 	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels -k "$(OLDEST)"
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels \
+		tests/comm/test_paced.py -k "$(OLDEST)"
 
 test-megatrons: venv
 	for version in $(MEGATRONS); do \
