@@ -4,6 +4,9 @@ Triton keeps x and the incoming gradient in registers from their first use to th
 room for them. Here they wait in shared memory, to which they are copied anyway, and each thread reads its part twice.
 """
 
+import functools
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,9 +19,10 @@ from parallel_ops.triton_kernels._norm_forward import scaled
 WARPS = 8
 # Elements of a chunk: 8 a thread, one copy of 16 bytes.
 CHUNK = 2048
-# Of a row: two sums of 64 registers a thread; two rows of x and the gradient and one of the sum's take 160 KiB of
-# shared memory, of an A100's 163.
+# Of a row: two sums of 64 registers a thread. In shared memory two rows of x and of the gradient, one of the sum's, and
+# what goes from warp to warp: an A100 has 163 KiB, GPUs for other uses have 99.
 CHUNKS = 8
+SHARED_BYTES = 5 * CHUNKS * CHUNK * 2 + 64
 
 
 @gluon.jit
@@ -130,10 +134,17 @@ def _staged_backward_kernel(
             gl.store(dbias_ptr + offset, dbias[chunk], mask=col < cols)
 
 
-def fits(cols: int, unit: int, *rows: Tensor | None) -> bool:
-    """May rows of these tensors be copied, 16 bytes at a time?"""
-    alike = all(t is None or (t.dtype.itemsize == 2 and t.data_ptr() % 16 == 0) for t in rows)
-    return bool(COMPILED) and alike and unit >= 8 and cols <= CHUNKS * CHUNK
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES)
+
+
+def fits(cols: int, unit: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Can rows of these tensors be copied, 16 bytes at a time, and stay?"""
+    alike = all(t is None or (t.dtype.itemsize == 2 and t.data_ptr() % 16 == 0) for t in (x, *others))
+    return bool(COMPILED) and alike and unit >= 8 and cols <= CHUNKS * CHUNK and _has_room(x.device)
 
 
 def staged_backward(splits: int, *args: Tensor | int | None, **flags: int) -> None:

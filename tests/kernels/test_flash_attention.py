@@ -162,7 +162,6 @@ OPTIONS = {
     "documents": Case(documents=(0, 3, 3, 70, 71, 150)),
     "documents and a window": Case(Tokens(1, 90, 2), (Tokens(0, 91, 2),), documents=(0, 5, 90, 182), window=50),
     "documents in both directions": Case(causal=False, documents=(0, 40, 129, 150)),
-    "a soft cap in fp32": Case(Tokens(0, 90), (Tokens(0, 90),), softcap=2.0, dtype=FP32, heads=1),
     "dropout": Case(p=0.3, batch=2, causal=False, keys=(Tokens(8, 150),)),
     "dropout of keys apart": Case(Tokens(1, 75, 2), (Tokens(3, 75, 2),), p=0.3),
     "everything dropped": Case(p=1.0, heads=1),
@@ -177,8 +176,8 @@ OPTIONS = {
     "striped, documents": Case(
         Tokens(1, 70, 2), (Tokens(0, 70, 2), Tokens(1, 70, 2)), documents=(0, 30, 31, 139, 140), softcap=5.0
     ),
-    "fp32 in blocks, a window": Case(
-        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), window=50, dtype=FP32, heads=1
+    "fp32 in blocks, a window, a soft cap": Case(
+        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), window=50, softcap=2.0, dtype=FP32, heads=1
     ),
 }  # fmt: skip
 
