@@ -135,18 +135,8 @@ def _run(
         if types[parameter.name] != "constexpr"
     ]
     try:
-        return run(
-            program,
-            grid,
-            warps,
-            values,
-            shared,
-            sample,
-            _tiles_of_a_row(bound.arguments),
-            notes.flags,
-            approximation,
-            launch,
-        )
+        tiles = _tiles_of_a_row(bound.arguments)
+        return run(program, grid, warps, values, shared, sample, notes.flags, approximation, launch, tiles)
     except Fault as fault:
         raise Fault(f"{launch}, grid {tuple(grid)}: {fault}") from None
 
@@ -157,21 +147,21 @@ def _tiles_of_a_row(arguments: Mapping[str, Any]) -> int:
     return tiles if tiles > 1 and arguments["cols"] % arguments["BLOCK_COLS"] else 1
 
 
-def _spread(total: int, sample: int | None, run: int) -> Array:
-    """``sample`` of the numbers below ``total``, in whole runs of ``run``; one alone may be any."""
+def _spread(total: int, sample: int | None, tiles: int) -> Array:
+    """``sample`` of the numbers below ``total``, in whole rows of ``tiles``; one alone may be any."""
     if sample is None or sample >= total:
         return np.arange(total)
-    if sample == 1 or total % run:
-        run = 1
-    runs = min(total // run, sample if run == 1 else max(2, sample // run))
-    first = np.unique(np.linspace(0, total // run - 1, runs).round().astype(np.int64))
-    return (first[:, None] * run + np.arange(run)).ravel()
+    if sample == 1 or total % tiles:
+        tiles = 1
+    rows = min(total // tiles, sample if tiles == 1 else max(2, sample // tiles))
+    first = np.unique(np.linspace(0, total // tiles - 1, rows).round().astype(np.int64))
+    return (first[:, None] * tiles + np.arange(tiles)).ravel()
 
 
 def run(
     program: Program, grid: tuple[int, ...], warps: int, arguments: list[tuple[str, Any]], shared_bytes: int = 0,
-    sample: int | None = None, tiles: int = 1, unwritten: dict[int, Array] | None = None,
-    approximation: Approximation = _EXACT, specialised: aot.Launch | None = None,
+    sample: int | None = None, unwritten: dict[int, Array] | None = None,
+    approximation: Approximation = _EXACT, specialised: aot.Launch | None = None, tiles: int = 1,
 ) -> Report:  # fmt: skip
     """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter."""
     memory = GlobalMemory(unwritten or {})
