@@ -5,7 +5,7 @@ import torch
 
 from parallel_ops.ops import layer_norm_reference
 from support import aot, suite
-from support.kernels import check_compiled, differentiable, meta, poisoned
+from support.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
 from support.norms import aot_cases, grads, statistics_dtype, stream, with_residual
 from support.suite import DTYPES, randn
 
@@ -26,6 +26,13 @@ def launches(dtype, cols):
 def test_compiled_code(dtype, cols, capability):
     passes = 1 if cols * dtype.itemsize <= 128 * 1024 else 2  # rows that do not fit on chip
     check_compiled(launches(dtype, cols), cols, capability, passes=passes)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("capability", [80, 100])
+def test_compiled_code_of_long_rows_elsewhere(capability):
+    for launch in launches(torch.bfloat16, 16384):
+        check_machine_code(launch, capability)
 
 
 def interpreted(zero_centered):
