@@ -251,7 +251,19 @@ def backward(
     def partial(splits: int, gradient: Tensor | None) -> Tensor | None:
         return None if gradient is None else partial_sums(cols, x, splits)
 
-    if cols * x.dtype.itemsize <= MAX_BACKWARD and (dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS):
+    staged = (
+        x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
+        and fits(cols, flags["UNIT"], x, grad, grad_sum)
+    )  # fmt: skip
+    if staged:
+        splits = min(rows, multiprocessors(x.device))
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        staged_backward(
+            splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
+        )
+    elif cols * x.dtype.itemsize <= MAX_BACKWARD and (
+        dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS
+    ):
         config = tile(cols)
         programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
         splits = min(cdiv(rows, config["BLOCK_ROWS"]), programs * multiprocessors(x.device))
@@ -262,12 +274,6 @@ def backward(
             grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
             **config, STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
         )  # fmt: skip
-    elif mean is not None and narrow_dx is None and fits(cols, flags["UNIT"], x, grad, grad_sum):
-        splits = min(rows, multiprocessors(x.device))
-        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
-        staged_backward(
-            splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
-        )
     else:
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
         splits = row_splits(rows, block_rows)

@@ -1,4 +1,4 @@
-"""Backward of layer_norm over rows whose two sums of columns fill the registers; in Gluon.
+"""Backward of norms over rows whose sums of columns fill the registers; in Gluon.
 
 Triton keeps x and the incoming gradient in registers from their first use to their second, where such sums leave no
 room for them. Here they wait in shared memory, to which they are copied anyway, and each thread reads its part twice.
@@ -43,6 +43,22 @@ def _chunk(row, chunk: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _centred(x, mean, mean_ptr):
+    """Without a mean, RMSNorm."""
+    if mean_ptr is not None:
+        x -= mean
+    return x
+
+
+@gluon.jit
+def _mean_of(mean_ptr, row, rows):
+    if mean_ptr is None:
+        return 0.0
+    else:
+        return gl.load(mean_ptr + row, mask=row < rows, other=0.0)
+
+
+@gluon.jit
 def _staged_backward_kernel(
     grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: gl.constexpr, ZERO_CENTERED: gl.constexpr,
@@ -61,7 +77,7 @@ def _staged_backward_kernel(
     _copy_row(grads.index(0), grad_ptr, split.to(gl.int64) * grad_stride, cols, LAYOUT)
     _copy_row(xs.index(0), x_ptr, split.to(gl.int64) * x_stride, cols, LAYOUT)
     async_copy.commit_group()
-    mean, rstd = gl.load(mean_ptr + split), gl.load(rstd_ptr + split)
+    mean, rstd = _mean_of(mean_ptr, split, rows), gl.load(rstd_ptr + split)
     dweight = ()
     dbias = ()
     weights = ()
@@ -81,7 +97,7 @@ def _staged_backward_kernel(
             _copy_row(grads.index(1 - here), grad_ptr, following * grad_stride, cols, LAYOUT)
             _copy_row(xs.index(1 - here), x_ptr, following * x_stride, cols, LAYOUT)
         async_copy.commit_group()
-        following_mean = gl.load(mean_ptr + following, mask=following < rows, other=0.0)
+        following_mean = _mean_of(mean_ptr, following, rows)
         following_rstd = gl.load(rstd_ptr + following, mask=following < rows, other=0.0)
         grad_row, x_row = grads.index(here), xs.index(here)
         async_copy.wait_group(1 if grad_sum_ptr is None else 2)
@@ -98,7 +114,7 @@ def _staged_backward_kernel(
             if chunk * CHUNK < cols:
                 grad, x = _chunk(grad_row, chunk, CHUNK, LAYOUT), _chunk(x_row, chunk, CHUNK, LAYOUT)
                 g = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED)
-                xhat = (x - mean) * rstd
+                xhat = _centred(x, mean, mean_ptr) * rstd
                 totals += g
                 dots = gl.fma(g, xhat, dots)
                 by_weight = gl.fma(grad, xhat, by_weight)
@@ -107,9 +123,12 @@ def _staged_backward_kernel(
             new_dbias += (by_bias,)
         dweight = new_dweight
         dbias = new_dbias
-        # dx = rstd (g - mean(g) - xhat mean(g xhat)), with the factors of a row gathered.
-        dot, total = gl.reduce((dots, totals), 0, _add_both)
-        shift = rstd * quotient(total, cols)
+        # dx = rstd (g - mean(g) - xhat mean(g xhat)), with the factors of a row gathered; in RMSNorm without mean(g).
+        if mean_ptr is None:
+            dot, shift = gl.sum(dots, 0), 0.0
+        else:
+            dot, total = gl.reduce((dots, totals), 0, _add_both)
+            shift = rstd * quotient(total, cols)
         slope = rstd * quotient(dot, cols) * rstd
 
         if grad_sum_ptr is not None:
@@ -120,7 +139,7 @@ def _staged_backward_kernel(
             if chunk * CHUNK < cols:
                 grad, x = _chunk(grad_row, chunk, CHUNK, LAYOUT), _chunk(x_row, chunk, CHUNK, LAYOUT)
                 g = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED)
-                dx = g * rstd - ((x - mean) * slope + shift)
+                dx = g * rstd - (_centred(x, mean, mean_ptr) * slope + shift)
                 if grad_sum_ptr is not None:
                     dx += _chunk(grad_sum_row, chunk, CHUNK, LAYOUT)
                 gl.store(dx_ptr + row.to(gl.int64) * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=col < cols)

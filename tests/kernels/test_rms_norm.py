@@ -5,7 +5,7 @@ import torch
 
 from parallel_ops.ops import rms_norm_reference
 from support import aot, suite
-from support.kernels import check_compiled, differentiable, meta, poisoned
+from support.kernels import check_compiled, check_machine_code, differentiable, meta, poisoned
 from support.norms import aot_cases, grads, statistics_dtype, stream, with_residual
 from support.suite import DTYPES, randn
 
@@ -26,6 +26,13 @@ def launches(dtype, cols):
 def test_compiled_code(dtype, cols, capability):
     passes = 1 if cols * dtype.itemsize <= 128 * 1024 else 2  # rows that do not fit on chip
     check_compiled(launches(dtype, cols), cols, capability, passes=passes)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("capability", [80, 100])
+def test_compiled_code_of_long_rows_elsewhere(capability):
+    for launch in launches(torch.bfloat16, 16384):
+        check_machine_code(launch, capability)
 
 
 def interpreted(zero_centered):
@@ -79,3 +86,16 @@ def test_interpreted(shape, dtype):
         check([x, None, None], g[:1], zero_centered=False)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     check([transposed, r, w], None, zero_centered=False)
+
+
+@pytest.mark.executed
+def test_rows_that_stay_in_shared_memory(monkeypatch):
+    """Several of them a program; see the same test of layer_norm."""
+    from parallel_ops.triton_kernels import _norm_backward
+
+    monkeypatch.setattr(_norm_backward, "multiprocessors", lambda device: 2)
+    shape, dtype = (5, 12296), torch.bfloat16
+    x, r = (stream(*shape, dtype=dtype, seed=i) for i in (0, 1))
+    w, g = randn(shape[-1], dtype=dtype, seed=2), grads(*shape, dtype=dtype, seed=4)
+    check([x, r, w], g, zero_centered=True)
+    check([x, None, None], g[:1], zero_centered=False)
