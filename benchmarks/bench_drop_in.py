@@ -1,6 +1,6 @@
 """A training step of Megatron-core's GPT with and without ``parallel_ops.integrations.megatron``.
 
-    python -m benchmarks.bench_drop_in [--model gpt] [--dtype bfloat16] [--rounds 9] [--compiled]
+    python -m benchmarks.bench_drop_in [--model gpt] [--dtype bfloat16] [--rounds 9] [--compiled] [--liger]
     torchrun --nproc-per-node 2 -m benchmarks.bench_drop_in [--sequence-parallel]        tensor parallel
 
 Models of 4 layers with hidden size 512, 8 heads and a vocabulary of 16,384; 512 tokens, two sequences, forward and
@@ -33,7 +33,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
+from benchmarks.patches import Patch
 from benchmarks.timing import take_turns
 from parallel_ops._command_line import fail, run
 from parallel_ops.integrations import megatron
@@ -63,12 +65,15 @@ class _Step:
     tokens: torch.Tensor
     applied: bool = False
     stance: str = "force_eager"
+    patch: Patch | None = None
 
     def surroundings(self) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
         stack.enter_context(torch.compiler.set_stance(self.stance))
         if self.applied:
             stack.enter_context(megatron.apply())
+        if self.patch is not None:
+            stack.enter_context(self.patch)
         return stack
 
     def __call__(self) -> None:
@@ -116,6 +121,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers.")] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also Megatron's fusions compiled.")] = False,
+    liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch of Megatron-core, on a GPU.")] = False,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Under torchrun.")] = False,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="CPU time of the thread: on a machine in use.")] = False,
 ) -> None:
@@ -132,7 +138,8 @@ def main(
     dist.init_process_group("nccl" if gpu else "gloo", **alone)
     if gpu:
         torch.cuda.set_device(device)
-    table = Table(box=SIMPLE_HEAD)
+    missing = ligers.unavailable(device, "liger_kernel.megatron") if liger else None
+    table = Table(box=SIMPLE_HEAD, caption=missing, caption_justify="left")
     for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "peak MiB"):
         table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
     timer = _StepTimer(time.thread_time if cpu_time else time.perf_counter)
@@ -143,7 +150,7 @@ def main(
                 shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 8}
                 parallel = {"tensor_model_parallel_size": world, "sequence_parallel": sequence_parallel}
                 build = functools.partial(_model, family, vocab, length, _DTYPES[name], device, {**shape, **parallel})
-                steps = _variants(build, vocab, length, device, compiled)
+                steps = _variants(build, vocab, length, device, compiled, liger and not missing)
                 peaks = {variant: _peak(step, device) for variant, step in steps.items()}
                 calls = {variant: [step] for variant, step in steps.items()}
                 stats = take_turns(calls, timer, min_rounds=rounds, max_rounds=rounds, budget_s=0)
@@ -158,7 +165,7 @@ def main(
 
 
 def _variants(
-    build: Callable[[str], GPTModel], vocab: int, length: int, device: torch.device, compiled: bool
+    build: Callable[[str], GPTModel], vocab: int, length: int, device: torch.device, compiled: bool, liger: bool
 ) -> dict[str, _Step]:
     """A step of each; every model has the same weights."""
     tokens = torch.randint(vocab, (_BATCH, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
@@ -171,6 +178,9 @@ def _variants(
     }
     if compiled:
         steps["compiled"] = _Step(stock, tokens, stance="default")
+    if liger:
+        with ligers.patch_megatron() as patch:
+            steps["liger"] = _Step(build("stock"), tokens, patch=patch)
     return steps
 
 

@@ -1,16 +1,16 @@
 """A training step of Transformers' models with and without ``parallel_ops.integrations.huggingface``.
 
     python -m benchmarks.bench_huggingface [--model llama] [--dtype bfloat16] [--batch 1] [--rounds 9] [--compiled]
+        [--liger]
 
 Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
 forward and backward, dropout as in the model's default configuration. Stock is what ``from_pretrained`` gives: eager
 mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls on all alike. Peak memory is
-that of tensors beyond the parameters, their gradients included. Liger's patch runs beside them on a GPU where it is
-installed: its kernels are Triton's, which a CPU does not run.
+that of tensors beyond the parameters, their gradients included.
 """
 
+import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Annotated, Any, cast
 
@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
+from benchmarks.patches import Patch
 from benchmarks.timing import HostTimer, take_turns
 from parallel_ops._command_line import fail, run
 from parallel_ops.integrations import huggingface
@@ -44,10 +46,12 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences of 512 tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also torch.compile of stock and of ours.")] = False,
+    liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch, on a GPU.")] = False,
 ) -> None:
     """Step time and peak memory of each variant, and stock's time over its."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    table = Table(box=SIMPLE_HEAD)
+    missing = ligers.unavailable(device, "liger_kernel.transformers") if liger else None
+    table = Table(box=SIMPLE_HEAD, caption=missing, caption_justify="left")
     for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "peak MiB"):
         table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
     for family in model or ["llama", "gpt2"]:
@@ -56,7 +60,7 @@ def main(
         for name in dtype or list(_DTYPES):
             if name not in _DTYPES:
                 fail(f"unknown dtype {name!r}; choose from {', '.join(_DTYPES)}")
-            steps = _variants(family, _DTYPES[name], batch, device, compiled)
+            steps = _variants(family, _DTYPES[name], batch, device, compiled, liger and not missing)
             peaks = {variant: peak_bytes(step, device) / 2**20 for variant, step in steps.items()}
             calls = {variant: [step] for variant, step in steps.items()}
             stats = take_turns(calls, HostTimer(device), min_rounds=rounds, max_rounds=rounds, budget_s=0)
@@ -69,7 +73,7 @@ def main(
 
 
 def _variants(
-    family: str, dtype: torch.dtype, batch: int, device: torch.device, compiled: bool
+    family: str, dtype: torch.dtype, batch: int, device: torch.device, compiled: bool, liger: bool
 ) -> dict[str, Callable[[], None]]:
     """A step of each; every model has the same weights."""
     models = {
@@ -77,18 +81,17 @@ def _variants(
     }
     models["parallel_ops"] = _model(family, dtype, device, "sdpa")
     huggingface.apply(models["parallel_ops"])
-    if device.type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        models["liger"] = _model(family, dtype, device, "sdpa")
-        _apply_liger_kernel_to_instance(models["liger"])
     if compiled:
         models |= {
             f"{name}, compiled": cast(PreTrainedModel, torch.compile(models[name]))
             for name in ("stock", "parallel_ops")
         }
     tokens = torch.randint(_VOCAB, (batch, _LENGTH), device=device, generator=torch.Generator(device).manual_seed(1))
-    return {name: functools.partial(_step, model, tokens) for name, model in models.items()}
+    steps = {name: functools.partial(_step, model, tokens) for name, model in models.items()}
+    if liger:
+        patched = _model(family, dtype, device, "sdpa")
+        steps["liger"] = functools.partial(_step, patched, tokens, ligers.patch_model(patched))
+    return steps
 
 
 def _model(family: str, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
@@ -101,9 +104,10 @@ def _model(family: str, dtype: torch.dtype, device: torch.device, attention: str
     return model.to(device, dtype).train()
 
 
-def _step(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+def _step(model: PreTrainedModel, tokens: torch.Tensor, patch: Patch | None = None) -> None:
     model.zero_grad()
-    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    with patch or contextlib.nullcontext():
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     if tokens.is_cuda:
         torch.cuda.synchronize()
 

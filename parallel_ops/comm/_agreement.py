@@ -80,13 +80,13 @@ class Call:
     Args:
         op: the function that the user called.
         same: what must be the same on every rank; compared by ``repr``.
-        text: the call in words, for the error.
+        text: the call in words, for the error; or what makes them, where ranks that do not ask should not have to.
         own: integers that may differ between ranks, as many on every rank as ``same`` implies.
     """
 
     op: str
     same: tuple[object, ...]
-    text: str
+    text: str | Callable[[], str]
     own: tuple[int, ...] = ()
 
 
@@ -278,5 +278,6 @@ def _message(group: ProcessGroup, call: Call, status: int, device: torch.device)
     fingerprint = int.from_bytes(hashlib.blake2b(repr((call.op, call.same)).encode(), digest_size=7).digest(), "little")
     own = [*call.own, *[0] * (2 * group.size() - len(call.own))]
     numbers = torch.tensor([status, fingerprint, len(call.own), *own], dtype=torch.int64)
-    text = call.text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    words = call.text if isinstance(call.text, str) else call.text()
+    text = words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.cat([numbers.view(torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8)]).to(device)

@@ -8,7 +8,7 @@ has ended.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from types import TracebackType
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,15 +21,24 @@ NOTE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-@contextlib.contextmanager
-def naming_peers(op: str, group: ProcessGroup, what: str = "lost the other ranks") -> Iterator[None]:
+class naming_peers:
     """Turns an error of the backend in the block into a PeerError that names op, rank and suspects."""
-    try:
-        yield
-    except (PeerError, torch.OutOfMemoryError):  # no news of a peer in the latter
-        raise
-    except RuntimeError as error:
-        raise PeerError(f"{op}: rank {group.rank()} of {group.size()} {what}; {_silent(group)}: {error}") from error
+
+    __slots__ = ("_group", "_op", "_what")
+
+    def __init__(self, op: str, group: ProcessGroup, what: str = "lost the other ranks") -> None:
+        self._op, self._group, self._what = op, group, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        # Running out of memory is no news of a peer.
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError | torch.OutOfMemoryError):
+            group = self._group
+            raise PeerError(
+                f"{self._op}: rank {group.rank()} of {group.size()} {self._what}; {_silent(group)}: {error}"
+            ) from error
 
 
 def _silent(group: ProcessGroup) -> str:

@@ -1,5 +1,6 @@
 """Process groups as arguments of ops: what they are called, and which devices they can send from."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -41,9 +42,15 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
+# Every call asks, and it never changes.
+_device_types: weakref.WeakKeyDictionary[ProcessGroup, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
 def group_device_types(group: ProcessGroup) -> tuple[str, ...]:
     """The device types that the group can send from: with ``"cpu:gloo,cuda:nccl"`` both."""
-    return device_types_of(str(dist.get_backend_config(group)))
+    if (known := _device_types.get(group)) is None:
+        known = _device_types[group] = device_types_of(str(dist.get_backend_config(group)))
+    return known
 
 
 def device_types_of(config: str) -> tuple[str, ...]:

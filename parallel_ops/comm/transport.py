@@ -95,6 +95,17 @@ class Transport(Protocol):
         """
         ...
 
+    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """One collective of equal parts where that is quicker than ``post``; ``None``, on all ranks alike, where not.
+
+        The handle may be waited for more than once.
+
+        Args:
+            received: ``[size, ...]``, contiguous: part r is filled with what rank r sends here.
+            sent: contiguous: one part, for all ranks, or ``[size, ...]``, part r for rank r. The own part goes along.
+        """
+        ...
+
     def barrier(self, op: str) -> None:
         """Returns once every rank has called it. Raises PeerError."""
         ...
@@ -122,6 +133,10 @@ class Endpoint(abc.ABC):
         """As in Transport."""
         check_chunks(op, chunks, self)
         return self._start(op, chunks) if chunks else []
+
+    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """As in Transport."""
+        return None
 
     @abc.abstractmethod
     def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:

@@ -13,6 +13,7 @@ gradient is such a half too, run when its queue says so.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,9 @@ from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradient
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
 
+# Entering autocast to leave it costs the host as much as a small product.
+_NOTHING = nullcontext()
+
 T = TypeVar("T")
 
 
@@ -54,24 +58,29 @@ class GroupCall:
     def needs_biases(self, count: int) -> list[bool]:
         return self.needs[1 + count :]
 
-    def agree(self, x: Tensor, same: tuple[object, ...], shape: str, weights: Sequence[Tensor]) -> None:
+    def agree(
+        self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
+        weights: Sequence[Tensor],
+    ) -> None:  # fmt: skip
         """The ranks make the same call: else all raise.
 
         Where a measurement chooses the pieces, they must have weights of one shape too: on what is kept of it by shape
         they would otherwise differ, and wait for each other.
         """
         group = resolve_group(self.group)
-        over = transport_of(group).capabilities.name
+        over = transport.capabilities.name
         # Which parameters want gradients decides what a backward sends.
         options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
-        even = len(set(self.sizes)) == 1
-        sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
-        overlap = plan.decode(self.overlap)
-        text = f"{shape} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
-        if self.overlap == plan.AUTO and x.is_cuda:
-            shapes = [tuple(w.shape) for w in weights]
-            options, text = (*options, *shapes), f"{text}, weights of {shapes}"
-        agree(group, Call(self.op, (x.dtype, *same, *options), text), x.device)
+        measured = [tuple(w.shape) for w in weights] if self.overlap == plan.AUTO and x.is_cuda else []
+
+        def text() -> str:
+            even = len(set(self.sizes)) == 1
+            sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
+            overlap = plan.decode(self.overlap)
+            words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
+            return f"{words}, weights of {measured}" if measured else words
+
+        agree(group, Call(self.op, (x.dtype, *same, *options, *measured), text), x.device)
 
     def transport(self) -> Transport | None:
         return None if self.group is None else transport_of(resolve_group(self.group))
@@ -89,7 +98,7 @@ class GroupCall:
         """
         if self.overlap > 0:
             return self.overlap
-        if self.overlap != plan.AUTO or self.group is None:
+        if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
             return plan.OFF
         rows = rows_of(self.sizes, like)
         sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
@@ -205,14 +214,14 @@ class LinearOp:
         def products(dys: Sequence[Tensor], inputs: Tensor) -> None:
             dweights[:] = [add_to(t, dy, inputs) if n else None for t, dy, n in zip(targets, dys, needed, strict=True)]
 
-        with torch.autocast(x.device.type, enabled=False):  # of a backward inside the region: all dtypes are settled
+        with _settled(x):
             dx, dys = self._gradients(call, grads, x, weights, products)
             summed = [matrix(g) for g in grads] if call.partial_bias else dys
             biases = zip(summed, call.needs_biases(len(weights)), strict=False)
             return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
 
     def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _settled(x):
             return self._forward(call, x, weights, biases)
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
@@ -281,6 +290,12 @@ def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], grou
         check_same_dtype(op, "bias", bias, "x", x)
 
 
+def _settled(x: Tensor) -> AbstractContextManager[None]:
+    """No autocast in here, a backward inside its region included: all dtypes are what they should be."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
 def _unwatched(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody wants to see the op or to put something in its place."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
@@ -334,7 +349,8 @@ class _Linear(torch.autograd.Function):
 def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
     edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
-    call = dataclasses.replace(ctx.call, needs=[needed and _runs(node) for needed, (node, _) in edges])
+    needs = [needed and _runs(node) for needed, (node, _) in edges]
+    call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
     if ctx.deferred is not None:
         n, nothing = len(weights), [False] * len(call.needs)
         of_weights = call.needs_weights(n)

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from parallel_ops.comm._exchange import IN_FLIGHT, Exchange, in_flight
-from parallel_ops.comm.transport import Receive, Send, Transport
+from parallel_ops.comm.transport import Handle, Receive, Send, Transport
 
 Span = tuple[int, int]
 
@@ -53,9 +53,11 @@ def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span
         yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
 
 
-def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Exchange]:
-    """The rows of all ranks, on their way; whole once the exchange was waited for."""
+def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Handle]:
+    """The rows of all ranks, on their way; whole once the handle was waited for, which may be done again."""
     whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    if len(set(sizes)) == 1 and (handle := transport.collective(op, whole, shard)) is not None:
+        return whole, handle
     where, rank = spans(sizes), transport.rank
     whole[slice(*where[rank])].copy_(shard)
     others = [(rank + k) % transport.size for k in range(1, transport.size)]
@@ -143,14 +145,16 @@ def scatter(
     return list(landing)
 
 
-def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Exchange]:
-    """What all ranks hold for this rank's rows, in rank order, once the exchange was waited for.
+def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Handle]:
+    """What all ranks hold for this rank's rows, in rank order, once the handle was waited for, which may be done again.
 
     Args:
         parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows. Must not change before the wait.
     """
     rank, where = transport.rank, spans(sizes)
     landing = parts.new_empty((transport.size, sizes[rank], *parts.shape[1:]))
+    if len(set(sizes)) == 1 and (handle := transport.collective(op, landing, parts)) is not None:
+        return list(landing), handle
     landing[rank].copy_(parts[slice(*where[rank])])
     others = [(rank + k) % transport.size for k in range(1, transport.size)]
     sends = [Send(parts[slice(*where[peer])], peer) for peer in others]

@@ -112,8 +112,9 @@ def copy_linear_reference(
 
 @sends
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    if call.group is not None and call.needs[0]:  # else nothing will be sent
-        call.agree(x, (x.shape, len(weights), len(biases)), f"x of {list(x.shape)}", weights)
+    transport = call.transport()
+    if transport is not None and call.needs[0]:  # else nothing will be sent
+        call.agree(transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights)
     each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
     return column_forward(None, x, [x.shape[0]], weights, each, OFF)
 

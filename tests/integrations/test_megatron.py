@@ -164,6 +164,20 @@ def test_rows_that_see_no_key():
         torch.testing.assert_close(softmax(_values(2, 4, 6, 6))[0, :, 2], torch.full((4, 6), 1 / 6))
 
 
+def test_a_mask_counts_beside_a_window():
+    """Megatron drops it (through 0.19), and with it the padding of the sequence."""
+    softmax, both = _softmax(window=(2, 0), mask=_MASK), _values(2, 4, 6, 6)
+    ago = torch.arange(6)[:, None] - torch.arange(6)
+    hidden = (ago < 0) | (ago > 2) | _MASK
+    with megatron.apply("softmax", exact_megatron=True):
+        exact = softmax(both)
+    assert torch.equal(exact, softmax(both))
+    with megatron.apply("softmax"):
+        seen = softmax(both)
+    right = both.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(seen, right)
+
+
 def test_bias_dropout_add_in_evaluation_and_of_two_dtypes():
     x, bias, residual = _values(4, 8).bfloat16(), _values(8).bfloat16(), _values(4, 8)
     stock = _bias_dropout_add(True)(x, bias, residual).dtype

@@ -94,7 +94,7 @@ def _attend(
     if bias is not None or (packed is not None and not _covered(packed)):
         return None
     if window is not None:
-        causal, mask = True, None  # as in Megatron's softmax
+        causal = True  # as in Megatron's softmax
         if min(window) < 0 or sq > sk:
             return None
     elif mask is None and causal and sq not in (1, sk):
@@ -132,7 +132,7 @@ def _with_mask(
     On a GPU under a mask by torch's attention, which keeps no scores; on a CPU that is the slower one.
     """
     p, sink, (sq, b, heads, _) = _dropout_p(core), core.softmax_offset, q.shape
-    if q.is_cuda and mask is not None and sink is None:
+    if q.is_cuda and mask is not None and window is None and sink is None:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         return _drawing(
             core,

@@ -134,25 +134,28 @@ def _narrows() -> bool:
 
 
 def scale_mask_softmax(original: Function, exact: bool) -> Function:
-    """``FusedScaleMaskSoftmax.forward``. A row that sees no key is zeros (uniform in the original)."""
+    """``FusedScaleMaskSoftmax.forward``. A row that sees no key is zeros (uniform in the original), and a mask beside a
+    window counts (the original drops it, through 0.19)."""
 
     def forward(self: Any, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         scale, (sq, sk) = 1.0 if self.scale is None else float(self.scale), input.shape[-2:]
         causal = self.attn_mask_type == AttnMaskType.causal
         window = self.window_size
-        if exact and softmax_offset is not None:  # the original's callers see the mask that it writes over the scores
+        # The original's callers see the mask that it writes over the scores.
+        if exact and (softmax_offset is not None or (window is not None and mask is not None)):
             return original(self, input, mask, softmax_offset)
+        known = mask is None or (self.mask_func is attention_mask_func and not exact)
         if softmax_offset is not None:
             softmax_offset = softmax_offset.to(input.device)
-        if window is not None and window[1] == 0 and window[0] >= 0 and sq <= sk:
+        if window is not None and mask is None and window[1] == 0 and window[0] >= 0 and sq <= sk:
             probs = ops.scaled_causal_softmax(input, scale, window=window[0] + 1, sink=softmax_offset)
         elif window is None and mask is None and causal and sq == sk:
             probs = ops.scaled_causal_softmax(input, scale, sink=softmax_offset)
         elif window is None and mask is None and (not causal or sq == 1):
             probs = ops.scaled_masked_softmax(input, None, scale, sink=softmax_offset)
-        elif window is not None and min(window) >= 0 and sq <= sk:
-            probs = ops.scaled_masked_softmax(input, None, scale, window=tuple(window), sink=softmax_offset)
-        elif window is None and mask is not None and self.mask_func is attention_mask_func and not exact:
+        elif window is not None and known and min(window) >= 0 and sq <= sk:
+            probs = ops.scaled_masked_softmax(input, mask, scale, window=tuple(window), sink=softmax_offset)
+        elif window is None and mask is not None and known:
             probs = ops.scaled_masked_softmax(input, mask, scale, sink=softmax_offset)
         else:
             return original(self, input, mask, softmax_offset)
@@ -179,13 +182,14 @@ def vocab_parallel_loss(original: Function, exact: bool) -> Function | None:
         tp_group: torch.distributed.ProcessGroup | None = None,
     ) -> Tensor:
         group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        ranks = group.size()
         if label_smoothing:
-            vocab = vocab_parallel_logits.shape[-1] * group.size()
+            vocab = vocab_parallel_logits.shape[-1] * ranks
             label_smoothing *= vocab / (vocab - 1)
         return vocab_parallel_cross_entropy(
             vocab_parallel_logits,
             target,
-            group=group,
+            group=None if ranks == 1 else group,
             label_smoothing=label_smoothing,
             ignore_out_of_range=True,
             reduction="none",
