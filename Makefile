@@ -15,9 +15,12 @@ PYTEST := $(BIN)/pytest -n 2
 OLDEST_TRITON := 3.6.0
 
 # The Megatron-cores beside the one of constraints.txt. They ask for Python 3.12, and their Python runs on 3.11 too.
-MEGATRONS := 0.17.1 0.18.2 0.19.0
+MEGATRONS := 0.17.1 0.18.2 0.19.2
 
-.PHONY: venv demo test test-oldest-triton test-megatrons bench lint format clean
+# The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
+TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
+
+.PHONY: venv demo test test-oldest-triton test-megatrons test-transformers bench lint format clean
 
 venv: $(VENV)/.installed
 
@@ -58,6 +61,15 @@ test-megatrons: venv
 			--python-version 3.12 --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
 		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_megatron.py \
 			tests/integrations/test_megatron_models.py || exit 1; \
+	done
+
+test-transformers: venv
+	for versions in $(TRANSFORMERS); do \
+		folder=$(CURDIR)/$(VENV)/transformers-$${versions%+*}; \
+		test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $$folder \
+			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" requests urllib3 idna certifi \
+			charset-normalizer || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface.py || exit 1; \
 	done
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.

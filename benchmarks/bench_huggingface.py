@@ -46,7 +46,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences of 512 tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also torch.compile of stock and of ours.")] = False,
-    liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch, on a GPU.")] = False,
+    liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch, on a GPU, of what it knows.")] = False,
 ) -> None:
     """Step time and peak memory of each variant, and stock's time over its."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +88,7 @@ def _variants(
         }
     tokens = torch.randint(_VOCAB, (batch, _LENGTH), device=device, generator=torch.Generator(device).manual_seed(1))
     steps = {name: functools.partial(_step, model, tokens) for name, model in models.items()}
-    if liger:
+    if liger and ligers.knows(models["stock"]):
         patched = _model(family, dtype, device, "sdpa")
         steps["liger"] = functools.partial(_step, patched, tokens, ligers.patch_model(patched))
     return steps

@@ -21,6 +21,13 @@ def unavailable(device: torch.device, module: str) -> str | None:
     return None
 
 
+def knows(model: Any) -> bool:
+    """Whether it has kernels for this family of Transformers."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
 def patch_model(model: Any) -> Patch:
     """Liger's default kernels in a model of Transformers; in force in the model's own modules, and within ``with`` in
     the names of Transformers that it rebinds for every model."""
