@@ -191,6 +191,11 @@ def attention(rank, options, case):
             for core in (DotProductAttention, CoreAttention):
                 inputs = [t.clone().requires_grad_() for t in (q, k, v)]
                 attend = core(config, 2, kind, "self")
+                window = attend.scale_mask_softmax.window_size
+                if mask is not None and window is not None and core is DotProductAttention:  # drops it, through 0.19
+                    ago = torch.arange(sq)[:, None] - torch.arange(sq)
+                    mask = mask | (ago > window[0]) | (ago < -window[1])
+                    attend.scale_mask_softmax.window_size = None
                 if not options.get("packed"):
                     out = attend(*inputs, None if mask is None else mask.clone())
                 elif core is CoreAttention:
