@@ -282,6 +282,10 @@ class Counting(C10dTransport):
         Counting.posted += 1
         return super().post(op, chunks)
 
+    def collective(self, op, received, sent):
+        Counting.posted += 1
+        return super().collective(op, received, sent)
+
 
 def over_another_transport(rank: int, everywhere: bool) -> tuple[int, int]:
     """Exchanges over a transport of the caller's, and after it was given up."""
