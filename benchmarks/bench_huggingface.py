@@ -87,7 +87,9 @@ def _variants(
             for name in ("stock", "parallel_ops")
         }
     tokens = torch.randint(_VOCAB, (batch, _LENGTH), device=device, generator=torch.Generator(device).manual_seed(1))
-    steps = {name: functools.partial(_step, model, tokens) for name, model in models.items()}
+    steps: dict[str, Callable[[], None]] = {
+        name: functools.partial(_step, model, tokens) for name, model in models.items()
+    }
     if liger and ligers.knows(models["stock"]):
         patched = _model(family, dtype, device, "sdpa")
         steps["liger"] = functools.partial(_step, patched, tokens, ligers.patch_model(patched))
