@@ -492,10 +492,13 @@ def copies_sent(rank: int) -> dict[str, int]:
         x, weight = (normal(6, 4, seed=i).requires_grad_(wanted == name) for i, name in enumerate(("x", "weight")))
         with (
             unittest.mock.patch.object(C10dTransport, "post", autospec=True, side_effect=C10dTransport.post) as post,
+            unittest.mock.patch.object(
+                C10dTransport, "collective", autospec=True, side_effect=C10dTransport.collective
+            ) as collective,
             unittest.mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask,
         ):
             copy_linear(x, weight, group=dist.group.WORLD, overlap="off").sum().backward()
-        counts[wanted] = post.call_count + ask.call_count
+        counts[wanted] = post.call_count + collective.call_count + ask.call_count
     return counts
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
+from parallel_ops.comm.c10d import C10dTransport
 from parallel_ops.layers import ParallelTransformerLayer
 from parallel_ops.tensor_parallel import DeferredWeightGradients, _overlap
 from support.layers import mesh_of, set_handles
@@ -70,15 +71,22 @@ class Exchanges:
         self.made: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> "Exchanges":
-        self._init, made = _overlap.Exchange.__init__, self.made
-        init = self._init
+        self._init, self._collective, made = _overlap.Exchange.__init__, C10dTransport.collective, self.made
+        init, collective = self._init, self._collective
 
         def counting(exchange: Any, op: str, *args: Any) -> None:
             made[op] += 1
             init(exchange, op, *args)
 
+        def counting_collectives(transport: Any, op: str, *args: Any) -> Any:
+            handle = collective(transport, op, *args)
+            made[op] += handle is not None
+            return handle
+
         _overlap.Exchange.__init__ = counting  # type: ignore[method-assign]
+        C10dTransport.collective = counting_collectives  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         _overlap.Exchange.__init__ = self._init  # type: ignore[method-assign]
+        C10dTransport.collective = self._collective  # type: ignore[method-assign]
