@@ -1,5 +1,6 @@
 """The command line of ``python -m parallel_ops.train``."""
 
+import dataclasses
 import enum
 import os
 from pathlib import Path
@@ -94,6 +95,9 @@ def command(
             help="Processes that share each sequence, times those of --tp.", show_default="1, whole sequences"
         ),
     ] = 1,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Train on four more processes: 2 data-parallel x 2 tensor-parallel, ZeRO-3.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
@@ -139,6 +143,7 @@ def command(
             cp=cp,
             sequence_parallel=sequence_parallel,
         )
+        others = [_four(config)] if everything else []
         if (length := len(load_text(source))) < seq_length + 1:
             raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
         if _rank() == 0:
@@ -149,11 +154,14 @@ def command(
     except (ValueError, OSError) as error:
         fail(error)
     try:
-        everything = _train(config, [*names_of(config, chosen), PRODUCTS])
-        if not everything:
+        names = [*names_of(config, chosen), *(other.parallel for other in others), PRODUCTS]
+        trained = _train(config, names, others)
+        if not trained:
             return
-        *results, products = everything
+        *results, products = trained
         console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, 140)  # a file has no lines that are too long
         console.print(report.table(config, results, products))
         report.picture(config, results, output)
         if json is not None:
@@ -166,20 +174,20 @@ def command(
         fail("interrupted", INTERRUPTED)
 
 
-def _train(config: TrainConfig, names: list[str]) -> list[Run]:
+def _train(config: TrainConfig, names: list[str], others: list[TrainConfig]) -> list[Run]:
     """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
     if not under_torchrun():
-        return _train_all(config, names, None)
+        return _train_all(config, names, None, others)
     with joined(config, torchrun_place()) as (own, mesh):
         here = Here(DemoTrainer(own, mesh=mesh))
         if _rank() == 0:
-            return _train_all(config, names, here)
+            return _train_all(config, names, here, others)
         for _ in range(config.steps):
             here.ask("step")
         return []
 
 
-def _train_all(config: TrainConfig, names: list[str], here: Here | None) -> list[Run]:
+def _train_all(config: TrainConfig, names: list[str], here: Here | None, others: list[TrainConfig]) -> list[Run]:
     """Trains behind a progress bar, where there is a terminal to show it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -190,7 +198,7 @@ def _train_all(config: TrainConfig, names: list[str], here: Here | None) -> list
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
             progress.update(task, advance=1, description=f"loss: {losses}")
 
-        return train(config, names, show, here=here)
+        return train(config, names, show, here=here, others=others)
 
 
 def _chosen(runs: str) -> list[str]:
@@ -224,6 +232,15 @@ def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
         raise ValueError(f"{asked}: needs {wanted} GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
     typer.echo(f"note: {asked} needs {wanted} GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
     return 1, 1
+
+
+def _four(config: TrainConfig) -> TrainConfig:
+    """What ``--all`` adds."""
+    if under_torchrun():
+        raise ValueError("--all starts its processes itself; leave torchrun out")
+    if config.device == "cuda" and torch.cuda.device_count() < 4:
+        raise ValueError(f"--all: needs 4 GPUs, and this torch sees {torch.cuda.device_count()}; use --device cpu")
+    return dataclasses.replace(config, dp=2, tp=2, cp=1, zero=3)
 
 
 def _device(device: Device) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,8 +29,9 @@ class TrainConfig:
         seed: of weights, batches and dropout.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
         dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
-        tp, cp: processes of the parallel run, ``tp * cp``: ``tp`` share each weight, ``cp`` each sequence; 1 and 1 for
-            no such run.
+        dp, tp, cp: processes of the parallel run, ``dp * tp * cp``: ``dp`` share each batch, ``tp`` each weight, ``cp``
+            each sequence; 1, 1 and 1 for no such run.
+        zero: ZeRO stage of the data-parallel ones.
         sequence_parallel: those that share a weight share the tokens between the layers' products too.
 
     Raises:
@@ -47,14 +48,16 @@ class TrainConfig:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    dp: int = 1
     tp: int = 1
     cp: int = 1
+    zero: int = 0
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.model.vocab_size < 256:
             raise ValueError(f"TrainConfig: vocab_size must be at least 256 (bytes), got {self.model.vocab_size}")
-        for name in ("steps", "batch", "tp", "cp"):
+        for name in ("steps", "batch", "dp", "tp", "cp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr", "clip"):
@@ -65,37 +68,42 @@ class TrainConfig:
         if self.dtype not in DTYPES:
             raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
+        if self.batch % self.dp:
+            raise ValueError(f"TrainConfig: batch must be a multiple of dp={self.dp}, got {self.batch}")
         shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
         for name, value in shared.items():
             if value % self.tp:
                 raise ValueError(f"TrainConfig: {name} must be a multiple of tp={self.tp}, got {value}")
-        if self.sequence_parallel and self.model.seq_length % self.ranks:
+        if self.sequence_parallel and self.model.seq_length % (self.tp * self.cp):
             sizes = f"tp={self.tp}" + (f" * cp={self.cp}" if self.cp > 1 else "")
             raise ValueError(f"TrainConfig: seq_length must be a multiple of {sizes}, got {self.model.seq_length}")
 
     @property
     def ranks(self) -> int:
         """Processes of the parallel run."""
-        return self.tp * self.cp
+        return self.dp * self.tp * self.cp
 
     @property
     def parallel(self) -> str:
         """The name of the parallel run."""
-        return "-".join(f"{name}{size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
+        sizes = (("dp", self.dp, 1), ("tp", self.tp, 1), ("cp", self.cp, 1), ("zero", self.zero, 0))
+        return "-".join(f"{name}{size}" for name, size, least in sizes if size > least)
 
     def settings(self, *, alone: bool) -> "Settings":
         """Of the parallel run, or of one on one process."""
         from parallel_ops.train.settings import Settings
 
-        sizes = {"tp": self.tp, "cp": self.cp, "sequence_parallel": self.sequence_parallel and self.tp > 1}
-        batch = {"global_batch": self.batch, "micro_batch": self.batch}
+        batch: dict[str, Any] = {"global_batch": self.batch, "micro_batch": self.batch}
+        if not alone:
+            batch |= {"micro_batch": self.batch // self.dp, "dp": self.dp, "tp": self.tp, "cp": self.cp}
+            batch |= {"zero": self.zero, "sequence_parallel": self.sequence_parallel and self.tp > 1}
         return Settings.model_validate(
             {
                 "run": {"steps": self.steps, "seed": self.seed, "device": torch.device(self.device).type},
                 "model": dataclasses.asdict(self.model),
                 "data": {"paths": ["text"]},
                 "optimizer": {"lr": self.lr, "warmup": max(1, round(self.warmup * self.steps)), "clip": self.clip},
-                "parallel": batch if alone else {**batch, **sizes},
+                "parallel": batch,
                 "precision": {"dtype": {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]},
             }
         )

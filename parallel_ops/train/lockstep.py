@@ -33,6 +33,7 @@ def train(
     on_step: Callable[[list[Run]], None] | None = None,
     *,
     here: Here | None = None,
+    others: Sequence[TrainConfig] = (),
 ) -> list[Run]:
     """Trains ``config`` once for each name, in lock-step.
 
@@ -41,15 +42,19 @@ def train(
         on_step: called with the runs so far after each step of all of them.
         here: this process's part of the parallel run, where its other ranks are processes that somebody else
             has started and that ask their own for as many steps. Without it they are started here.
+        others: further configurations, whose parallel runs are among the names.
 
     Raises:
         RuntimeError: a run's process ended early (it has printed why, unless the system killed it).
     """
     runs = [Run(name) for name in names]
+    configs = {other.parallel: other for other in others}
     workers: list[Worker | Here] = []
     try:
         for name in names:
-            workers.append(here if here is not None and name == config.parallel else Worker(config, name))
+            workers.append(
+                here if here is not None and name == config.parallel else Worker(configs.get(name, config), name)
+            )
         for worker in workers:
             worker.receive()  # ready: model built, nothing timed yet
         pairs = list(zip(workers, runs, strict=True))

@@ -22,7 +22,8 @@ STYLES = {
     "fused": ("#8ab6d6", 2.2, "solid"),
     "fused-compiled": ("#1d3557", 1.8, (0, (4, 2))),
 }
-PARALLEL_STYLE = ("#2a9d8f", 1.8, (0, (1, 2)))
+# Of several parallel runs the first and the second.
+PARALLEL_STYLES = (("#2a9d8f", 1.8, (0, (1, 2))), ("#6a4c93", 1.4, (0, (5, 3))))
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -54,7 +55,7 @@ def table(config: TrainConfig, runs: Sequence[Run], products: Run) -> Table:
     """One column for each run; below them the comparison of the others with the first, and with the products alone."""
     tokens = config.batch * config.model.seq_length
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    out.add_column("")
+    out.add_column("", min_width=16)
     for run in runs:
         out.add_column(run.name, justify="right", no_wrap=True)
     out.add_row("loss at the start", *(f"{run.losses[0]:.4f}" for run in runs))
@@ -83,29 +84,31 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     losses, times = figure.subplots(1, 2)
     steps = range(1, config.steps + 1)
+    parallel = iter(PARALLEL_STYLES)
+    first, *others = runs
     for run in runs:
-        color, width, dashes = STYLES.get(run.name, PARALLEL_STYLE)
+        color, width, dashes = STYLES[run.name] if run.name in STYLES else next(parallel)
         losses.plot(steps, run.losses, color=color, linewidth=width, linestyle=dashes, label=run.name)
         milliseconds = [1e3 * s for s in run.seconds]
         middle = median(milliseconds)
         times.plot(steps, milliseconds, "o", color=color, markersize=3.5, alpha=0.7, markeredgewidth=0)
-        times.axhline(middle, color=color, linewidth=1.6, label=f"{run.name}, median {middle:,.1f} ms")
+        faster = f", {speed_up(first, run):.2f}x" if run is not first else ""
+        times.axhline(middle, color=color, linewidth=1.6, label=f"{run.name} {middle:,.0f} ms{faster}")
     losses.set(title="Loss", xlabel="step", ylabel="cross entropy, nats per byte")
-    times.set(title="Step time", xlabel="step", ylabel="ms")
+    times.set(
+        title="Step time: medians, speed-up" if others else "Step time, with its median", xlabel="step", ylabel="ms"
+    )
     # One slow step (the first, or one that the machine interrupted) must not flatten all the others.
     typical = sorted(1e3 * s for run in runs for s in run.seconds)
-    times.set_ylim(0, 1.35 * typical[int(0.95 * (len(typical) - 1))])
-    first, *others = runs
+    times.set_ylim(0, (1.2 + 0.1 * ((len(runs) + 1) // 2)) * typical[int(0.95 * (len(typical) - 1))])
     if others:
         losses.set_title(f"Loss (largest difference {largest_difference(runs):.1e})")
-        speed_ups = ", ".join(f"{run.name} {speed_up(first, run):.2f}x" for run in others)
-        times.set_title(f"Step time (speed-up: {speed_ups})")
     for axes in (losses, times):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend(edgecolor="none", framealpha=0.85)
-    times.legend(edgecolor="none", framealpha=0.85, loc="upper right")
+    times.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2, fontsize="small")
     figure.suptitle(describe(config), fontsize=10, color="0.35")
     figure.savefig(path, dpi=150)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import signal
@@ -206,6 +207,8 @@ def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tup
     Yields:
         the configuration with this rank's device, and the mesh.
     """
+    # Its hint that the norm over two dimensions takes two sums.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     on_gpu = torch.device(config.device).type == "cuda"
     if on_gpu:
         device = f"cuda:{place.local_rank}"
@@ -215,6 +218,6 @@ def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tup
         torch.set_num_threads(place.threads)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.ranks)
     try:
-        yield config, ParallelMesh(tp=config.tp, cp=config.cp)
+        yield config, ParallelMesh(dp_shard=config.dp, tp=config.tp, cp=config.cp)
     finally:
         dist.destroy_process_group()

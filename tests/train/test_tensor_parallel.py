@@ -55,11 +55,12 @@ def check(result, names):
         assert result[name]["largest_loss_difference"] < 1e-4
 
 
-def test_three_runs_have_one_loss_curve(tmp_path, text):
-    done, result = run(["--tp", "2", "--sequence-parallel", "--runs", "plain,fused"], tmp_path, text)
+def test_all_runs_have_one_loss_curve(tmp_path, text):
+    done, result = run(["--tp", "2", "--sequence-parallel", "--all", "--runs", "plain,fused"], tmp_path, text)
     assert done.stderr == ""
-    assert done.stdout.split()[:3] == ["plain", "fused", "tp2"]
-    check(result, ["plain", "fused", "tp2"])
+    names = ["plain", "fused", "tp2", "dp2-tp2-zero3"]
+    assert done.stdout.split()[:4] == names
+    check(result, names)
 
 
 def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_path, text):
@@ -104,7 +105,7 @@ class TestPlaces:
         monkeypatch.setattr(dist, "init_process_group", join)
         monkeypatch.setattr(worker, "ParallelMesh", lambda **sizes: sizes)
         with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, mesh):
-            assert (config.device, mesh) == ("cuda:1", {"tp": 2, "cp": 1})
+            assert (config.device, mesh) == ("cuda:1", {"dp_shard": 1, "tp": 2, "cp": 1})
         assert taken == ["cuda:1"]
         assert joined == [("nccl", 3, 2)]
 
@@ -154,6 +155,7 @@ def test_the_tensor_parallel_run_has_a_name_of_its_own():
     assert names_of(TrainConfig(model=MODEL, tp=2)) == [*ALONE, "tp2"]
     assert names_of(TrainConfig(model=MODEL, cp=4), []) == ["cp4"]
     assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
+    assert TrainConfig(model=MODEL, dp=2, tp=2, zero=3).parallel == "dp2-tp2-zero3"
 
 
 def test_a_rank_that_dies_ends_the_run(text):
@@ -166,6 +168,7 @@ def test_a_rank_that_dies_ends_the_run(text):
     ("arguments", "message"),
     [
         (["--tp", "0"], "tp must be at least 1, got 0"),
+        (["--all", "--batch", "3"], "batch must be a multiple of dp=2, got 3"),
         (["--tp", "3"], "heads must be a multiple of tp=3, got 2"),
         (["--tp", "2", "--ffn-hidden", "5"], "ffn_width must be a multiple of tp=2, got 5"),
         (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
