@@ -61,7 +61,7 @@ def command(
     text: Annotated[
         str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 60,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 40,
     layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
