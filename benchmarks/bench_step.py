@@ -13,14 +13,15 @@ steps, and with the most that a step has beside.
 """
 
 import contextlib
+import functools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from rich.table import Table
 from torch import multiprocessing
 
 from benchmarks.memory import peak_bytes
-from benchmarks.timing import Stats
+from benchmarks.timing import Call, take_turns
 from benchmarks.training_steps import ARMS, SIZES, TINY, Shape, arm, held_bytes, settings_of, write_tokens
 from parallel_ops._command_line import fail, run
 from parallel_ops.train import Trainer
@@ -123,6 +124,15 @@ class _Group:
         return [pipe.recv() for pipe in self._pipes]
 
 
+class _Asked:
+    """A timer of steps that themselves say how long they took, on each rank."""
+
+    repeat = 1
+
+    def round(self, batches: Sequence[Sequence[Call]]) -> list[float]:
+        return [max(cast(list[float], step())) for (step,) in batches]
+
+
 @contextlib.contextmanager
 def _groups(shape: Shape) -> Iterator[dict[str, _Group]]:
     groups: dict[str, _Group] = {}
@@ -140,15 +150,9 @@ def _groups(shape: Shape) -> Iterator[dict[str, _Group]]:
 
 def _compare(shape: Shape, rounds: int) -> None:
     with _groups(shape) as groups:
-        seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-        for number in range(rounds + 1):
-            first = number % len(ARMS)
-            for name in (*ARMS[first:], *ARMS[:first]):
-                taken = max(groups[name].ask("step"))
-                if number:  # the first compiles, and fills the allocators' pools
-                    seconds[name].append(taken)
+        calls: dict[str, list[Call]] = {name: [functools.partial(groups[name].ask, "step")] for name in ARMS}
+        stats = take_turns(calls, _Asked(), min_rounds=rounds, max_rounds=rounds, budget_s=0)
         said = {name: groups[name].ask("end")[0] for name in ARMS}
-    stats = {name: Stats.of(values) for name, values in seconds.items()}
     best = min(stats[name].median for name in ("fsdp2", "fsdp2, compiled"))
     tokens = shape.plan["global_batch"] * SIZES["seq_length"]
     table = Table(box=SIMPLE_HEAD)
