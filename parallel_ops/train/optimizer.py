@@ -1,5 +1,6 @@
 """AdamW, its learning rate, and the loss scale of fp16."""
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,11 @@ def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float
     done = (step - first) / (steps - 1 - first)
     left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return settings.lr * (settings.floor + (1 - settings.floor) * left)
+
+
+def hide_hint() -> None:
+    """Keeps torch's hint to itself that the norm over two dimensions of a mesh, in ``update``, takes two sums."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def update(optimizer: torch.optim.Optimizer, clip: float | None, scale: float = 1.0) -> Tensor:

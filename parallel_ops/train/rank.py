@@ -1,7 +1,6 @@
 """What one process of a run does: it joins the others, trains, and goes on from a checkpoint where it is told to."""
 
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import checkpoints
 from parallel_ops.train.forecast import uses_cuda
 from parallel_ops.train.heap import keep_freed_memory
+from parallel_ops.train.optimizer import hide_hint
 from parallel_ops.train.settings import Settings
 from parallel_ops.train.step import Result
 from parallel_ops.train.stopping import Stopping
@@ -72,8 +72,7 @@ def joined(settings: Settings) -> Iterator[ParallelMesh | None]:
     if plan.gpus == 1 and not under_torchrun():
         yield None
         return
-    # Its hint that the norm over two dimensions takes two sums.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    hide_hint()
     backend = backend_of(on_gpu, offload=plan.offload != "none")
     store, rank, ranks = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     store = dist.PrefixStore(name_of_start(store, rank, ranks), store)  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.config import TrainConfig
 from parallel_ops.train.loop import ALONE, PRODUCTS, DemoTrainer, ProductsAlone, Step
+from parallel_ops.train.optimizer import hide_hint
 
 # Processes that were told to end get as long, in seconds, before they are ended.
 _GRACE = 5
@@ -207,8 +207,7 @@ def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tup
     Yields:
         the configuration with this rank's device, and the mesh.
     """
-    # Its hint that the norm over two dimensions takes two sums.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    hide_hint()
     on_gpu = torch.device(config.device).type == "cuda"
     if on_gpu:
         device = f"cuda:{place.local_rank}"

@@ -46,7 +46,7 @@ class Node:
 
 def test_nodes_go_and_come(tmp_path, request):
     if not request.config.getoption("--elastic"):
-        pytest.skip("--elastic runs it")
+        pytest.skip("takes one to two minutes, most of it torchrun's waiting: --elastic runs it")
     runs.data_file(tmp_path)
     (tmp_path / "run.toml").write_text(runs.RUN)
     with socket.socket() as found:
