@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.cpp csrc/*/*/*.h)
 FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
 
 # Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
@@ -37,7 +37,7 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 
 # The main job. TEXT=path trains on your own file or folder; ARGS passes options through (see --help).
 demo: venv
-	@$(BIN)/python -m parallel_ops.train --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
+	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
 test: venv
 	$(TEST_ENV) $(PYTEST)
@@ -52,7 +52,7 @@ test-oldest-triton: venv
 	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels \
-		tests/comm/test_paced.py -k "$(OLDEST)"
+		tests/benchmarks/test_simulated_link.py -k "$(OLDEST)"
 
 test-megatrons: venv
 	for version in $(MEGATRONS); do \

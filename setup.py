@@ -15,7 +15,7 @@ import shutil
 import sys
 from glob import glob
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 try:
     import torch
@@ -105,8 +105,13 @@ def extension() -> Extension:
     ]
     return factory(
         name="parallel_ops._C",
-        sources=["csrc/registration.cpp", *sorted(glob("csrc/cpu/*.cpp")), *sorted(glob("csrc/cuda/*.cpp")), *cuda],
-        depends=sorted(glob("csrc/c*/*.h")),
+        sources=[
+            "csrc/registration.cpp",
+            *sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
+            *sorted(glob("csrc/cuda/*.cpp")),
+            *cuda,
+        ],
+        depends=sorted(glob("csrc/c*/**/*.h", recursive=True)),
         define_macros=macros,
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-std=c++17"]} if cuda else flags,
         py_limited_api=True,
@@ -123,26 +128,9 @@ setup(
     cmdclass={"build_ext": BuildExtension},
     # Without the NCCL binding one wheel serves every CPython from 3.10; with it, the version that built it.
     options={} if nccl is not None else {"bdist_wheel": {"py_limited_api": "cp310"}},
-    packages=[
-        "parallel_ops",
-        "parallel_ops.comm",
-        "parallel_ops.context_parallel",
-        "parallel_ops.integrations",
-        "parallel_ops.integrations.huggingface",
-        "parallel_ops.integrations.megatron",
-        "parallel_ops.layers",
-        "parallel_ops.models",
-        "parallel_ops.models.huggingface",
-        "parallel_ops.ops",
-        "parallel_ops.planner",
-        "parallel_ops.planner.cli",
-        "parallel_ops.planner.presets",
-        "parallel_ops.planner.schedules",
-        "parallel_ops.planner.validation",
-        "parallel_ops.tensor_parallel",
-        "parallel_ops.train",
-        "parallel_ops.triton_kernels",
-    ],
+    packages=find_packages(include=["parallel_ops*"])
+    + ["parallel_ops.triton_kernels"]
+    + [f"parallel_ops.triton_kernels.{name}" for name in find_packages("triton_kernels")],
     package_dir={"parallel_ops.triton_kernels": "triton_kernels"},
     package_data={
         "parallel_ops": ["py.typed", "*.pyi"],

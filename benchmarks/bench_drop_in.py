@@ -37,7 +37,7 @@ from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
 from benchmarks.patches import Patch
 from benchmarks.timing import take_turns
-from parallel_ops._command_line import fail, run
+from parallel_ops._internal.command_line import fail, run
 from parallel_ops.integrations import megatron
 
 _BATCH = 2

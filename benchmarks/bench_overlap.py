@@ -22,11 +22,11 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.environment import describe
 from benchmarks.overlap import Gemm, GroupTimer, Measured, Rounds, Row, gemms, measure, product_seconds
+from benchmarks.simulated_link import PacedLink, PacedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
-from parallel_ops._command_line import fail, run
-from parallel_ops.comm.c10d import C10dTransport
-from parallel_ops.comm.paced import PacedLink, PacedTransport
-from parallel_ops.comm.transport import Transport
+from parallel_ops._internal.command_line import fail, run
+from parallel_ops.comm.transport.base import Transport
+from parallel_ops.comm.transport.c10d import C10dTransport
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -125,7 +125,7 @@ class _Session:
         group = dist.group.WORLD
         assert group is not None
         if name == "symmetric":
-            from parallel_ops.comm.symmetric import symmetric_transport
+            from parallel_ops.comm.transport.symmetric.transport import symmetric_transport
 
             # A batch sends each peer at most one shard of the largest activation.
             largest = max(g.rows // self.scale // self.size * max(g.columns, g.inner) // self.scale for g in chosen)

@@ -33,10 +33,10 @@ from benchmarks.ring_attention import (
     torch_ring,
     whole_calls,
 )
+from benchmarks.simulated_link import PacedLink, PacedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
-from parallel_ops._command_line import fail, run
-from parallel_ops.comm.c10d import C10dTransport
-from parallel_ops.comm.paced import PacedLink, PacedTransport
+from parallel_ops._internal.command_line import fail, run
+from parallel_ops.comm.transport.c10d import C10dTransport
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -34,9 +34,9 @@ from torch import multiprocessing
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import Call, take_turns
 from benchmarks.training_steps import ARMS, SIZES, TINY, Shape, arm, held_bytes, settings_of, write_tokens
-from parallel_ops._command_line import fail, run
+from parallel_ops._internal.command_line import fail, run
 from parallel_ops.train import Trainer
-from parallel_ops.train.heap import keep_freed_memory
+from parallel_ops.train.malloc import keep_freed_memory
 from parallel_ops.train.metrics import Metrics
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)

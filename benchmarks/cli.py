@@ -16,7 +16,7 @@ from benchmarks.environment import describe
 from benchmarks.harness import Settings, cases, measure
 from benchmarks.plot import plot_op
 from benchmarks.spec import Benchmark
-from parallel_ops import _command_line as command_line
+from parallel_ops._internal import command_line
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -65,7 +65,7 @@ export PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 export PYTHONPATH="$scratch/site:$tree${PYTHONPATH:+:$PYTHONPATH}"
 # Of the tests over process groups those that a single GPU can run.
 device_tests=(tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
-  tests/comm/test_capture.py tests/comm/test_paced.py tests/comm/test_stream_signal.py tests/kernels/test_launch.py)
+  tests/comm/test_capture.py tests/benchmarks/test_simulated_link.py tests/comm/transport/test_stream_signal.py tests/kernels/test_launch.py)
 if wanted tests; then
   step tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider tests/ops
   step device_tests "${TEST_LIMIT:-170}" "$python" -m pytest -q -p no:cacheprovider -k "cuda or gpu" "${device_tests[@]}"

@@ -23,13 +23,13 @@ from torch import Tensor
 from benchmarks.environment import Environment
 from benchmarks.overlap import Rounds
 from benchmarks.timing import Call, Timer, take_turns
-from parallel_ops.comm.transport import Transport
+from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.context_parallel._blocks import Options
-from parallel_ops.context_parallel._over_transport import Attention
-from parallel_ops.context_parallel._ring import Feed, Returns
 from parallel_ops.context_parallel.cost import Way, keys_sent
-from parallel_ops.ops.flash_attention import flash_attention
+from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.ring import Feed, Returns
+from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.ops.attention.flash_attention import flash_attention
 
 # FLOP/s of attention as an H100 does it in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 600e12

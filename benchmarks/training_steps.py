@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.demo.baseline import PlainTransformer
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.train import Trainer
-from parallel_ops.train.loader import Loader
+from parallel_ops.train.config import Settings
+from parallel_ops.train.data.loader import Loader
+from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.optimizer import adamw
-from parallel_ops.train.plain import PlainTransformer
-from parallel_ops.train.samples import Samples
-from parallel_ops.train.settings import Settings
-from parallel_ops.train.spread import PRECISIONS
-from parallel_ops.train.tokens import TokenStream
+from parallel_ops.train.parallelize_model import PRECISIONS
 
 _SEED, _RATE = 0, 1e-3
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "seq_length": 512, "vocab_size": 8_192}

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # each from its own file, since the op and its file share a name
     from parallel_ops.comm import ParallelMesh
     from parallel_ops.context_parallel.attention import ring_attention
+    from parallel_ops.ops.activations.bias_gelu import bias_gelu
+    from parallel_ops.ops.activations.bias_swiglu import bias_swiglu
+    from parallel_ops.ops.activations.gated import gelu_mul, silu_mul
+    from parallel_ops.ops.attention.flash_attention import flash_attention
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
-    from parallel_ops.ops.bias_gelu import bias_gelu
-    from parallel_ops.ops.bias_swiglu import bias_swiglu
-    from parallel_ops.ops.cross_entropy import cross_entropy
-    from parallel_ops.ops.flash_attention import flash_attention
-    from parallel_ops.ops.gated import gelu_mul, silu_mul
-    from parallel_ops.ops.layer_norm import layer_norm
-    from parallel_ops.ops.rms_norm import rms_norm
+    from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy
+    from parallel_ops.ops.norms.layer_norm import layer_norm
+    from parallel_ops.ops.norms.rms_norm import rms_norm
     from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk
-    from parallel_ops.ops.scaled_causal_softmax import scaled_causal_softmax
-    from parallel_ops.ops.scaled_masked_softmax import scaled_masked_softmax
+    from parallel_ops.ops.softmaxes.scaled_causal_softmax import scaled_causal_softmax
+    from parallel_ops.ops.softmaxes.scaled_masked_softmax import scaled_masked_softmax
     from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-    from parallel_ops.tensor_parallel.all_gather_linear import all_gather_linear
-    from parallel_ops.tensor_parallel.copy_linear import copy_linear
-    from parallel_ops.tensor_parallel.linear_reduce_scatter import linear_reduce_scatter
+    from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear
+    from parallel_ops.tensor_parallel.linear.copy_linear import copy_linear
+    from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import linear_reduce_scatter
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ _HOMES = {
     "vocab_parallel_cross_entropy": "tensor_parallel",
     "vocab_parallel_linear_cross_entropy": "tensor_parallel",
 }
-_ROOMS = {"comm", "context_parallel", "integrations", "layers", "models", "ops", "planner", "tensor_parallel"}
+_ROOMS = {"comm", "context_parallel", "integrations", "layers", "models", "ops", "planner", "tensor_parallel", "train"}
 
 
 if not TYPE_CHECKING:  # a type checker would take any name that it could not resolve yet from here

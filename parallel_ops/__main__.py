@@ -1,6 +1,6 @@
 """``parallel-ops``, also ``python -m parallel_ops``."""
 
-from parallel_ops._command_line import start
+from parallel_ops._internal.command_line import start
 
 
 def main() -> None:

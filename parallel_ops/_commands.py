@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parallel_ops._command_line import fail
+from parallel_ops._internal.command_line import fail
 from parallel_ops.planner.cli.app import app, main
 
 __all__ = ["main"]
@@ -55,13 +55,13 @@ def train_command(
     if importlib.util.find_spec("pydantic") is None:
         fail("needs pydantic; run: pip install 'parallel_ops[train]'")
     if schema:
-        from parallel_ops.train.settings import json_schema
+        from parallel_ops.train.config import json_schema
 
         print(json_schema())
         return
     if file is None:
         raise ValueError("train needs a file: parallel-ops train run.toml; examples/train.toml is one")
-    from parallel_ops.train import command
+    from parallel_ops.train.launch import cli as command
 
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]

@@ -1,7 +1,12 @@
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# For `import benchmarks`. Last, so that an installed parallel_ops is not shadowed by the source tree.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # The same examples on every run; no deadline, since machines are shared and first calls compile.
 settings.register_profile(
@@ -38,7 +43,7 @@ def _kernels_are_executed(request: pytest.FixtureRequest) -> Iterator[None]:
     if not hasattr(request, "param"):
         yield
         return
-    from support.ptx.execution import executed
+    from ptx.execution import executed
 
     with executed(request.param):
         yield

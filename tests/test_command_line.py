@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from parallel_ops import _command_line as command_line
+from parallel_ops._internal import command_line
 
 typer = pytest.importorskip("typer")
 

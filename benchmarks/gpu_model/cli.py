@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.gpu_model import devices, table
 from benchmarks.gpu_model.cases import DTYPES, SHAPES, Row, dtypes, rows
-from parallel_ops import _command_line as command_line
+from parallel_ops._internal import command_line
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 _RESULTS = Path(__file__).parents[1] / "results"

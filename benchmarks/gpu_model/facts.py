@@ -17,11 +17,10 @@ from benchmarks.spec import Benchmark, Provider, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from support import aot
-from support.ptx import machine_code
-from support.ptx.execution import compiled, executed, ops_launch_kernels
-from support.ptx.global_memory import meta_values
-from support.ptx.report import Report
+from ptx import aot, machine_code
+from ptx.execution import compiled, executed, ops_launch_kernels
+from ptx.global_memory import meta_values
+from ptx.report import Report
 
 # Programs of a launch that are run: enough that first, last and those between count (causal rows differ in length).
 SAMPLE = 6
@@ -104,8 +103,8 @@ def _multiprocessors(count: int) -> Iterator[None]:
     from parallel_ops import triton_kernels
     from parallel_ops.triton_kernels import _common
 
-    for found in pkgutil.iter_modules(triton_kernels.__path__):  # so that none takes the replacement for its own
-        importlib.import_module(f"parallel_ops.triton_kernels.{found.name}")
+    for found in pkgutil.walk_packages(triton_kernels.__path__, "parallel_ops.triton_kernels."):  # so that none takes the replacement for its own
+        importlib.import_module(found.name)
     original = getattr(_common, "multiprocessors", None)
     users: list[Any] = [m for name, m in sys.modules.items() if name.startswith("parallel_ops.triton_kernels.")]
     replaced = [m for m in users if original is not None and getattr(m, "multiprocessors", None) is original]

@@ -1,7 +1,6 @@
 """Communication between ranks: the mesh, collectives with gradients, and transports for overlapped ops."""
 
-import parallel_ops._extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
-from parallel_ops.comm._agreement import compare_calls
+import parallel_ops._internal.extension  # noqa: F401  (first: it defines the torch ops that the rest registers with)
 from parallel_ops.comm.collectives import (
     all_gather,
     all_to_all,
@@ -12,9 +11,10 @@ from parallel_ops.comm.collectives import (
     scatter_to_group,
     shard_sizes,
 )
+from parallel_ops.comm.consistency import compare_calls
+from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.mesh import ParallelMesh
-from parallel_ops.comm.transport import PeerError
-from parallel_ops.comm.transports import use_transport
+from parallel_ops.comm.transport.registry import use_transport
 
 __all__ = [
     "ParallelMesh",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.comm import _primitives
+from parallel_ops.comm import primitives as _primitives
 
 # Each Function's last argument is the name of the call for errors: of the forward, or of whose backward it is.
 

@@ -29,9 +29,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm import _functions
-from parallel_ops.comm._agreement import announcing
-from parallel_ops.comm._arguments import (
+from parallel_ops._internal.group_checks import (
     check_dim,
     check_receive_sizes,
     check_sizes,
@@ -39,7 +37,9 @@ from parallel_ops.comm._arguments import (
     check_tensor,
     shard_sizes,
 )
-from parallel_ops.comm._group import group_name
+from parallel_ops._internal.groups import group_name
+from parallel_ops.comm import _functions
+from parallel_ops.comm.consistency import announcing
 
 __all__ = [
     "all_gather",

@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from parallel_ops.context_parallel.algorithm import ring_attention_choice
     from parallel_ops.context_parallel.attention import ring_attention, ring_attention_reference
-    from parallel_ops.context_parallel.choice import ring_attention_choice
     from parallel_ops.context_parallel.cost import AttentionShape, Link, Way
     from parallel_ops.context_parallel.layouts import SequenceLayout, join_sequence, split_sequence
 
@@ -28,7 +28,7 @@ _HOMES = {
     **dict.fromkeys(("AttentionShape", "Link", "Way"), "cost"),
     **dict.fromkeys(("SequenceLayout", "join_sequence", "split_sequence"), "layouts"),
     **dict.fromkeys(("ring_attention", "ring_attention_reference"), "attention"),
-    "ring_attention_choice": "choice",
+    "ring_attention_choice": "algorithm",
 }
 
 

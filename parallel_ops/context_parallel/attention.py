@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._agreement import Call, agree, agreed_error, announcing, sends
-from parallel_ops.comm._arguments import check_tensor
-from parallel_ops.comm._exchange import in_flight
-from parallel_ops.comm._group import group_name, group_rank, group_size, resolve_group
+from parallel_ops._internal.dropout import dropout_seed
+from parallel_ops._internal.group_checks import check_tensor
+from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
+from parallel_ops._internal.registration import register
 from parallel_ops.comm.collectives import all_gather
-from parallel_ops.comm.transports import transport_of
-from parallel_ops.context_parallel._blocks import Options
-from parallel_ops.context_parallel._over_transport import Attention
-from parallel_ops.context_parallel._places import lengths, runs, tokens
-from parallel_ops.context_parallel.choice import NAME, Algorithm, Layout, check_placement, way_of
+from parallel_ops.comm.consistency import Call, agree, agreed_error, announcing, sends
+from parallel_ops.comm.transport.exchange import in_flight
+from parallel_ops.comm.transport.registry import transport_of
+from parallel_ops.context_parallel.algorithm import NAME, Algorithm, Layout, check_placement, way_of
 from parallel_ops.context_parallel.cost import Way
 from parallel_ops.context_parallel.layouts import SequenceLayout
-from parallel_ops.ops._attention_check import check_attention
-from parallel_ops.ops._dropout import dropout_seed
-from parallel_ops.ops._registration import register
-from parallel_ops.ops.flash_attention import cast_attention, flash_attention, flash_attention_reference
+from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.context_parallel.token_ranges import lengths, runs, tokens
+from parallel_ops.ops.attention.checks import check_attention
+from parallel_ops.ops.attention.flash_attention import cast_attention, flash_attention, flash_attention_reference
 
 
 def ring_attention(

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel_ops.context_parallel._places import Run, counterparts, lengths, neighbours, runs, seen, tokens
+from parallel_ops.context_parallel.token_ranges import Run, counterparts, lengths, neighbours, runs, seen, tokens
 
 # Seconds by which each step of a ring is longer than its arithmetic: launches, and the merge of its result.
 _STEP_SECONDS = 20e-6

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm._group import group_rank, group_size
+from parallel_ops._internal.groups import group_rank, group_size
 from parallel_ops.comm.collectives import gather_from_group
-from parallel_ops.context_parallel._places import LAYOUTS, Run, lengths, runs
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, Run, lengths, runs
 
 
 @dataclass(frozen=True)

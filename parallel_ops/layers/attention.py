@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.comm._group import group_rank
-from parallel_ops.layers._checks import announced, check_input
-from parallel_ops.layers._parameters import Init, ShardedModule, divided, local_parts
-from parallel_ops.layers.attention_cores import AttentionCore, flash
+from parallel_ops._internal.groups import group_rank
+from parallel_ops.layers.checks import announced, check_input
+from parallel_ops.layers.core_attention import AttentionCore, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
 from parallel_ops.layers.norm import Norm
+from parallel_ops.layers.parameters import Init, ShardedModule, divided, local_parts
 from parallel_ops.ops import rms_norm, rotary_embedding
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 Angles = tuple[Tensor, Tensor]
 
@@ -180,7 +180,7 @@ class ParallelSelfAttention(ShardedModule):
             if name not in self._core_takes:
                 raise TypeError(
                     f"ParallelSelfAttention: {name} must be None for this core, which does not take one"
-                    + ("; give the layer core=parallel_ops.layers.attention_cores.unfused and causal=False")
+                    + ("; give the layer core=parallel_ops.layers.core_attention.unfused and causal=False")
                     * (name == "mask")
                 )
 

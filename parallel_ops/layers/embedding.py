@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from parallel_ops._internal.checks import check_same_device
+from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.comm._group import group_rank
-from parallel_ops.layers._checks import announced
-from parallel_ops.layers._parameters import Init, ShardedModule, draw, empty_parameter, local_parts
-from parallel_ops.ops._check import check_same_device
+from parallel_ops.layers.checks import announced
+from parallel_ops.layers.parameters import Init, ShardedModule, draw, empty_parameter, local_parts
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from parallel_ops._internal.group_checks import check_sizes
+from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group
-from parallel_ops.comm._arguments import check_sizes
-from parallel_ops.comm._group import group_rank
-from parallel_ops.layers._checks import announced, check_input
-from parallel_ops.layers._parameters import (
+from parallel_ops.layers.checks import announced, check_input
+from parallel_ops.layers.parameters import (
     Init,
     ShardedModule,
     divided,
@@ -33,8 +33,8 @@ from parallel_ops.layers._parameters import (
 )
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, copy_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel._overlap_plan import Overlap, encode
-from parallel_ops.tensor_parallel.weight_gradients import GradientOf
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
+from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
 
 
 class LinearOptions(TypedDict):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers._checks import announced, check_input
-from parallel_ops.layers._parameters import Init, ShardedModule
+from parallel_ops.layers.checks import announced, check_input
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
+from parallel_ops.layers.parameters import Init, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from parallel_ops.layers._parameters import ShardedModule, empty_parameter, fill, local_parts
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill, local_parts
 from parallel_ops.ops import layer_norm, rms_norm
 
 

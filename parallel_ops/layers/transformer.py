@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers._checks import announced, check_input
-from parallel_ops.layers._parameters import Init, ShardedModule
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
-from parallel_ops.layers.attention_cores import AttentionCore
+from parallel_ops.layers.checks import announced, check_input
+from parallel_ops.layers.core_attention import AttentionCore
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.norm import Norm
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
+from parallel_ops.layers.parameters import Init, ShardedModule
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
 class ParallelTransformerLayer(ShardedModule):

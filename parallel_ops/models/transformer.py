@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import copy_to_group, gather_from_group
-from parallel_ops.context_parallel.choice import Algorithm, Layout
+from parallel_ops.context_parallel.algorithm import Algorithm, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
-from parallel_ops.layers.attention_cores import AttentionCore
-from parallel_ops.models._context import IGNORED, Context
+from parallel_ops.layers.core_attention import AttentionCore
 from parallel_ops.models.config import TransformerConfig, plain_name
+from parallel_ops.models.context import IGNORED, Context
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel._overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
 class Transformer(PretrainedModel):

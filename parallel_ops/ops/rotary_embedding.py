@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parallel_ops.ops._check import check_floating, check_same_device
-from parallel_ops.ops._registration import register
+from parallel_ops._internal.checks import check_floating, check_same_device
+from parallel_ops._internal.registration import register
 
 Layout = Literal["sbhd", "bhsd"]
 

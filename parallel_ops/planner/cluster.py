@@ -7,7 +7,7 @@ A link is described by the alpha-beta model: a message of n bytes takes ``latenc
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parallel_ops.planner._check import check_choice, check_counts, check_figures
+from parallel_ops.planner.checks import check_choice, check_counts, check_figures
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8")
 

@@ -5,14 +5,14 @@ MFU = FLOPs of the model without recomputation / (step * GPUs * peak)           
 """
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.efficiency import Efficiency, efficiency
-from parallel_ops.planner.feasibility import check
-from parallel_ops.planner.memory import memory
+from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate
-from parallel_ops.planner.rules import broken_rules
-from parallel_ops.planner.schedule import Simulation
+from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.search.feasibility import check
+from parallel_ops.planner.search.rules import broken_rules
 from parallel_ops.planner.step import Step
 
 

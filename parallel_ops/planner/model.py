@@ -13,7 +13,7 @@ the convention of the published utilisation figures.
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel_ops.planner._check import check_choice, check_counts
+from parallel_ops.planner.checks import check_choice, check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parallel_ops.planner._check import check_choice, check_counts, unknown
+from parallel_ops.planner.checks import check_choice, check_counts, unknown
 from parallel_ops.planner.cluster import DTYPES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")

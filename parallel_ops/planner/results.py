@@ -91,7 +91,7 @@ class Estimate:
         tokens_per_second: of the whole cluster.
         model_flops: of one step over all GPUs, without recomputation; ``hardware_flops``: with it.
         mfu, hfu: model and hardware FLOP/s over the peak.
-        broken_rules: names of the rules of thumb (``parallel_ops.planner.rules``) that the plan breaks, with the
+        broken_rules: names of the rules of thumb (``parallel_ops.planner.search.rules``) that the plan breaks, with the
             reason.
         cost: of one step, in the currency of ``cluster.price``; 0 where that is unknown. ``energy``: joules of one
             step.

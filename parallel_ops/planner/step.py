@@ -3,8 +3,8 @@
     step      = pipeline + exposed data-parallel communication + optimizer
     pipeline  = m (F + I + W) of the slowest stage, communication of its layers included, + the time it waits for others
 
-The wait is simulated from the schedule's own actions (``parallel_ops.planner.schedule``); a search simulates a smaller
-pipeline in its place (``parallel_ops.planner.steady_state``). Data-parallel communication of c seconds runs beside one
+The wait is simulated from the schedule's own actions (``planner.schedules.schedule``); a search simulates a smaller
+pipeline in its place (``planner.schedules.steady_state``). Data-parallel communication of c seconds runs beside one
 micro-batch of w seconds (ZeRO-0 to 2: one of the step; ZeRO-3: each) and makes it longer by
 max(0, c - w) + interference * min(c, w); without overlap, by c.
 """
@@ -12,19 +12,26 @@ max(0, c - w) + interference * min(c, w); without overlap, by c.
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute import work_of
-from parallel_ops.planner.efficiency import HOST_MEMORY, Efficiency
+from parallel_ops.planner.communication.placement import (
+    chunk_layers,
+    chunk_rank,
+    group_size,
+    head_rank,
+    layer_counts,
+    layout_of,
+)
+from parallel_ops.planner.communication.step_traffic import StepTraffic, step_traffic
+from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
+from parallel_ops.planner.communication.transfers import repeat
+from parallel_ops.planner.compute.compute import work_of
+from parallel_ops.planner.compute.efficiency import HOST_MEMORY, Efficiency
+from parallel_ops.planner.compute.passes import beside, chunk_costs, rank_passes
+from parallel_ops.planner.memory.states import stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
-from parallel_ops.planner.placement import chunk_layers, chunk_rank, group_size, head_rank, layer_counts, layout_of
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
-from parallel_ops.planner.schedule import Simulation, Times, actions, simulate
-from parallel_ops.planner.states import stage_parameters, state_bytes
-from parallel_ops.planner.steady_state import idle_time, step_time
-from parallel_ops.planner.step_traffic import StepTraffic, step_traffic
-from parallel_ops.planner.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.transfers import repeat
+from parallel_ops.planner.schedules.schedule import Simulation, Times, actions, simulate
+from parallel_ops.planner.schedules.steady_state import idle_time, step_time
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:

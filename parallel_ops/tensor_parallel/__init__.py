@@ -1,12 +1,15 @@
 """Ops whose tensors are sharded over a process group."""
 
 from parallel_ops.comm import use_transport
-from parallel_ops.tensor_parallel.all_gather_linear import all_gather_linear, all_gather_linear_reference
-from parallel_ops.tensor_parallel.copy_linear import copy_linear, copy_linear_reference
-from parallel_ops.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from parallel_ops.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel.linear_reduce_scatter import linear_reduce_scatter, linear_reduce_scatter_reference
-from parallel_ops.tensor_parallel.weight_gradients import DeferredWeightGradients
+from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear, all_gather_linear_reference
+from parallel_ops.tensor_parallel.linear.copy_linear import copy_linear, copy_linear_reference
+from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import (
+    linear_reduce_scatter,
+    linear_reduce_scatter_reference,
+)
+from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients
+from parallel_ops.tensor_parallel.loss.cross_entropy import vocab_parallel_cross_entropy
+from parallel_ops.tensor_parallel.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 __all__ = [
     "DeferredWeightGradients",

@@ -1,109 +1,171 @@
-"""What a training run is: the model, the text, the schedule, the device."""
+"""What a training run is: one TOML file, each of whose sections is a class in ``sections``.
 
-import dataclasses
-import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+Keys are checked as they are read, and against one another, before anything starts: an unknown one is an error with the
+nearest known, sizes must divide. A key that is left out has its default; ``"none"`` is no value, for keys that may have
+none. ``settings_file`` reads files; ``json_schema`` is their schema.
+"""
 
-import torch
+import json
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from functools import cached_property
+from typing import Any
 
+from pydantic import ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from parallel_ops.context_parallel.algorithm import Algorithm
 from parallel_ops.models import TransformerConfig
+from parallel_ops.planner.export import target
+from parallel_ops.planner.plan import Plan, parse_fields
+from parallel_ops.train.config_sections import (
+    CheckpointSettings,
+    DataSettings,
+    LoggingSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    PrecisionSettings,
+    RecomputeSettings,
+    RunSettings,
+    Section,
+)
+from parallel_ops.train.parallelize_model import Spread
 
-if TYPE_CHECKING:
-    from parallel_ops.train.settings import Settings
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ALGORITHMS: dict[str, Algorithm] = {"ring": "ring", "all-to-all": "all_to_all"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One training run; the same configuration gives the same weights and batches every time.
+class Settings(Section):
+    """One training run.
 
     Attributes:
-        model: its shape; ``vocab_size`` is at least 256, since tokens are bytes.
-        text: a file, or a folder whose files are read in sorted order; ``None`` for Python's standard library.
-        steps, batch: optimiser steps, and sequences of ``model.seq_length`` tokens in each.
-        lr: peak learning rate of AdamW, reached after ``warmup`` of the steps; a cosine then takes it to a tenth.
-        clip: largest norm of all gradients together.
-        seed: of weights, batches and dropout.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, ...
-        dtype: ``"float32"``, or ``"bfloat16"`` for autocast over float32 weights.
-        dp, tp, cp: processes of the parallel run, ``dp * tp * cp``: ``dp`` share each batch, ``tp`` each weight, ``cp``
-            each sequence; 1, 1 and 1 for no such run.
-        zero: ZeRO stage of the data-parallel ones.
-        sequence_parallel: those that share a weight share the tokens between the layers' products too.
+        parallel: of the plan, what no other section says; see ``plan``.
 
     Raises:
-        ValueError: naming the field that is wrong.
+        pydantic.ValidationError: with every key that is wrong; ``settings_file.describe_errors`` says it in words.
     """
 
-    model: TransformerConfig
-    text: Path | None = None
-    steps: int = 100
-    batch: int = 8
-    lr: float = 1e-3
-    warmup: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "float32"
-    dp: int = 1
-    tp: int = 1
-    cp: int = 1
-    zero: int = 0
-    sequence_parallel: bool = False
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    data: DataSettings
+    optimizer: OptimizerSettings = OptimizerSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    recompute: RecomputeSettings = RecomputeSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
 
-    def __post_init__(self) -> None:
-        if self.model.vocab_size < 256:
-            raise ValueError(f"TrainConfig: vocab_size must be at least 256 (bytes), got {self.model.vocab_size}")
-        for name in ("steps", "batch", "dp", "tp", "cp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"TrainConfig: {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr", "clip"):
-            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"TrainConfig: {name} must be a positive number, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"TrainConfig: seed must be between 0 and 2^63 - 1, got {self.seed}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"TrainConfig: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+    @model_validator(mode="before")
+    @classmethod
+    def _one_place_for_each(cls, given: Any) -> Any:
+        """A plan has dtype and recomputation too: they go where the file has them."""
+        if not isinstance(given, dict) or isinstance(given.get("parallel"), Section):
+            return given
+        parallel = given.get("parallel", {})
+        if isinstance(parallel, str):
+            try:
+                parallel = parse_fields(parallel, "parallel")
+            except ValueError as error:
+                raise _error(("parallel",), str(error)) from None
+        if not isinstance(parallel, dict):
+            return given
+        out = {**given, "parallel": dict(parallel)}
+        for name, section, key in (("dtype", "precision", "dtype"), ("recompute", "recompute", "kind")):
+            if name not in parallel:
+                continue
+            value, own = out["parallel"].pop(name), out.get(section, {})
+            own = own if isinstance(own, dict) else own.model_dump(exclude_unset=True)
+            if own.get(key, value) != value:
+                raise _error((section, key), f"is {own[key]!r}, but parallel.{name} is {value!r}")
+            out[section] = {**own, key: value}
+        return out
 
-        if self.batch % self.dp:
-            raise ValueError(f"TrainConfig: batch must be a multiple of dp={self.dp}, got {self.batch}")
-        shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
-        for name, value in shared.items():
-            if value % self.tp:
-                raise ValueError(f"TrainConfig: {name} must be a multiple of tp={self.tp}, got {value}")
-        if self.sequence_parallel and self.model.seq_length % (self.tp * self.cp):
-            sizes = f"tp={self.tp}" + (f" * cp={self.cp}" if self.cp > 1 else "")
-            raise ValueError(f"TrainConfig: seq_length must be a multiple of {sizes}, got {self.model.seq_length}")
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Settings":
+        for section, checked in (("parallel", "plan"), ("model", "config"), ("parallel", "spread")):
+            try:
+                getattr(self, checked)
+            except (ValueError, TypeError, OSError) as error:
+                raise _error((section,), str(error)) from None
+        for place, message in self._problems():
+            raise _error(place, message)
+        return self
+
+    def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        plan, optimizer = self.plan, self.optimizer
+        for name, (values, has) in target("parallel_ops").limits.items():
+            if (value := getattr(plan, name)) not in values:
+                yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"
+        if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
+            yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: what is offloaded are shards"
+        yield from self._size_problems()
+        if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
+            wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
+            yield ("optimizer", "decay"), f"must be {wanted}, got {optimizer.decay}"
+        if self.checkpoint.every and self.checkpoint.folder is None:
+            yield ("checkpoint", "folder"), "is needed with checkpoint.every"
+
+    def _size_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        config, plan, length = self.config, self.plan, self.seq_length
+        for name, size in (("heads", config.heads), ("ffn_hidden", config.ffn_width)):
+            if size % plan.tp:
+                yield ("model", name), f"is {size}, which tp={plan.tp} must divide"
+        if config.key_heads % plan.tp and plan.tp % config.key_heads:
+            yield ("model", "kv_heads"), f"is {config.key_heads}, which tp={plan.tp} must divide, or be a multiple of"
+        if length > config.seq_length:
+            yield ("data", "seq_length"), f"is {length}, but the model's sequences have at most {config.seq_length}"
+        tokens = length * (plan.micro_batch if self.data.apart else 1)
+        if plan.tp > 1 and plan.sequence_parallel and tokens % (plan.tp * plan.cp):
+            yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
+        if plan.cp_kind == "all-to-all" and plan.cp > 1 and config.key_heads % (plan.tp * plan.cp):
+            yield ("model", "kv_heads"), f"is {config.key_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The whole plan."""
+        parallel = dict(self.parallel)
+        return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """The shape of the model."""
+        model, shape = self.model, self.model.shape
+        if model.folder is None:
+            if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:
+                raise ValueError(f"model needs {', '.join(missing)}, or a folder")
+            return TransformerConfig(**shape)
+        if shape:
+            raise ValueError(f"model has a folder, which says what it is; {', '.join(sorted(shape))} cannot be given")
+        return TransformerConfig.from_pretrained(model.folder)
 
     @property
-    def ranks(self) -> int:
-        """Processes of the parallel run."""
-        return self.dp * self.tp * self.cp
+    def seq_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.data.seq_length or self.config.seq_length
 
-    @property
-    def parallel(self) -> str:
-        """The name of the parallel run."""
-        sizes = (("dp", self.dp, 1), ("tp", self.tp, 1), ("cp", self.cp, 1), ("zero", self.zero, 0))
-        return "-".join(f"{name}{size}" for name, size, least in sizes if size > least)
-
-    def settings(self, *, alone: bool) -> "Settings":
-        """Of the parallel run, or of one on one process."""
-        from parallel_ops.train.settings import Settings
-
-        batch: dict[str, Any] = {"global_batch": self.batch, "micro_batch": self.batch}
-        if not alone:
-            batch |= {"micro_batch": self.batch // self.dp, "dp": self.dp, "tp": self.tp, "cp": self.cp}
-            batch |= {"zero": self.zero, "sequence_parallel": self.sequence_parallel and self.tp > 1}
-        return Settings.model_validate(
-            {
-                "run": {"steps": self.steps, "seed": self.seed, "device": torch.device(self.device).type},
-                "model": dataclasses.asdict(self.model),
-                "data": {"paths": ["text"]},
-                "optimizer": {"lr": self.lr, "warmup": max(1, round(self.warmup * self.steps)), "clip": self.clip},
-                "parallel": batch,
-                "precision": {"dtype": {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]},
-            }
+    @cached_property
+    def spread(self) -> Spread:
+        """What ``parallelize`` does with the model."""
+        plan = self.plan
+        return Spread(
+            zero=plan.zero,
+            sequence_parallel=plan.sequence_parallel,
+            algorithm=_ALGORITHMS[plan.cp_kind],
+            recompute=self.recompute.kind,
+            recompute_every=self.recompute.every,
+            compile=self.run.compile,
+            precision=self.precision.dtype,
+            offload=plan.offload != "none",
         )
+
+
+def _error(place: tuple[str, ...], message: str) -> ValidationError:
+    """An error of a key, as pydantic's own are."""
+    problem = PydanticCustomError("parallel_ops", "{message}", {"message": message})
+    return ValidationError.from_exception_data("Settings", [InitErrorDetails(type=problem, loc=place, input=None)])
+
+
+def json_schema() -> str:
+    """The JSON schema of the file, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()}
+    return json.dumps(schema, indent=2)

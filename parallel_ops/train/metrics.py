@@ -19,8 +19,8 @@ from parallel_ops.models import Transformer
 from parallel_ops.planner import presets
 
 if TYPE_CHECKING:
-    from parallel_ops.train.sections import LoggingSettings
-    from parallel_ops.train.step import Step
+    from parallel_ops.train.config_sections import LoggingSettings
+    from parallel_ops.train.results import Step
     from parallel_ops.train.trainer import Trainer
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
@@ -175,7 +175,7 @@ def picture(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _flops(trainer: "Trainer") -> float:
     """The share of all ranks' peak that one token a second takes; 0 where that is not known."""
-    from parallel_ops.train.forecast import gpu_here, model_of
+    from parallel_ops.train.planner_bridge import gpu_here, model_of
 
     name = torch.cuda.get_device_name(trainer.device).lower() if trainer.device.type == "cuda" else ""
     gpu = gpu_here() if name and isinstance(trainer.model, Transformer) else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from parallel_ops.train.sections import OptimizerSettings
+    from parallel_ops.train.config_sections import OptimizerSettings
 
 # Below this the gradients themselves are not finite, not their scaled values.
 _LEAST_SCALE = 2.0**-14

@@ -22,20 +22,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
-from parallel_ops.models._context import IGNORED
-from parallel_ops.train import checkpoints, resuming
-from parallel_ops.train.checkpoints import Checkpoints
-from parallel_ops.train.loader import Loader
+from parallel_ops.models.context import IGNORED
+from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.checkpoint import resume as resuming
+from parallel_ops.train.checkpoint.checkpoints import Checkpoints
+from parallel_ops.train.data.loader import Loader
+from parallel_ops.train.data.packing import Batch, Samples
+from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.launch.signals import SIGNALS, Stopping
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
-from parallel_ops.train.samples import Batch, Samples
-from parallel_ops.train.spread import PRECISIONS, micro_batch, parallelize
-from parallel_ops.train.step import NotFinite, Result, Step
-from parallel_ops.train.stopping import SIGNALS, Stopping
-from parallel_ops.train.tokens import TokenStream
+from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch, parallelize
+from parallel_ops.train.results import NotFinite, Result, Step
 
 if TYPE_CHECKING:
-    from parallel_ops.train.settings import Settings
+    from parallel_ops.train.config import Settings
 
 _SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -65,7 +66,7 @@ class Trainer:
         model: nn.Module | None = None,
         stream: TokenStream | None = None,
     ) -> None:
-        from parallel_ops.train.forecast import uses_cuda  # needs pydantic, as settings do
+        from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
 
         self.settings, self.mesh = settings, ParallelMesh() if mesh is None else mesh
         plan, spread = settings.plan, settings.spread

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from benchmarks import overlap, results
 from benchmarks.bench_overlap import app
 from benchmarks.overlap import Measured, Row, gemms
-from parallel_ops.comm.loopback import LoopbackGroup
+from support.loopback import LoopbackGroup
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from benchmarks import results, ring_attention
 from benchmarks.bench_ring_attention import app
 from benchmarks.ring_attention import Measured, Row, Shape
-from parallel_ops.comm.loopback import LoopbackGroup
+from support.loopback import LoopbackGroup
 
 SMALL = Shape(tokens=12, heads=4, kv_heads=2, head_dim=8)
 

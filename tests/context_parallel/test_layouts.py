@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence
-from parallel_ops.context_parallel import _places as places
+from parallel_ops.context_parallel import token_ranges as places
 from support import context_parallel_ranks as on_rank
 from support.distributed import ranks
 

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.comm.loopback import LoopbackGroup
-from parallel_ops.comm.transport import Send
-from parallel_ops.context_parallel import _blocks, cost
-from parallel_ops.context_parallel import _places as places
+from parallel_ops.comm.transport.base import Send
+from parallel_ops.context_parallel import cost
+from parallel_ops.context_parallel import token_ranges as places
+from parallel_ops.context_parallel.schedule import blocks as _blocks
 from support.context_parallel import Case, joined, oracle, shared
+from support.loopback import LoopbackGroup
 
 KINDS = ("zigzag", "striped", "contiguous")
 

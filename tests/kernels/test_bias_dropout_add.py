@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from parallel_ops.ops import bias_dropout_add_reference
-from support import aot, suite
-from support.kernels import aot_cases, check_compiled, differentiable, meta, poisoned
+from ptx import aot
+from ptx.kernels import aot_cases, check_compiled, differentiable, meta, poisoned
+from support import suite
 from support.suite import randn
 
 SEED = 0x0123_4567_89AB_CDEF

@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from parallel_ops.ops import rotary_embedding_reference
-from support import aot, suite
-from support.kernels import check_compiled, differentiable, meta, poisoned
-from support.ptx.execution import rerun
+from ptx import aot
+from ptx.execution import rerun
+from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from support import suite
 from support.rotary import angles
 from support.suite import DTYPES, randn
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
-from parallel_ops.layers import attention_cores
+from parallel_ops.layers import core_attention as attention_cores
 from support import layer_modes
 from support import layers as on_rank
 from support.distributed import Raised, ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_ops.layers.attention_cores import unfused
+from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Transformer
 from support import context
 from support.distributed import Raised, ranks

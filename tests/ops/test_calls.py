@@ -23,7 +23,8 @@ from parallel_ops import (
     silu_mul,
     vocab_parallel_cross_entropy,
 )
-from parallel_ops.ops import _autograd, _registration
+from parallel_ops._internal import autograd as _autograd
+from parallel_ops._internal import registration as _registration
 from support.rotary import angles
 from support.suite import forward_backward, outputs_of, randn
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from parallel_ops.ops._philox import keep_mask, kept_scale, philox4x32, threshold
+from parallel_ops._internal.philox import keep_mask, kept_scale, philox4x32, threshold
 
 ONES = 0xFFFFFFFF
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from parallel_ops.planner.schedule import KINDS
+from parallel_ops.planner.schedules.schedule import KINDS
 
 
 def work(data):

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.planner import Link, Plan, collectives, communication, efficiency, presets
-from parallel_ops.planner.network import group_link
-from parallel_ops.planner.placement import leaves_node
+from parallel_ops.planner import Link, Plan, communication, efficiency, presets
+from parallel_ops.planner.communication import collectives
+from parallel_ops.planner.communication.network import group_link
+from parallel_ops.planner.communication.placement import leaves_node
+from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.step import Step
-from parallel_ops.planner.traffic import end_traffic, layer_traffic
 
 LLAMA = presets.model("llama3-8b")
 H100 = presets.cluster("h100x64")

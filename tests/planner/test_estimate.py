@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner import RULES, Plan, efficiency, estimate, presets
-from parallel_ops.planner.compute import attention_seconds, head_passes, layer_passes, work_of
-from parallel_ops.planner.efficiency import SHARES
-from parallel_ops.planner.passes import layer_costs
+from parallel_ops.planner.compute.compute import attention_seconds, head_passes, layer_passes, work_of
+from parallel_ops.planner.compute.efficiency import SHARES
+from parallel_ops.planner.compute.passes import layer_costs
+from parallel_ops.planner.compute.products import Engine, product
 from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
-from parallel_ops.planner.products import Engine, product
 from parallel_ops.planner.step import Step, step_seconds
 
 GPT3 = presets.model("gpt3-175b")

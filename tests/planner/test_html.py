@@ -15,9 +15,9 @@ pytest.importorskip("rich")
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.estimate import estimate, simulation
 from parallel_ops.planner.export import export
-from parallel_ops.planner.html import page
-from parallel_ops.planner.pipeline_picture import folded, pipeline_svg
-from parallel_ops.planner.schedule import actions, simulate
+from parallel_ops.planner.pictures.html import page
+from parallel_ops.planner.pictures.pipeline_picture import folded, pipeline_svg
+from parallel_ops.planner.schedules.schedule import actions, simulate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 WIDTHS = (1280, 400)

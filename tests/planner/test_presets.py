@@ -8,7 +8,7 @@ import pytest
 
 from parallel_ops.planner import Cluster, Link, Model, Plan, band, efficiency, presets
 from parallel_ops.planner.band import tied
-from parallel_ops.planner.efficiency import CONSTANTS
+from parallel_ops.planner.compute.efficiency import CONSTANTS
 
 # Parameters of the published weights, counted by their publishers.
 PUBLISHED = {

@@ -4,9 +4,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.planner import steady_state
-from parallel_ops.planner.schedule import KINDS, Action, Program, Times, actions, chunks, micro_batch_problem, simulate
-from parallel_ops.planner.steady_state import idle_time, step_time
+from parallel_ops.planner.schedules import steady_state
+from parallel_ops.planner.schedules.schedule import (
+    KINDS,
+    Action,
+    Program,
+    Times,
+    actions,
+    chunks,
+    micro_batch_problem,
+    simulate,
+)
+from parallel_ops.planner.schedules.steady_state import idle_time, step_time
 
 WITHOUT_BARRIER = ("zb-h2", "zb-v", "zb-2p")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.planner.schedule import KINDS, Action, Times, actions, chunks, simulate
+from parallel_ops.planner.schedules.schedule import KINDS, Action, Times, actions, chunks, simulate
 
 CHUNKS = {"interleaved": 2}
 V_SHAPED = ("zb-v", "dualpipe-v")

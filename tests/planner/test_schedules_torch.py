@@ -4,7 +4,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from parallel_ops.planner.schedule import actions, chunks
+from parallel_ops.planner.schedules.schedule import actions, chunks
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 

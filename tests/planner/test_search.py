@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from parallel_ops.planner import Options, Plan, efficiency, estimate, memory, presets, search, smallest_cluster
-from parallel_ops.planner.efficiency import CONSTANTS
-from parallel_ops.planner.feasibility import problem
+from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.results import family
+from parallel_ops.planner.search.feasibility import problem
 from parallel_ops.planner.step import step_seconds
 
 GPT3 = presets.model("gpt3-175b")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallel_ops.ops._philox import kept_scale
+from parallel_ops._internal.philox import kept_scale
 
 
 def attention(

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import comm, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import _agreement, symmetric
-from parallel_ops.comm.c10d import C10dTransport
-from parallel_ops.comm.transport import Receive, Send
+from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm.transport.base import Receive, Send
+from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.comm.transport.symmetric import transport as symmetric
 
 
 def call(rank: int, op: str, shards: list[Tensor], grads: list[Tensor] | None, options: Any) -> tuple[Tensor, Any]:

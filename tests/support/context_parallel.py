@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.context_parallel._blocks import Options
-from parallel_ops.context_parallel._over_transport import Attention
 from parallel_ops.context_parallel.cost import Way
 from parallel_ops.context_parallel.layouts import SequenceLayout
-from parallel_ops.ops._attention_block import Dropout, Tokens, kept
+from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.ops.attention.block import Dropout, Tokens, kept
 
 SEED = 1234567
 

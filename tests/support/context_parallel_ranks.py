@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parallel_ops.comm import use_transport
-from parallel_ops.comm.c10d import C10dTransport
+from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.context_parallel import (
     SequenceLayout,
     join_sequence,

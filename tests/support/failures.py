@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops import all_gather_linear, comm, linear_reduce_scatter, vocab_parallel_cross_entropy
-from parallel_ops.comm import _agreement, _failure, _primitives
-from parallel_ops.comm._agreement import announcing
-from parallel_ops.comm._compat import group_store
-from parallel_ops.comm.c10d import C10dTransport
-from parallel_ops.comm.transport import PeerError, Receive, Send
+from parallel_ops._internal.compat import group_store
+from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import errors as _failure
+from parallel_ops.comm import primitives as _primitives
+from parallel_ops.comm.consistency import announcing
+from parallel_ops.comm.errors import PeerError
+from parallel_ops.comm.transport.base import Receive, Send
+from parallel_ops.comm.transport.c10d import C10dTransport
 
 
 def _transport(group: ProcessGroup) -> None:

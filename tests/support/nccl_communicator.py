@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parallel_ops import _nccl
-from parallel_ops.comm import nccl
-from parallel_ops.comm.nccl import Communicator
+from parallel_ops.comm.nccl import communicator as nccl
+from parallel_ops.comm.nccl.communicator import Communicator
 from support.nccl import Fake
 
 STREAM = 0x57

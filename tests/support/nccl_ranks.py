@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
-from parallel_ops.comm.nccl import Communicator
-from parallel_ops.comm.nccl_library import Library
-from parallel_ops.comm.nccl_rendezvous import exchange_unique_id
-from parallel_ops.comm.nccl_transport import NcclTransport
+from parallel_ops.comm.nccl.communicator import Communicator
+from parallel_ops.comm.nccl.library import Library
+from parallel_ops.comm.nccl.rendezvous import exchange_unique_id
+from parallel_ops.comm.nccl.transport import NcclTransport
 from support.nccl import Fake
 
 

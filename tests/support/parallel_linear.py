@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear, copy_linear, linear_reduce_scatter
-from parallel_ops.comm import _agreement
-from parallel_ops.comm.c10d import C10dTransport
+from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
     DeferredWeightGradients,
     all_gather_linear_reference,
@@ -25,8 +25,8 @@ from parallel_ops.tensor_parallel import (
     linear_reduce_scatter_reference,
     use_transport,
 )
-from parallel_ops.tensor_parallel import _overlap_plan as plan
-from parallel_ops.tensor_parallel.weight_gradients import GradientOf
+from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
 
 OPS = {"column": all_gather_linear, "row": linear_reduce_scatter}
 REFERENCES = {"column": all_gather_linear_reference, "row": linear_reduce_scatter_reference}

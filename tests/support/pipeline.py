@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from parallel_ops.comm.c10d import C10dTransport
+from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.layers import ParallelTransformerLayer
-from parallel_ops.tensor_parallel import DeferredWeightGradients, _overlap
+from parallel_ops.tensor_parallel import DeferredWeightGradients
+from parallel_ops.tensor_parallel.linear import overlap as _overlap
 from support.layers import mesh_of, set_handles
 
 SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import aot, suite
-from support.kernels import poisoned
+from ptx import aot
+from ptx.kernels import poisoned
+from support import suite
 
 
 def row_values(x: Tensor) -> Tensor:

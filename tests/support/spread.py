@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
-from parallel_ops.train.spread import Spread, micro_batch, parallelize
+from parallel_ops.train.parallelize_model import Spread, micro_batch, parallelize
 from support.layers import mesh_of, whole
 
 MODELS = {

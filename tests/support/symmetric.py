@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel_ops.comm.loopback import LoopbackTransport
+from support.loopback import LoopbackTransport
 
 Step = tuple[Callable[[], bool], Callable[[], None]]  # (may it go on?, what it does)
 

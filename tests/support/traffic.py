@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel_ops import ParallelMesh
-from parallel_ops.train.settings_file import settings_of
+from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.trainer import Trainer
 
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops.train import Trainer
-from parallel_ops.train.checkpoints import _Writer
-from parallel_ops.train.settings import Settings
-from parallel_ops.train.step import Result
+from parallel_ops.train.checkpoint.checkpoints import _Writer
+from parallel_ops.train.config import Settings
+from parallel_ops.train.results import Result
 from support.layers import mesh_of
 
 VOCABULARY = 31

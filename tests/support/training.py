@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
-from parallel_ops.train import TrainConfig
-from parallel_ops.train.loop import DemoTrainer
+from benchmarks.demo.config import TrainConfig
+from benchmarks.demo.runs import DemoTrainer
 from support.layers import mesh_of
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import _agreement, _primitives
-from parallel_ops.tensor_parallel import _vocab_shards
+from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import primitives as _primitives
+from parallel_ops.tensor_parallel.loss import vocab_shards as _vocab_shards
+from ptx.kernels import differentiable
 from support.distributed import ranks
-from support.kernels import differentiable
 
 
 def sizes_of(vocab: int, shards: int) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops import vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel.linear_cross_entropy import linear_cross_entropy_reference
+from parallel_ops.tensor_parallel.loss.linear_cross_entropy import linear_cross_entropy_reference
 from support import suite, vocab_parallel
 from support.distributed import Raised, ranks
 from support.suite import DEVICES, DTYPES, randn

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.comm._primitives import sum_in_rank_order
-from parallel_ops.comm.loopback import LoopbackGroup
-from parallel_ops.tensor_parallel import _overlap_plan as plan
-from parallel_ops.tensor_parallel._overlap import (
+from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.all_gather_linear import column_backward, column_forward
+from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
+from parallel_ops.tensor_parallel.linear.overlap import (
     gather,
     gather_order,
     scatter,
@@ -20,10 +21,9 @@ from parallel_ops.tensor_parallel._overlap import (
     start_gather,
     start_scatter,
 )
-from parallel_ops.tensor_parallel.all_gather_linear import column_backward, column_forward
-from parallel_ops.tensor_parallel.linear_reduce_scatter import row_backward, row_forward
 from support import parallel_linear
 from support.distributed import ranks
+from support.loopback import LoopbackGroup
 from support.parallel_linear import integers
 
 groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)

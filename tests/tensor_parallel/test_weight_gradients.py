@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel import DeferredWeightGradients, _linear, weight_gradients
-from parallel_ops.tensor_parallel.weight_gradients import add_product
+from parallel_ops.tensor_parallel import DeferredWeightGradients
+from parallel_ops.tensor_parallel.linear import autograd as _linear
+from parallel_ops.tensor_parallel.linear import weight_gradients
+from parallel_ops.tensor_parallel.linear.weight_gradients import add_product
 from support.parallel_linear import integers, normal
 
 ops = pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])

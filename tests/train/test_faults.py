@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from parallel_ops.train import CheckpointError, Trainer, checkpoints
+from parallel_ops.train import CheckpointError, Trainer
+from parallel_ops.train.checkpoint import checkpoints
 from support import trainer as runs
 from support.distributed import Raised, Ranks, ranks
 

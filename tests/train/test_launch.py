@@ -18,14 +18,16 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from parallel_ops._command_line import INTERRUPTED
-from parallel_ops.comm._group import device_types_of
+from parallel_ops._internal.command_line import INTERRUPTED
+from parallel_ops._internal.groups import device_types_of
 from parallel_ops.planner.cli.app import app
-from parallel_ops.train import CheckpointError, command, launch
-from parallel_ops.train.forecast import Device, memory_problem, replan
-from parallel_ops.train.launch import fitted
-from parallel_ops.train.rank import Start, backend_of, name_of_start
-from parallel_ops.train.settings_file import read_settings, settings_of
+from parallel_ops.train import CheckpointError
+from parallel_ops.train.config_file import read_settings, settings_of
+from parallel_ops.train.launch import cli as command
+from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.start import fitted
+from parallel_ops.train.launch.worker import Start, backend_of, name_of_start
+from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from support import trainer as runs
 from support.distributed import ranks
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.train.samples import IGNORED, Samples, shares
-from parallel_ops.train.tokens import TokenStream
+from parallel_ops.train.data.packing import IGNORED, Samples, shares
+from parallel_ops.train.data.tokens import TokenStream
 
 
 def megatron(folder, documents, dtype="<i4", code=4):

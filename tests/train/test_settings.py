@@ -10,10 +10,10 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export
+from parallel_ops.train.config import json_schema
+from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.deepspeed import with_deepspeed
-from parallel_ops.train.forecast import planner_model
-from parallel_ops.train.settings import json_schema
-from parallel_ops.train.settings_file import read_settings, settings_of
+from parallel_ops.train.planner_bridge import planner_model
 
 SMALL = {
     "model": {"vocab_size": 64, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4},

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from parallel_ops.train.forecast import cluster_of, forecast, rank_memory
-from parallel_ops.train.settings_file import settings_of
+from parallel_ops.train.config_file import settings_of
+from parallel_ops.train.planner_bridge import cluster_of, forecast, rank_memory
 from support import traffic
 from support.distributed import ranks
 

@@ -15,8 +15,8 @@ from torch import nn
 pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
+from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate
-from parallel_ops.train.sections import OptimizerSettings
 from support import trainer as runs
 from support.distributed import ranks
 

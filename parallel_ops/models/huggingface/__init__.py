@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers._parameters import ShardedModule
+from parallel_ops.layers.parameters import ShardedModule
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface import loading, saving
 

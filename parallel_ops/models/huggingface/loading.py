@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel_ops.comm._compat import local_box
+from parallel_ops._internal.compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
 from parallel_ops.models.huggingface.families import Family, Stored

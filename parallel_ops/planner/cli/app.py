@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from parallel_ops._command_line import fail, run
-from parallel_ops.planner import drawing
-from parallel_ops.planner import html as html_page
+from parallel_ops._internal.command_line import fail, run
 from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate as estimate_plan
@@ -21,12 +19,14 @@ from parallel_ops.planner.export import FORMATS, TARGETS
 from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.export import target as find_target
 from parallel_ops.planner.export.trainer import TRAINER
-from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.options import Options
+from parallel_ops.planner.pictures import drawing
+from parallel_ops.planner.pictures import html as html_page
 from parallel_ops.planner.results import Estimate, SearchResult
-from parallel_ops.planner.schedule import KINDS, Times, actions, simulate
-from parallel_ops.planner.search import search
+from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
+from parallel_ops.planner.search.feasibility import memory_problem, quick_memory_problem
+from parallel_ops.planner.search.options import Options
+from parallel_ops.planner.search.search import search
 from parallel_ops.planner.validation import validate
 
 # Exit code where the answer is no: the plan does not fit, or none does. 2 is for bad input.

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ops.planner import presets
-from parallel_ops.planner._check import unknown
+from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Link
 from parallel_ops.planner.export import Target, target
 from parallel_ops.planner.model import LatentAttention, Model
-from parallel_ops.planner.options import PLURALS, Options, default_options
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
+from parallel_ops.planner.search.options import PLURALS, Options, default_options
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 

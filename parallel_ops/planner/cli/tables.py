@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
-from parallel_ops.planner.schedule import Simulation
-from parallel_ops.planner.stage_groups import stage_groups
+from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.schedules.stage_groups import stage_groups
 from parallel_ops.planner.validation import Report
 
 # What Plan.describe leaves out or shortens.

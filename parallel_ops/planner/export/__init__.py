@@ -5,7 +5,7 @@ plan is worse than none. What neither the shape nor the plan says (data, learnin
 user to add.
 """
 
-from parallel_ops.planner._check import unknown
+from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.deepspeed import DEEPSPEED
 from parallel_ops.planner.export.megatron import MEGATRON

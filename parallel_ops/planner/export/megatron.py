@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.communication.placement import chunk_layers, leaves_node
 from parallel_ops.planner.export.target import Target
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import chunk_layers, leaves_node
 from parallel_ops.planner.plan import Plan
 
 Option = tuple[str, ...]

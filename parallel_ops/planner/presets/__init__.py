@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from parallel_ops.planner._check import unknown
+from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import GPU, Cluster, Link, Part, weakest
 from parallel_ops.planner.model import LatentAttention, Model
 

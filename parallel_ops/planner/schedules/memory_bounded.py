@@ -24,7 +24,7 @@ _TOLERANCE = 1e-9
 
 
 def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retained: float = 1.0) -> Schedule:
-    """The best of the heuristic's schedules; ``parallel_ops.planner.schedule.actions`` has the arguments."""
+    """The best of the heuristic's schedules; ``parallel_ops.planner.schedules.schedule.actions`` has the arguments."""
     if memory_limit < 1:
         raise ValueError(f"zb-2p: memory_limit must be at least 1 micro-batch, got {memory_limit}")
     if not 0 <= retained <= 1:

@@ -69,7 +69,7 @@ def simulate(actions: Sequence[Sequence[Action]], times: Times | None = None, *,
     """Runs a schedule: ``actions[rank]`` in order on each rank.
 
     Args:
-        actions: as ``parallel_ops.planner.schedule.actions`` returns them, or written by hand.
+        actions: as ``parallel_ops.planner.schedules.schedule.actions`` returns them, or written by hand.
         times: F = I = W = 1 and links that take no time where None.
         retained: the share of a micro-batch's activations that a rank still holds between I and W.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.band import Band, keys
-from parallel_ops.planner.efficiency import Efficiency, table
+from parallel_ops.planner.compute.efficiency import Efficiency, table
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
 

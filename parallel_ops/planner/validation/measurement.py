@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.efficiency import Efficiency, efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.step import Step

@@ -5,15 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_ops.planner import presets
-from parallel_ops.planner.compute import work_of
-from parallel_ops.planner.efficiency import efficiency
+from parallel_ops.planner.communication.placement import in_flight
+from parallel_ops.planner.compute.compute import work_of
+from parallel_ops.planner.compute.efficiency import efficiency
+from parallel_ops.planner.compute.passes import layer_costs
 from parallel_ops.planner.estimate import estimate
-from parallel_ops.planner.memory import RUNTIME_BYTES, layer_activations, memory
-from parallel_ops.planner.passes import layer_costs
-from parallel_ops.planner.placement import in_flight
+from parallel_ops.planner.memory.memory import RUNTIME_BYTES, layer_activations, memory
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB
-from parallel_ops.planner.schedule import Times, actions, simulate
+from parallel_ops.planner.schedules.schedule import Times, actions, simulate
 from parallel_ops.planner.validation.large_runs import titan_setting
 from parallel_ops.planner.validation.measurement import table
 from parallel_ops.planner.validation.published import measurements, setting, zero_bubble_setting

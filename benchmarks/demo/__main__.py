@@ -1,0 +1,6 @@
+"""``python -m benchmarks.demo``."""
+
+from parallel_ops._internal.command_line import start
+
+if __name__ == "__main__":
+    start("benchmarks.demo.cli", extra="train")

@@ -1,0 +1,263 @@
+"""The command line of ``python -m benchmarks.demo``."""
+
+import dataclasses
+import enum
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.demo import report
+from benchmarks.demo.compare import Run, names_of, train
+from benchmarks.demo.config import TrainConfig
+from benchmarks.demo.data import load_text
+from benchmarks.demo.runs import ALONE, PRODUCTS, DemoTrainer
+from benchmarks.demo.worker import Here, joined, local_ranks, torchrun_place, under_torchrun
+from parallel_ops._internal.command_line import INTERRUPTED, fail, run
+from parallel_ops.models import TransformerConfig
+
+
+class Device(str, enum.Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(str, enum.Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Activation(str, enum.Enum):
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+class Positions(str, enum.Enum):
+    learned = "learned"
+    rotary = "rotary"
+
+
+class Norm(str, enum.Enum):
+    layer_norm = "layer_norm"
+    rms_norm = "rms_norm"
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Runs the command line."""
+    run(app, "python -m benchmarks.demo")
+
+
+@app.command()
+def command(
+    text: Annotated[
+        str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 40,
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
+    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    seq_length: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    ffn_hidden: Annotated[int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden")] = None,
+    activation: Annotated[Activation, typer.Option(help="Activation of the MLP.")] = Activation.gelu,
+    positions: Annotated[Positions, typer.Option(help="How the model knows positions.")] = Positions.rotary,
+    norm: Annotated[Norm, typer.Option(help="Normalisation of each layer's input.")] = Norm.layer_norm,
+    dropout: Annotated[
+        float, typer.Option(help="Dropout probability. Above 0 the two models draw different masks.")
+    ] = 0.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
+    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU, float32 on a CPU.")] = Dtype.auto,
+    vocabulary: Annotated[int, typer.Option(help="Size of the vocabulary, of which bytes take 256.")] = 256,
+    runs: Annotated[
+        str,
+        typer.Option(help="What to train on one process: some of them, the one that others are compared with first."),
+    ] = ",".join(ALONE),
+    tp: Annotated[
+        int, typer.Option(help="Train on this many tensor-parallel processes as well.", show_default="1, no such run")
+    ] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="These processes split the tokens between products too.")
+    ] = False,
+    cp: Annotated[
+        int,
+        typer.Option(
+            help="Processes that share each sequence, times those of --tp.", show_default="1, whole sequences"
+        ),
+    ] = 1,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Train on four more processes: 2 data-parallel x 2 tensor-parallel, ZeRO-3.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
+    json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
+) -> None:
+    """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and in parallel.
+
+    Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
+    the same models under torch.compile. All start from the same weights and see the same batches; they take turns step
+    by step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
+    them, with the time of the matrix products of a step alone, and saves a picture of the loss curves and step times.
+    The loss at the end is the mean over the last tenth of the steps.
+
+    The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
+    processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
+    """
+    try:
+        if text == "":  # Path would take it for the current folder
+            raise ValueError("--text is empty; name a file or a folder, or leave it out")
+        source = None if text is None else Path(text)
+        chosen = _chosen(runs)
+        place, (tp, cp) = _device(device), _ranks(device, tp, cp)
+        model = TransformerConfig(
+            vocab_size=vocabulary,
+            seq_length=seq_length,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            ffn_hidden=ffn_hidden,
+            dropout=dropout,
+            activation=activation.value,
+            positions=positions.value,
+            norm=norm.value,
+        )
+        config = TrainConfig(
+            model=model,
+            text=source,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            seed=seed,
+            device=place,
+            dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
+            tp=tp,
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+        )
+        others = [_four(config)] if everything else []
+        if (length := len(load_text(source))) < seq_length + 1:
+            raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
+        if _rank() == 0:
+            for path in (output, json):
+                _check_writable(path)
+        if output.suffix.lower() not in report.PICTURE_FORMATS:
+            raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
+    except (ValueError, OSError) as error:
+        fail(error)
+    try:
+        names = [*names_of(config, chosen), *(other.parallel for other in others), PRODUCTS]
+        trained = _train(config, names, others)
+        if not trained:
+            return
+        *results, products = trained
+        console = Console()
+        if not console.is_terminal:
+            console.width = max(console.width, 140)  # a file has no lines that are too long
+        console.print(report.table(config, results, products))
+        report.picture(config, results, output)
+        if json is not None:
+            json.write_text(report.as_json(config, results, products))
+        written = " and ".join(str(path) for path in (output, json) if path is not None)
+        console.print(f"written to {written}", soft_wrap=True, highlight=False, markup=False)
+    except (RuntimeError, OSError) as error:
+        fail(error, 1)
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
+
+
+def _train(config: TrainConfig, names: list[str], others: list[TrainConfig]) -> list[Run]:
+    """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
+    if not under_torchrun():
+        return _train_all(config, names, None, others)
+    with joined(config, torchrun_place()) as (own, mesh):
+        here = Here(DemoTrainer(own, mesh=mesh))
+        if _rank() == 0:
+            return _train_all(config, names, here, others)
+        for _ in range(config.steps):
+            here.ask("step")
+        return []
+
+
+def _train_all(config: TrainConfig, names: list[str], here: Here | None, others: list[TrainConfig]) -> list[Run]:
+    """Trains behind a progress bar, where there is a terminal to show it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=config.steps)
+
+        def show(runs: list[Run]) -> None:
+            losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
+            progress.update(task, advance=1, description=f"loss: {losses}")
+
+        return train(config, names, show, here=here, others=others)
+
+
+def _chosen(runs: str) -> list[str]:
+    names = [name.strip() for name in runs.split(",")]
+    for name in names:
+        if name not in ALONE:
+            raise ValueError(f"--runs: there is no run {name!r}; choose from {', '.join(ALONE)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"--runs: {runs} has one of them twice")
+    return names
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
+    """The tensor-parallel and context-parallel processes: what torchrun started (tensor-parallel ones, where nothing
+    else was asked for), or what was asked for and there are GPUs for."""
+    world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+    asked = f"--tp {tp}" + (f" --cp {cp}" if cp != 1 else "")
+    if world > 1 and tp * cp not in (1, world):
+        raise ValueError(f"{asked}: torchrun started {world} processes; leave it out, or make them the same")
+    wanted = tp * cp if world == 1 else local_ranks()
+    gpus = torch.cuda.device_count() if _device(device) == "cuda" else wanted
+    if gpus >= wanted:
+        return (tp, cp) if world == 1 or tp * cp == world else (world, 1)
+    if world > 1:
+        raise ValueError(f"torchrun started {wanted} processes here, but this torch sees {gpus} GPUs; use --device cpu")
+    if device is Device.cuda:
+        raise ValueError(f"{asked}: needs {wanted} GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
+    typer.echo(f"note: {asked} needs {wanted} GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
+    return 1, 1
+
+
+def _four(config: TrainConfig) -> TrainConfig:
+    """What ``--all`` adds."""
+    if under_torchrun():
+        raise ValueError("--all starts its processes itself; leave torchrun out")
+    if config.device == "cuda" and torch.cuda.device_count() < 4:
+        raise ValueError(f"--all: needs 4 GPUs, and this torch sees {torch.cuda.device_count()}; use --device cpu")
+    return dataclasses.replace(config, dp=2, tp=2, cp=1, zero=3)
+
+
+def _device(device: Device) -> str:
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch sees no CUDA GPU")
+    return device.value
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of training, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} does not exist; create it, or name a file elsewhere")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")

@@ -1,0 +1,329 @@
+// Gated activations on the CPU: y = w act(g) u; dg = dy w u act'(g), du = dy w act(g), dw = sum of dy act(g) u.
+// bias_swiglu takes g and u as the halves of x + bias, silu_mul and gelu_mul as two tensors; w is one value a row. With
+// options SiLU is g sigmoid(alpha g), g and u are clamped first, and u has an offset.
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+
+#include "../check.h"
+#include "../column_sum.h"
+#include "../lanes.h"
+#include "../math.h"
+#include "../output.h"
+#include "../rows.h"
+
+namespace parallel_ops::cpu {
+namespace {
+
+// kSwish is SiLU with options.
+enum class Act { kSilu, kSwish, kGeluTanh, kGelu };
+
+struct SwishOptions {
+  double alpha = 1.0;
+  std::optional<double> limit;
+  double up_offset = 0.0;
+};
+
+// The same in the type of the arithmetic, without a limit an infinite one.
+template <class A>
+struct Swish {
+  explicit Swish(const SwishOptions& o)
+      : alpha(static_cast<A>(o.alpha)),
+        limit(o.limit ? static_cast<A>(*o.limit) : std::numeric_limits<A>::infinity()),
+        up_offset(static_cast<A>(o.up_offset)) {}
+  A alpha, limit, up_offset;
+};
+
+// One tile of one row: inputs, biases (zeros where there are none) and the row's weight (1 where there is none).
+template <class T>
+struct Tile {
+  const T* gate;
+  const T* up;
+  const acc_t<T>* gate_bias;
+  const acc_t<T>* up_bias;
+  acc_t<T> weight;
+  int64_t n;
+  Swish<acc_t<T>> swish;
+};
+
+// act(g) and its slope, and u as it is multiplied and its own slope.
+template <class A>
+struct Factors {
+  Activation<A> act;
+  A up;
+  A up_slope;
+};
+
+// NaN passes, as in torch.clamp, whose gradient is 1 at the limit itself.
+template <Act kAct, class A>
+PARALLEL_OPS_INLINE Factors<A> factors(A g, A u, const Swish<A>& swish) {
+  if constexpr (kAct == Act::kSwish) {
+    const A limit = swish.limit, z = g > limit ? limit : g;
+    const auto s = sigmoid(swish.alpha * z);
+    const A slope = g > limit ? A(0) : s.value + swish.alpha * z * s.slope;
+    const A clamped = u > limit ? limit : u < -limit ? -limit : u;
+    return {{z * s.value, slope}, clamped + swish.up_offset, u > limit || u < -limit ? A(0) : A(1)};
+  } else if constexpr (kAct == Act::kSilu) {
+    return {silu(g), u, A(1)};
+  } else {
+    return {gelu<kAct == Act::kGeluTanh>(g), u, A(1)};
+  }
+}
+
+template <Act kAct, class T>
+PARALLEL_OPS_INLINE void forward_loop(const Tile<T>& t, T* __restrict y) {
+  using A = acc_t<T>;
+  const T* __restrict gate = t.gate, * __restrict up = t.up;
+  const A* __restrict gate_bias = t.gate_bias, * __restrict up_bias = t.up_bias;
+  const A weight = t.weight;
+  const Swish<A> swish = t.swish;
+  for (int64_t i = 0; i < t.n; ++i) {
+    const auto f = factors<kAct>(to_acc(gate[i]) + gate_bias[i], to_acc(up[i]) + up_bias[i], swish);
+    y[i] = from_acc<T>(f.act.value * f.up * weight);
+  }
+}
+
+template <Act kAct, class T>
+PARALLEL_OPS_INLINE void backward_loop(const Tile<T>& t, const T* __restrict dy, T* __restrict dgate, T* __restrict dup,
+                                       acc_t<T>* __restrict sum) {
+  using A = acc_t<T>;
+  const T* __restrict gate = t.gate, * __restrict up = t.up;
+  const A* __restrict gate_bias = t.gate_bias, * __restrict up_bias = t.up_bias;
+  const A weight = t.weight;
+  const Swish<A> swish = t.swish;
+  for (int64_t i = 0; i < t.n; ++i) {
+    const A d = to_acc(dy[i]) * weight;
+    const auto f = factors<kAct>(to_acc(gate[i]) + gate_bias[i], to_acc(up[i]) + up_bias[i], swish);
+    const A dg = d * f.up * f.act.slope;
+    const A du = d * f.act.value * f.up_slope;
+    dgate[i] = from_acc<T>(dg);
+    dup[i] = from_acc<T>(du);
+    sum[i] += dg;
+    sum[kTileCols + i] += du;
+  }
+}
+
+// The tile's part of the gradient of the row's weight.
+template <Act kAct, class T>
+PARALLEL_OPS_INLINE acc_t<T> weight_gradient(const Tile<T>& t, const T* dy) {
+  return sum_lanes<acc_t<T>>(t.n, [&](int64_t i) PARALLEL_OPS_LAMBDA {
+    const auto f = factors<kAct>(to_acc(t.gate[i]) + t.gate_bias[i], to_acc(t.up[i]) + t.up_bias[i], t.swish);
+    return to_acc(dy[i]) * f.act.value * f.up;
+  });
+}
+
+#define DEFINE_TILES_OF(T, NAME, ACT)                                                                            \
+  PARALLEL_OPS_MULTIVERSION void forward_##NAME(const Tile<T>& t, T* y) { forward_loop<ACT>(t, y); }             \
+  PARALLEL_OPS_MULTIVERSION void backward_##NAME(const Tile<T>& t, const T* dy, T* dgate, T* dup, acc_t<T>* s) { \
+    backward_loop<ACT>(t, dy, dgate, dup, s);                                                                    \
+  }                                                                                                              \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> weight_##NAME(const Tile<T>& t, const T* dy) {                              \
+    return weight_gradient<ACT>(t, dy);                                                                          \
+  }
+#define DEFINE_TILES(T)                         \
+  DEFINE_TILES_OF(T, silu, Act::kSilu)          \
+  DEFINE_TILES_OF(T, swish, Act::kSwish)        \
+  DEFINE_TILES_OF(T, gelu_tanh, Act::kGeluTanh) \
+  DEFINE_TILES_OF(T, gelu_erf, Act::kGelu)
+PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
+#undef DEFINE_TILES
+#undef DEFINE_TILES_OF
+
+// The operands of one call. Gate and up have the shape of the output.
+struct Operands {
+  const char* op;
+  Act act;
+  Tensor gate, up;
+  std::optional<Tensor> bias;  // of gate, then up
+  std::optional<Tensor> weights;
+  SwishOptions swish;
+};
+
+Act silu_or_swish(const SwishOptions& o) {
+  return o.alpha == 1.0 && !o.limit && o.up_offset == 0.0 ? Act::kSilu : Act::kSwish;
+}
+
+void check(const Operands& in) {
+  check_like(in.op, "up", in.up, in.gate);
+  STD_TORCH_CHECK(in.gate.dim() > 0, in.op, ": expected at least one dimension");
+  if (in.weights) {
+    const auto rows = in.gate.sizes(), sizes = in.weights->sizes();
+    const size_t dims = rows.size() - 1;
+    STD_TORCH_CHECK(in.weights->is_cpu() && sizes.size() >= dims &&
+                        std::equal(rows.begin(), rows.begin() + dims, sizes.begin()) &&
+                        (sizes.size() == dims || (sizes.size() == dims + 1 && sizes[dims] == 1)),
+                    in.op, ": weights must be on the same device and have one element for each row");
+  }
+}
+
+Tensor forward(const Operands& in) {
+  check(in);
+  const Shape2d shape = rows_and_cols(in.gate);
+  Tensor y = empty_output(in.gate, in.gate.sizes());
+  dispatch(in.op, in.gate.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    const Rows<T> gates(in.gate), ups(in.up);
+    const Bias<acc_t<T>> biases(in.bias);
+    std::optional<Values<acc_t<T>>> weights;
+    if (in.weights) weights.emplace(*in.weights);
+    const Swish<acc_t<T>> swish(in.swish);
+    T* out = static_cast<T*>(y.mutable_data_ptr());
+    for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
+      Scratch<T> gate, up;
+      const Tile<T> tile{gates.tile(row, col, n, gate.data),
+                         ups.tile(row, col, n, up.data),
+                         biases.tile(col),
+                         biases.tile(shape.cols + col),
+                         weights ? (*weights)[row] : acc_t<T>(1),
+                         n,
+                         swish};
+      T* to = out + row * shape.cols + col;
+      in.act == Act::kSilu       ? forward_silu(tile, to)
+      : in.act == Act::kSwish    ? forward_swish(tile, to)
+      : in.act == Act::kGeluTanh ? forward_gelu_tanh(tile, to)
+                                 : forward_gelu_erf(tile, to);
+    });
+  });
+  return y;
+}
+
+// dgate and dup: where the gradients of a row start, `stride` elements after those of the row before. Returns dbias and
+// dweights, empty where there is no bias and are no weights.
+std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* dgate, void* dup, int64_t stride) {
+  check(in);
+  check_like(in.op, "grad", dy, in.gate);
+  const Shape2d shape = rows_and_cols(in.gate);
+  const int64_t per_row = ceil_div(shape.cols, kTileCols);
+  const ScalarType dtype = dy.scalar_type();
+  Tensor dbias = in.bias ? empty_tensor({2 * shape.cols}, in.bias->scalar_type()) : empty_tensor({0}, dtype);
+  Tensor dweights =
+      in.weights ? empty_tensor(in.weights->sizes(), in.weights->scalar_type()) : empty_tensor({0}, dtype);
+  dispatch(in.op, in.gate.scalar_type(), [&](auto tag) {
+    using T = decltype(tag);
+    using A = acc_t<T>;
+    const Rows<T> dys(dy), gates(in.gate), ups(in.up);
+    const Bias<A> biases(in.bias);
+    std::optional<Values<A>> weights;
+    if (in.weights) weights.emplace(*in.weights);
+    const Swish<A> swish(in.swish);
+    std::vector<A> tile_sums(static_cast<size_t>(in.weights ? shape.rows * per_row : 0));
+    const auto tile = [&](int64_t row, int64_t col, int64_t n, A* sum) {
+      Scratch<T> grad, gate, up;
+      const T* d = dys.tile(row, col, n, grad.data);
+      const Tile<T> t{gates.tile(row, col, n, gate.data),
+                      ups.tile(row, col, n, up.data),
+                      biases.tile(col),
+                      biases.tile(shape.cols + col),
+                      weights ? (*weights)[row] : A(1),
+                      n,
+                      swish};
+      T* dg = static_cast<T*>(dgate) + row * stride + col;
+      T* du = static_cast<T*>(dup) + row * stride + col;
+      A* of_weight = weights ? &tile_sums[static_cast<size_t>(row * per_row + col / kTileCols)] : nullptr;
+      switch (in.act) {
+        case Act::kSilu:
+          backward_silu(t, d, dg, du, sum);
+          if (of_weight) *of_weight = weight_silu(t, d);
+          break;
+        case Act::kSwish:
+          backward_swish(t, d, dg, du, sum);
+          if (of_weight) *of_weight = weight_swish(t, d);
+          break;
+        case Act::kGeluTanh:
+          backward_gelu_tanh(t, d, dg, du, sum);
+          if (of_weight) *of_weight = weight_gelu_tanh(t, d);
+          break;
+        case Act::kGelu:
+          backward_gelu_erf(t, d, dg, du, sum);
+          if (of_weight) *of_weight = weight_gelu_erf(t, d);
+          break;
+      }
+    };
+    for_each_tile_summing_columns_if<T, 2>(in.bias.has_value(), shape, dbias, tile);
+    if (in.weights) {
+      std::vector<double> sums(static_cast<size_t>(in.weights->numel()));
+      for (size_t i = 0; i < tile_sums.size(); ++i) sums[i / static_cast<size_t>(per_row)] += tile_sums[i];
+      store_values(sums.data(), dweights);
+    }
+  });
+  return {dbias, dweights};
+}
+
+// The halves of x, as views.
+Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& weights, const SwishOptions& swish) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
+  check_bias(op, x, bias);
+  const int64_t cols = last_dim(x) / 2, last = x.dim() - 1;
+  Tensor whole = x;
+  return {op,
+          silu_or_swish(swish),
+          torch::stable::narrow(whole, last, 0, cols),
+          torch::stable::narrow(whole, last, cols, cols),
+          bias,
+          weights,
+          swish};
+}
+
+Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& weights,
+                   double alpha, std::optional<double> limit, double up_offset) {
+  return forward(halves("bias_swiglu", x, bias, weights, {alpha, limit, up_offset}));
+}
+
+std::tuple<Tensor, Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x,
+                                                        const std::optional<Tensor>& bias,
+                                                        const std::optional<Tensor>& weights, double alpha,
+                                                        std::optional<double> limit, double up_offset) {
+  const Operands in = halves("bias_swiglu_backward", x, bias, weights, {alpha, limit, up_offset});
+  const int64_t cols = last_dim(x) / 2;
+  Tensor dx = empty_output(x, x.sizes());
+  char* out = static_cast<char*>(dx.mutable_data_ptr());
+  const auto [dbias, dweights] = backward(in, dy, out, out + cols * x.element_size(), 2 * cols);
+  return {dx, dbias, dweights};
+}
+
+std::tuple<Tensor, Tensor, Tensor> two_tensors_backward(const Operands& in, const Tensor& dy) {
+  Tensor dgate = empty_output(in.gate, in.gate.sizes()), dup = empty_output(in.gate, in.gate.sizes());
+  const auto [_, dweights] = backward(in, dy, dgate.mutable_data_ptr(), dup.mutable_data_ptr(), last_dim(in.gate));
+  return {dgate, dup, dweights};
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up, const std::optional<Tensor>& weights, double alpha,
+                std::optional<double> limit, double up_offset) {
+  const SwishOptions swish{alpha, limit, up_offset};
+  return forward({"silu_mul", silu_or_swish(swish), gate, up, std::nullopt, weights, swish});
+}
+
+std::tuple<Tensor, Tensor, Tensor> silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
+                                                     const std::optional<Tensor>& weights, double alpha,
+                                                     std::optional<double> limit, double up_offset) {
+  const SwishOptions swish{alpha, limit, up_offset};
+  return two_tensors_backward({"silu_mul_backward", silu_or_swish(swish), gate, up, std::nullopt, weights, swish}, dy);
+}
+
+Tensor gelu_mul(const Tensor& gate, const Tensor& up, const std::optional<Tensor>& weights, bool tanh) {
+  return forward({"gelu_mul", tanh ? Act::kGeluTanh : Act::kGelu, gate, up, std::nullopt, weights, {}});
+}
+
+std::tuple<Tensor, Tensor, Tensor> gelu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up,
+                                                     const std::optional<Tensor>& weights, bool tanh) {
+  const Act act = tanh ? Act::kGeluTanh : Act::kGelu;
+  return two_tensors_backward({"gelu_mul_backward", act, gate, up, std::nullopt, weights, {}}, dy);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
+  m.impl("bias_swiglu", TORCH_BOX(&bias_swiglu));
+  m.impl("bias_swiglu_backward", TORCH_BOX(&bias_swiglu_backward));
+  m.impl("silu_mul", TORCH_BOX(&silu_mul));
+  m.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
+  m.impl("gelu_mul", TORCH_BOX(&gelu_mul));
+  m.impl("gelu_mul_backward", TORCH_BOX(&gelu_mul_backward));
+}
+
+}  // namespace parallel_ops::cpu

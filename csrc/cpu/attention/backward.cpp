@@ -1,0 +1,247 @@
+// Block attention backward on the CPU: see parallel_ops/ops/attention/block.py for the maths.
+//
+// Work is cut as in forward. Probabilities are computed again from the scores and the logarithm of each row's sum. A
+// chunk's gradient of queries is summed over the blocks of keys in scratch; the gradients of a head's keys and values
+// are summed over all its chunks. Where there are few heads, their chunks are dealt out to several parts, each with its
+// own sums, which are then added in order: shapes alone decide, so no bit depends on the number of threads.
+#include "tiles.h"
+#include "../output.h"
+#include "../softmaxes/softmax.h"
+
+namespace parallel_ops::cpu {
+namespace {
+
+// A row of the sums below, the same for all engines: whole vectors of each.
+inline int64_t sums_row(int64_t d) { return round_up(d, 16); }
+
+// Where the gradients of keys and values are summed: [sk and some more, row] each.
+template <class A>
+struct KeySums {
+  A *k, *v;
+};
+
+template <class E>
+class Backward {
+  using A = typename E::Acc;
+  using Elem = typename E::Elem;
+  using In = typename E::In;
+
+ public:
+  PARALLEL_OPS_INLINE Backward(const BlockCall& call, const Operand& grad_out, const RowValues<A>& lse,
+                               const RowValues<A>& delta)
+      : call_(call),
+        grad_(grad_out),
+        lse_(lse),
+        delta_(delta),
+        width_(call.d),
+        rows_(round_up(call.chunk, kQueryBlock)),
+        q_(call.group * rows_ * width_.row),
+        do_(call.group * rows_ * width_.row),
+        q_panels_(call.group * rows_ * width_.panels),
+        do_panels_(call.group * rows_ * width_.panels),
+        dq_(call.group * rows_ * width_.row),
+        kv_(kKeyBlock * width_.row),
+        k_(kKeyBlock * width_.panels),
+        v_(kKeyBlock * width_.panels),
+        k_panels_(kKeyBlock * width_.panels),
+        scores_(kQueryBlock * kKeyBlock),
+        ds_(kQueryBlock * kKeyBlock),
+        narrow_(E::kPerStep > 1 ? kQueryBlock * kKeyBlock : 0),
+        pairs_(E::kPerStep > 1 ? kQueryBlock * kKeyBlock : 0),
+        kept_(kKeyBlock + 16) {}
+
+  PARALLEL_OPS_INLINE void chunk(int64_t batch, int64_t kv, int64_t chunk, const KeySums<A>& sums, const Operand& dq,
+                                 bool accumulate) {
+    const int64_t query = chunk * call_.chunk, n = std::min(call_.chunk, call_.sq - query);
+    const int64_t block = kQueryBlock * width_.panels / E::kPerStep;
+    for (int64_t g = 0; g < call_.group; ++g) {
+      const int64_t head = kv * call_.group + g, row = g * rows_;
+      load_rows(call_.q, batch, head, query, n, rows_, call_.d, width_.row, q_.data + row * width_.row);
+      load_rows(grad_, batch, head, query, n, rows_, call_.d, width_.row, do_.data + row * width_.row);
+      for (int64_t i = 0; i < rows_; i += kQueryBlock) {
+        const int64_t at = (row + i) * width_.row, panel = (row + i) / kQueryBlock * block;
+        pack_panels<E>(q_.data + at, kQueryBlock, width_.row, q_panels_.data + panel);
+        pack_panels<E>(do_.data + at, kQueryBlock, width_.row, do_panels_.data + panel);
+      }
+    }
+    std::fill_n(dq_.data, call_.group * rows_ * width_.row, A(0));
+    const int64_t last = call_.last_key(query + n - 1);
+    for (int64_t key = call_.first_key(query); key < last; key += kKeyBlock) {
+      const int64_t keys = std::min(kKeyBlock, last - key);
+      load_rows(call_.v, batch, kv, key, keys, keys, call_.d, width_.row, kv_.data);
+      pack_transposed<E>(kv_.data, keys, call_.d, width_.row, v_.data);
+      load_rows(call_.k, batch, kv, key, keys, kKeyBlock, call_.d, width_.row, kv_.data);
+      pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
+      pack_panels<E>(kv_.data, kKeyBlock, width_.row, k_panels_.data);
+      const KeySums<A> here{sums.k + key * width_.row, sums.v + key * width_.row};
+      for (int64_t row = 0; row < n; row += kQueryBlock) {
+        const Strips<E> strips(call_, query + row, std::min(kQueryBlock, n - row), key, keys);
+        if (!strips.any) continue;
+        for (int64_t g = 0; g < call_.group; ++g) {
+          const int64_t panel = (g * rows_ + row) / kQueryBlock * block;
+          this->block(strips, batch, kv * call_.group + g, g * rows_ + row, panel, here);
+        }
+      }
+    }
+    for (int64_t g = 0; g < call_.group; ++g) {
+      const int64_t head = kv * call_.group + g;
+      for (int64_t i = 0; i < n; ++i) {
+        A* row = dq_.data + (g * rows_ + i) * width_.row;
+        const int64_t offset = (query + i) * dq.s + batch * dq.b + head * dq.h;
+        if (accumulate) {
+          const A* before = static_cast<const A*>(dq.data) + offset;
+          for (int64_t c = 0; c < call_.d; ++c) row[c] += before[c * dq.d];
+        }
+        store_row(dq, offset, call_.d, row);
+      }
+    }
+  }
+
+  PARALLEL_OPS_INLINE int64_t row() const { return width_.row; }
+
+ private:
+  PARALLEL_OPS_INLINE void block(const Strips<E>& strips, int64_t batch, int64_t head, int64_t row, int64_t panel,
+                                 const KeySums<A>& sums) {
+    block_scores<E>(strips, q_.data + row * width_.row, width_, k_.data, scores_.data);
+    block_scores<E>(strips, do_.data + row * width_.row, width_, v_.data, ds_.data);
+    const ScoreRule<A> rule{static_cast<A>(call_.scale), static_cast<A>(call_.softcap)};
+    for (int64_t i = 0; i < strips.count * E::kRows; ++i) {
+      const KeyRange keys = strips.range(call_, i);
+      if (keys.begin == keys.end) continue;
+      const bool real = i < strips.rows;
+      A* kept = nullptr;
+      if (call_.dropout.threshold) {
+        kept = kept_.data + 8;
+        kept_row(kept, keys, call_.dropout, batch, head, strips.query + i, strips.key);
+      }
+      gradient_row(scores_.data + i * kKeyBlock, ds_.data + i * kKeyBlock, kept, keys, rule,
+                   real ? lse_(batch, head, strips.query + i) : kUnseen<A>,
+                   real ? delta_(batch, head, strips.query + i) : A(0));
+    }
+    A* dq = dq_.data + row * width_.row;
+    if constexpr (E::kPerStep == 1) {
+      add_over_queries<E>(strips, scores_.data, width_, do_panels_.data + panel, sums.v);
+      add_over_queries<E>(strips, ds_.data, width_, q_panels_.data + panel, sums.k);
+      add_over_keys<E>(strips, ds_.data, width_, k_panels_.data, dq);
+    } else {
+      In* p = pairs_.data;
+      In* ds = p + kQueryBlock / 2 * kKeyBlock;
+      for (int64_t i = 0; i < strips.count * E::kRows; i += 2) {
+        const int64_t r = i / E::kRows, from = strips.begin[r] * E::kCols, to = strips.end[r] * E::kCols;
+        join_rows(scores_.data + i * kKeyBlock, static_cast<Elem*>(nullptr), p + i / 2 * kKeyBlock, from, to);
+        join_rows(ds_.data + i * kKeyBlock, narrow_.data + i * kKeyBlock, ds + i / 2 * kKeyBlock, from, to);
+      }
+      add_over_queries<E>(strips, p, width_, do_panels_.data + panel, sums.v);
+      add_over_queries<E>(strips, ds, width_, q_panels_.data + panel, sums.k);
+      add_over_keys<E>(strips, narrow_.data, width_, k_panels_.data, dq);
+    }
+  }
+
+  // Two rows rounded, element beside element, and, if wanted, each by itself.
+  PARALLEL_OPS_INLINE static void join_rows(const A* __restrict rows, Elem* __restrict apart, In* __restrict joined,
+                                            int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) joined[j] = E::join(E::round(rows[j]), E::round(rows[kKeyBlock + j]));
+    if (!apart) return;
+    for (int64_t j = from; j < to; ++j) apart[j] = static_cast<Elem>(joined[j]);
+    for (int64_t j = from; j < to; ++j) apart[kKeyBlock + j] = static_cast<Elem>(joined[j] >> 16);
+  }
+
+  const BlockCall& call_;
+  const Operand& grad_;
+  const RowValues<A>&lse_, &delta_;
+  const Widths<E> width_;
+  const int64_t rows_;
+  RowScratch<Elem> q_, do_;
+  RowScratch<In> q_panels_, do_panels_;
+  RowScratch<A> dq_;
+  RowScratch<Elem> kv_;
+  RowScratch<In> k_, v_, k_panels_;
+  RowScratch<A> scores_, ds_;
+  RowScratch<Elem> narrow_;
+  RowScratch<In> pairs_;
+  RowScratch<A> kept_;
+};
+
+template <class A>
+PARALLEL_OPS_INLINE void write_row(const BackwardCall& call, const Operand& to, int64_t pair, int64_t key,
+                                   const A* row) {
+  store_row(to, key * to.s + pair / call.kv_heads * to.b + pair % call.kv_heads * to.h, call.d, row);
+}
+
+template <class E>
+PARALLEL_OPS_INLINE void backward_tasks(const BackwardCall& call, int64_t begin, int64_t end) {
+  using A = typename E::Acc;
+  const RowValues<A> lse(call.lse), delta(call.delta);
+  Backward<E> backward(call, call.grad_out, lse, delta);
+  const int64_t row = sums_row(call.d), size = (call.sk + kKeyBlock) * row;
+  const RowScratch<A> own(call.parts == 1 ? 2 * size : 0);
+  for (int64_t task = begin; task < end; ++task) {
+    A* sums = call.parts == 1 ? own.data : static_cast<A*>(call.sums) + task * 2 * size;
+    std::fill_n(sums, 2 * size, A(0));
+    const int64_t part = task % call.parts, pair = task / call.parts;
+    for (int64_t nth = part; nth < call.chunks; nth += call.parts) {
+      backward.chunk(pair / call.kv_heads, pair % call.kv_heads, call.nth_chunk(nth), {sums, sums + size}, call.dq,
+                     call.accumulate);
+    }
+    if (call.parts > 1) continue;
+    for (int64_t key = 0; key < call.sk; ++key) {
+      write_row(call, call.dk, pair, key, sums + key * row);
+      write_row(call, call.dv, pair, key, sums + size + key * row);
+    }
+  }
+}
+
+// The gradients of one key from the sums of all parts, added in order.
+template <class A>
+void join_parts(const BackwardCall& call, int64_t pair, int64_t key) {
+  const int64_t row = sums_row(call.d), size = (call.sk + kKeyBlock) * row;
+  A* sums = static_cast<A*>(call.sums) + pair * call.parts * 2 * size + key * row;
+  for (const Operand* to : {&call.dk, &call.dv}) {
+    for (int64_t part = 1; part < call.parts; ++part) {
+      for (int64_t c = 0; c < call.d; ++c) sums[c] += sums[part * 2 * size + c];
+    }
+    write_row(call, *to, pair, key, sums);
+    sums += size;
+  }
+}
+
+#define DEFINE_TASKS(NAME, TARGET, ...)                                    \
+  TARGET void NAME(const BackwardCall& call, int64_t begin, int64_t end) { \
+    backward_tasks<__VA_ARGS__>(call, begin, end);                         \
+  }
+PARALLEL_OPS_FOR_EACH_ENGINE(DEFINE_TASKS)
+#undef DEFINE_TASKS
+
+}  // namespace
+
+void run_backward(BackwardCall& call) {
+  const int64_t pairs = call.batch * call.kv_heads;
+  if (pairs == 0) return;
+  call.parts = std::clamp<int64_t>(kEnoughTasks / pairs, 1, std::max<int64_t>(1, call.chunks));
+  const int64_t size = call.parts == 1 ? 0 : pairs * call.parts * 2 * (call.sk + kKeyBlock) * sums_row(call.d);
+  Tensor sums = empty_output(acc_dtype(call.q.dtype), {size});
+  call.sums = sums.mutable_data_ptr();
+  const auto tasks = [&](int64_t begin, int64_t end) {
+    switch (engine_for(call.q.dtype)) {
+#define RUN(NAME, TARGET, ...) \
+  case Engine::NAME:           \
+    return NAME(call, begin, end);
+      PARALLEL_OPS_FOR_EACH_ENGINE(RUN)
+#undef RUN
+    }
+  };
+  torch::stable::parallel_for(0, pairs * call.parts, 1, tasks);
+  if (call.parts == 1) return;
+  const int64_t grain = ceil_div(kGrain, call.d * call.parts);
+  torch::stable::parallel_for(0, pairs * call.sk, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (call.q.dtype == ScalarType::Double) {
+        join_parts<double>(call, i / call.sk, i % call.sk);
+      } else {
+        join_parts<float>(call, i / call.sk, i % call.sk);
+      }
+    }
+  });
+}
+
+}  // namespace parallel_ops::cpu

@@ -1,0 +1,279 @@
+// Normalisation of rows on the CPU, forward and backward.
+//
+// A row is read from memory once and stays in the core's own caches for the passes that follow: statistics (two
+// passes where the mean is subtracted, since E[x^2] - E[x]^2 cancels), then the output. The backward takes a row's
+// two dot products, then its input gradient together with its share of the weight and bias gradients:
+//
+//   g = dy w,  xhat = (x - mean) rstd
+//   dx = rstd (g - mean(g) - xhat mean(g xhat)) + dsum,   dweight = sum over rows of dy xhat,   dbias = that of dy
+#include "norm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "../check.h"
+#include "../column_sum.h"
+#include "norm_tile.h"
+#include "../output.h"
+#include "../rows.h"
+
+namespace parallel_ops::cpu {
+namespace {
+
+#define DEFINE_TILES(T)                                                                                                \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> total(const T* x, int64_t n) { return total_loop(x, n); }                         \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> squares(const T* x, acc_t<T> mean, int64_t n) {                                   \
+    return squares_loop(x, mean, n);                                                                                   \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g(const T* dy, const acc_t<T>* w, int64_t n) { return dot_g_loop(dy, w, n); } \
+  [[maybe_unused]] PARALLEL_OPS_MULTIVERSION void widen(const T* from, acc_t<T> offset, acc_t<T>* to, int64_t n) {     \
+    for (int64_t i = 0; i < n; ++i) to[i] = to_acc(from[i]) + offset;                                                  \
+  }
+PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
+#undef DEFINE_TILES
+
+#define DEFINE_STREAM_TILES(T, S)                                                                                      \
+  PARALLEL_OPS_MULTIVERSION void add(const T* x, const S* residual, S* sum, int64_t n) {                               \
+    add_loop(x, residual, sum, n);                                                                                     \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void normalise(const S* x, const acc_t<T>* w, const acc_t<T>* b, const Row<acc_t<T>>& row, \
+                                           T* y, int64_t n) {                                                          \
+    normalise_loop(x, w, b, row, y, n);                                                                                \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> dot_g_xhat(const T* dy, const S* x, const acc_t<T>* w, const Row<acc_t<T>>& row,  \
+                                                int64_t n) {                                                           \
+    return dot_g_xhat_loop(dy, x, w, row, n);                                                                          \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, int64_t n) {                        \
+    acc_t<T>* none = nullptr;                                                                                          \
+    gradient_loop<0>(dy, x, w, dsum, row, dx, ndx, none, none, n);                                                     \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, acc_t<T>* dw, int64_t n) {          \
+    acc_t<T>* none = nullptr;                                                                                          \
+    gradient_loop<1>(dy, x, w, dsum, row, dx, ndx, dw, none, n);                                                       \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void gradient(const T* dy, const S* x, const acc_t<T>* w, const S* dsum,                   \
+                                          const Row<acc_t<T>>& row, S* dx, T* ndx, acc_t<T>* dw, acc_t<T>* db,         \
+                                          int64_t n) {                                                                 \
+    gradient_loop<2>(dy, x, w, dsum, row, dx, ndx, dw, db, n);                                                         \
+  }
+DEFINE_STREAM_TILES(float, float)
+DEFINE_STREAM_TILES(double, double)
+DEFINE_STREAM_TILES(Half, Half)
+DEFINE_STREAM_TILES(BFloat16, BFloat16)
+DEFINE_STREAM_TILES(Half, float)
+DEFINE_STREAM_TILES(BFloat16, float)
+#undef DEFINE_STREAM_TILES
+
+// Calls f(col, n) for the tiles of one row.
+template <class F>
+void for_each_tile_of_row(int64_t cols, const F& f) {
+  for (int64_t col = 0; col < cols; col += kTileCols) f(col, std::min(kTileCols, cols - col));
+}
+
+// Calls f with values of the element types of `narrow` (x, y) and of what is normalised, `stream`.
+template <class F>
+void dispatch_stream(const char* op, ScalarType narrow, ScalarType stream, const F& f) {
+  dispatch(op, narrow, [&](auto tag) {
+    using T = decltype(tag);
+    if (stream == narrow) return f(tag, tag);
+    if constexpr (sizeof(T) == 2) {
+      if (stream == ScalarType::Float) return f(tag, float{});
+    }
+    STD_TORCH_CHECK(false, op, ": a residual stream must be of the dtype of x, or float32 for 16-bit x");
+  });
+}
+
+// The weight in the dtype of the arithmetic, plus `offset`; ones where there is none.
+template <class A>
+std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, int64_t cols, A offset) {
+  std::vector<A> out(static_cast<size_t>(cols), A(1));
+  if (!parameter) return out;
+  dispatch(op, parameter->scalar_type(), [&](auto tag) {
+    using P = decltype(tag);
+    if constexpr (std::is_same_v<acc_t<P>, A>) {
+      const Rows<P> rows(*parameter);
+      Scratch<P> scratch;
+      for_each_tile_of_row(cols, [&](int64_t col, int64_t n) {
+        widen(rows.tile(0, col, n, scratch.data), offset, out.data() + col, n);
+      });
+    }
+  });
+  return out;
+}
+
+// The dtype of the statistics: that of the arithmetic.
+ScalarType statistics_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+void check_parameters(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
+  for (const auto* t : {&weight, &bias}) {
+    if (!*t) continue;
+    const char* name = t == &weight ? "weight" : "bias";
+    STD_TORCH_CHECK((*t)->is_cpu(), op, ": ", name, " must be on the same device as x");
+    STD_TORCH_CHECK(((*t)->scalar_type() == ScalarType::Double) == (x.scalar_type() == ScalarType::Double), op,
+                    ": float64 parameters go with float64 x alone");
+    STD_TORCH_CHECK((*t)->dim() == 1 && (*t)->size(0) == last_dim(x), op, ": ", name,
+                    " must have one element for each element of the last dimension of x");
+  }
+  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+                  ": bias must be of the dtype of weight");
+}
+
+void check_statistics(const char* op, const char* name, const Tensor& t, const Tensor& x, int64_t rows) {
+  STD_TORCH_CHECK(
+      t.is_cpu() && t.scalar_type() == statistics_dtype(x) && t.dim() == 1 && t.size(0) == rows && t.is_contiguous(),
+      op, ": ", name, " must be what the forward returned");
+}
+
+// rows_and_cols with as many rows as there are even when they are empty: each has its statistics.
+Shape2d norm_shape(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return {rows, last_dim(x)};
+}
+
+}  // namespace
+
+NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std::optional<Tensor>& weight,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double eps) {
+  check_parameters(options.op, x, weight, bias);
+  if (residual) check_shape(options.op, "residual", *residual, x);
+  const Shape2d shape = norm_shape(x);
+  const auto statistics = [&](int64_t n) { return empty_tensor({n}, statistics_dtype(x)); };
+  NormOutputs out{empty_output(x, x.sizes()),
+                  residual ? empty_output(*residual, x.sizes()) : empty_tensor({0}, x.scalar_type()),
+                  statistics(options.centred ? shape.rows : 0), statistics(shape.rows)};
+  const ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
+  dispatch_stream(options.op, x.scalar_type(), stream, [&](auto tag, auto stream_tag) {
+    using T = decltype(tag);
+    using S = decltype(stream_tag);
+    using A = acc_t<T>;
+    const Rows<T> xs(x);
+    const std::optional<Rows<S>> residuals = residual ? std::optional<Rows<S>>(*residual) : std::nullopt;
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
+    const Bias<A> biases(bias);
+    T* y = static_cast<T*>(out.y.mutable_data_ptr());
+    S* sum = residual ? static_cast<S*>(out.sum.mutable_data_ptr()) : nullptr;
+    A* mean = static_cast<A*>(out.mean.mutable_data_ptr());
+    A* rstd = static_cast<A*>(out.rstd.mutable_data_ptr());
+    const A scale = A(1) / static_cast<A>(shape.cols);
+
+    const auto normalise_row = [&](int64_t r) {
+      Scratch<T> sx;
+      Scratch<S> sr;
+      const auto tile = [&](int64_t col, int64_t n) -> const S* {
+        if constexpr (std::is_same_v<S, T>) {
+          if (!sum) return xs.tile(r, col, n, sx.data);
+        }
+        return sum + r * shape.cols + col;
+      };
+      if (sum) {
+        for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
+          add(xs.tile(r, col, n, sx.data), residuals->tile(r, col, n, sr.data), sum + r * shape.cols + col, n);
+        });
+      }
+      Row<A> row{A(0), A(0), A(0), A(0)};
+      if (options.centred) {
+        for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) { row.mean += total(tile(col, n), n); });
+        mean[r] = row.mean *= scale;
+      }
+      A variance = 0;
+      for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) { variance += squares(tile(col, n), row.mean, n); });
+      rstd[r] = row.rstd = A(1) / std::sqrt(variance * scale + static_cast<A>(eps));
+      for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
+        normalise(tile(col, n), weights.data() + col, biases.tile(col), row, y + r * shape.cols + col, n);
+      });
+    };
+    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, shape.cols));
+    torch::stable::parallel_for(0, shape.rows, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) normalise_row(r);
+    });
+  });
+  return out;
+}
+
+NormGradients norm_backward(const NormOptions& options, const Tensor& grad, const std::optional<Tensor>& grad_sum,
+                            const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& mean, const Tensor& rstd) {
+  const Shape2d shape = norm_shape(x);
+  check_parameters(options.op, x, weight, bias);
+  check_shape(options.op, "grad", grad, x);
+  if (grad_sum) check_like(options.op, "grad_sum", *grad_sum, x);
+  if (mean) check_statistics(options.op, "mean", *mean, x, shape.rows);
+  check_statistics(options.op, "rstd", rstd, x, shape.rows);
+  const bool narrow = grad.scalar_type() != x.scalar_type();
+  const auto like = [&](const std::optional<Tensor>& parameter) {
+    return parameter ? empty_tensor({shape.cols}, parameter->scalar_type()) : empty_tensor({0}, x.scalar_type());
+  };
+  NormGradients out{empty_output(x, x.sizes()),
+                    narrow ? empty_output(grad, x.sizes()) : empty_tensor({0}, x.scalar_type()), like(weight),
+                    like(bias)};
+  dispatch_stream(options.op, grad.scalar_type(), x.scalar_type(), [&](auto tag, auto stream_tag) {
+    using T = decltype(tag);
+    using S = decltype(stream_tag);
+    using A = acc_t<T>;
+    const Rows<T> dys(grad);
+    const Rows<S> dsums(grad_sum ? *grad_sum : x), xs(x);
+    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
+    const A* means = mean ? static_cast<const A*>(mean->const_data_ptr()) : nullptr;
+    const A* rstds = static_cast<const A*>(rstd.const_data_ptr());
+    S* dx = static_cast<S*>(out.dx.mutable_data_ptr());
+    T* narrow_dx = narrow ? static_cast<T*>(out.narrow_dx.mutable_data_ptr()) : nullptr;
+    const A scale = A(1) / static_cast<A>(shape.cols);
+
+    // The row's own sums go to acc[0..cols) for the weight, if there is one, and to what follows for the bias.
+    const auto row_gradient = [&](int64_t r, A* acc) {
+      Scratch<T> sdy;
+      Scratch<S> sx, sdsum;
+      alignas(64) A unread[kTileCols];
+      Row<A> row{means ? means[r] : A(0), rstds[r], A(0), A(0)};
+      for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
+        const T* dyt = dys.tile(r, col, n, sdy.data);
+        const A* wt = weights.data() + col;
+        row.mean_g_xhat += dot_g_xhat(dyt, xs.tile(r, col, n, sx.data), wt, row, n);
+        if (options.centred) row.mean_g += dot_g(dyt, wt, n);
+      });
+      row.mean_g *= scale;
+      row.mean_g_xhat *= scale;
+      for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
+        const T* dyt = dys.tile(r, col, n, sdy.data);
+        const S* xt = xs.tile(r, col, n, sx.data);
+        const A* wt = weights.data() + col;
+        const S* dsumt = grad_sum ? dsums.tile(r, col, n, sdsum.data) : kZeroTile<S>.data;
+        S* dxt = dx + r * shape.cols + col;
+        T* ndxt = narrow ? narrow_dx + r * shape.cols + col : nullptr;
+        if (bias) {
+          if (!weight) std::fill_n(unread, n, A(0));
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, weight ? acc + col : unread,
+                   acc + (weight ? shape.cols : 0) + col, n);
+        } else if (weight) {
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, acc + col, n);
+        } else {
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, n);
+        }
+      });
+    };
+    const ScalarType parameters = weight ? weight->scalar_type() : bias ? bias->scalar_type() : x.scalar_type();
+    dispatch(options.op, parameters, [&](auto parameter_tag) {
+      using P = decltype(parameter_tag);
+      if constexpr (std::is_same_v<acc_t<P>, A>) {
+        std::vector<P*> sums;
+        if (weight) sums.push_back(static_cast<P*>(out.dweight.mutable_data_ptr()));
+        if (bias) sums.push_back(static_cast<P*>(out.dbias.mutable_data_ptr()));
+        for_each_row_summing_columns(shape, sums, row_gradient);
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace parallel_ops::cpu

@@ -1,0 +1,64 @@
+"""What the command lines share: ``parallel-ops``, ``python -m benchmarks.demo`` and ``python -m benchmarks``.
+
+What a user got wrong is one line on stderr and exit code 2. Needs neither torch nor, until a command line runs, any of
+the packages of the extras.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any, NoReturn
+
+# Of the extras, which are the same for all command lines.
+PACKAGES = ("typer", "rich", "matplotlib")
+INTERRUPTED = 130
+
+
+def start(module: str, *, extra: str) -> None:
+    """Calls ``main`` of ``module``, or says which packages of ``extra`` are missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(f"needs {', '.join(missing)}; run: pip install 'parallel_ops[{extra}]'")
+    importlib.import_module(module).main()
+
+
+def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> NoReturn:
+    """Runs a ``typer.Typer`` and exits.
+
+    Args:
+        errors: exceptions of the commands that are the user's; others have a traceback.
+    """
+    try:
+        code = app(prog_name=prog_name, standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as stop:
+        # Typer and rich exit with 1 where the reader of a pipe has seen enough, as head does.
+        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        # Nothing is left for the interpreter to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
+    except errors as error:
+        fail(error)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        # Typer's usage errors and its Abort; which package defines these depends on its version.
+        if type(error).__name__ == "Abort":
+            code = INTERRUPTED
+        elif (message := getattr(error, "format_message", None)) is not None:
+            fail(message())
+        else:
+            raise
+    if code == INTERRUPTED:
+        fail("interrupted", INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(error: Exception | str, code: int = 2) -> NoReturn:
+    """Ends the process with one line on stderr."""
+    if isinstance(error, OSError) and error.strerror:
+        error = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,125 @@
+"""How an op gets its pieces: one call per op, the same for all.
+
+The schema and the CPU kernel are compiled (``csrc``). Here the op gets its CUDA kernel (Triton, imported at the
+first CUDA tensor), its fake (shape inference for ``torch.compile``), its autograd formula and its autocast rule,
+all under torch's own dispatch keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops._internal.autograd import straight, with_autograd
+
+_library = torch.library.Library("parallel_ops", "FRAGMENT")
+
+# The Python behind the CUDA key of each op, by name: it allocates outputs and launches the Triton kernels.
+cuda_kernels: dict[str, Callable[..., Any]] = {}
+
+
+def register(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    differentiable: int | None = None,
+    autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
+) -> Callable[..., Any]:
+    """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
+
+    Args:
+        fake: gives outputs of the right shape, dtype and device without computing.
+        cuda: allocates the outputs and launches the Triton kernels.
+        cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
+        setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
+            asking for its gradient raises.
+        differentiable: how many of the outputs, the first ones, have gradients; absent, all.
+        autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. Absent,
+            autocast changes nothing.
+    """
+    qualified = f"parallel_ops::{name}"
+    op = getattr(torch.ops.parallel_ops, name).default
+    torch.library.register_fake(qualified, fake)
+    kernel = _kernel(op, cpu, cuda)
+    cuda_kernels[name] = cuda
+    _library.impl(name, _on_its_device(cuda), "CUDA")
+    if cpu is not None:
+        _library.impl(name, cpu, "CPU")
+    if backward is None or setup_context is None:
+        return straight(op, kernel)
+    call = with_autograd(name, op, kernel, setup_context, backward, differentiable)
+    if autocast is not None:
+        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            _library.impl(name, _autocast(call, device_type, autocast), key)
+    return call
+
+
+def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the device of the first argument, called without the dispatcher."""
+    on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    on_cuda = _on_its_device(cuda)
+    # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
+    floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
+
+    def kernel(*args: Any) -> Any:
+        if args[0].is_cpu:
+            return on_cpu(*args)
+        if not args[0].is_cuda:
+            return op(*args)
+        if floats:
+            args = tuple(float(a) if i in floats else a for i, a in enumerate(args))
+        return on_cuda(*args)
+
+    return kernel
+
+
+def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``op.redispatch`` without a frame of Python around it, where torch has it so."""
+    handle = getattr(op, "_handle", None)
+    redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", op.redispatch)
+    return redispatch
+
+
+def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, so make it the one that the first argument lives on."""
+
+    @functools.wraps(cuda)
+    def launch(first: Tensor, *args: Any) -> Any:
+        if first.device.index == torch.cuda.current_device():
+            return cuda(first, *args)
+        with torch.cuda.device(first.device):
+            return cuda(first, *args)
+
+    return launch
+
+
+def _autocast(call: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        cast = rule(torch.get_autocast_dtype(device_type), args)
+        with torch.autocast(device_type, enabled=False):
+            return call(*cast)
+
+    return run
+
+
+def cast_to_autocast_dtype(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule of ops that sit between two matrix products: everything in the autocast dtype.
+
+    fp64 stays fp64, as under torch's own autocast.
+    """
+    if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
+        return promote_to_widest(dtype, args)
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def promote_to_widest(_: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule of ops that join a residual stream: the widest of the dtypes given, as PyTorch's ``+`` does."""
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return tuple(a.to(widest) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

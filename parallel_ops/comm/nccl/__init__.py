@@ -1,0 +1,1 @@
+"""The NCCL binding and its transport. Not yet run on GPUs."""

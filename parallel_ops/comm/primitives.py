@@ -1,0 +1,227 @@
+"""The collectives as torch ops without a gradient: tensors and a group's name in, a new tensor out.
+
+Sums in fp32 are exact in their order: every partial is sent once, as it is, and its owner adds the partials in rank
+order in fp32 and rounds once. So the result depends neither on the backend's algorithm nor on timing, and an
+all-reduce gives every rank the same bits. A reduce-scatter costs as many bytes as a ring's; it needs room for the
+partials of all ranks.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
+from parallel_ops._internal.groups import resolve_group
+from parallel_ops.comm.consistency import Call, agree, agreed_error, sends
+from parallel_ops.comm.errors import naming_peers
+
+# Below this an all-reduce gathers everything and every rank adds for itself: one message instead of two. The bits are
+# the same.
+_GATHER_BYTES = 64 << 10
+
+# What every backend sends as it is. The rest goes as bytes: gloo refuses float8, bool and complex.
+_SENT_AS_IS = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+
+
+def _sendable(t: Tensor) -> Tensor:
+    """``t``, contiguous and flat, in a dtype that every backend sends."""
+    flat = t.reshape(-1)
+    return flat if t.dtype in _SENT_AS_IS else flat.view(torch.uint8)
+
+
+def gathered(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
+    """``[P, *x.shape]``: ``x`` of every rank, of the same shape."""
+    out = x.new_empty((group.size(), *x.shape))
+    with naming_peers(op, group):
+        all_gather_single(_sendable(out), _sendable(x.contiguous()), group=group)
+    return out
+
+
+def exchanged(op: str, pieces: Sequence[Tensor], receive: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
+    """Sends ``pieces[j]`` to rank j; returns what rank i sent here, of shape ``receive[i]``, for every i."""
+    sent = torch.cat([p.reshape(-1) for p in pieces])
+    counts = [math.prod(shape) for shape in receive]
+    out = sent.new_empty(sum(counts))
+    scale = 1 if sent.dtype in _SENT_AS_IS else sent.itemsize
+    with naming_peers(op, group):
+        dist.all_to_all_single(
+            _sendable(out),
+            _sendable(sent),
+            output_split_sizes=[c * scale for c in counts],
+            input_split_sizes=[p.numel() * scale for p in pieces],
+            group=group,
+        )
+    return [t.view(tuple(shape)) for t, shape in zip(out.split(counts), receive, strict=True)]
+
+
+def sum_in_rank_order(partials: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """``partials[0] + partials[1] + ... + bias`` in fp32 (fp64 for fp64, integers as they are), rounded once."""
+    first = partials[0]
+    low = first.is_floating_point() and first.dtype is not torch.float64
+    total = first.to(torch.float32 if low else first.dtype, copy=True)
+    for partial in (*partials[1:], *(() if bias is None else (bias,))):
+        total += partial
+    return total.to(first.dtype)
+
+
+@torch.library.custom_op("parallel_ops::comm_all_gather", mutates_args=())
+@sends
+def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
+    process_group = resolve_group(group)
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+    _agree(op, x, process_group, (rest, dim, *sizes), f"dim={dim}, sizes={list(sizes)}")
+    if len(set(sizes)) == 1:
+        out = gathered(op, x, process_group)
+        return out.flatten(0, 1) if dim == 0 else torch.cat(out.unbind(), dim=dim)
+    # No backend gathers uneven shards in one call, so they travel padded to the largest.
+    padded = x.new_zeros((*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    shards = gathered(op, padded, process_group)
+    return torch.cat([s.narrow(dim, 0, n) for s, n in zip(shards, sizes, strict=True)], dim=dim)
+
+
+@all_gather.register_fake
+def _(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
+    return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+
+
+@torch.library.custom_op("parallel_ops::comm_scatter", mutates_args=())
+def scatter(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    """This rank's shard. Nothing is sent; an op, because a graph cannot ask a group for its rank."""
+    return x.split(list(sizes), dim=dim)[resolve_group(group).rank()].clone(memory_format=torch.contiguous_format)
+
+
+@scatter.register_fake
+def _(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return x.new_empty((*x.shape[:dim], sizes[resolve_group(group).rank()], *x.shape[dim + 1 :]))
+
+
+@torch.library.custom_op("parallel_ops::comm_reduce_scatter", mutates_args=())
+@sends
+def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
+    process_group = resolve_group(group)
+    same = (*x.shape, dim, *sizes, fp32_reduction)
+    _agree(op, x, process_group, same, f"dim={dim}, sizes={list(sizes)}, fp32_reduction={fp32_reduction}")
+    rank = process_group.rank()
+    shape = (*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :])
+    if fp32_reduction or len(set(sizes)) > 1:
+        return sum_in_rank_order(exchanged(op, x.split(list(sizes), dim=dim), [shape] * len(sizes), process_group))
+    pieces = x if dim == 0 else torch.cat([p.flatten() for p in x.split(list(sizes), dim=dim)])
+    out = x.new_empty(shape)
+    with naming_peers(op, process_group):
+        reduce_scatter_single(out.view(-1), pieces.contiguous().view(-1), group=process_group)
+    return out
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
+    return x.new_empty((*x.shape[:dim], sizes[resolve_group(group).rank()], *x.shape[dim + 1 :]))
+
+
+@torch.library.custom_op("parallel_ops::comm_all_reduce", mutates_args=())
+@sends
+def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+    process_group = resolve_group(group)
+    _agree(op, x, process_group, (*x.shape, fp32_reduction), f"fp32_reduction={fp32_reduction}")
+    if not fp32_reduction:
+        out = x.clone(memory_format=torch.contiguous_format)
+        with naming_peers(op, process_group):
+            dist.all_reduce(out, group=process_group)
+        return out
+    if x.nbytes <= _GATHER_BYTES:
+        return sum_in_rank_order(gathered(op, x, process_group).unbind())
+    size = process_group.size()
+    shard = -(-x.numel() // size)
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, shard * size - x.numel()))
+    own = sum_in_rank_order(exchanged(op, flat.split(shard), [(shard,)] * size, process_group))
+    return gathered(op, own, process_group).view(-1)[: x.numel()].view(x.shape).clone()
+
+
+@all_reduce.register_fake
+def _(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("parallel_ops::comm_all_to_all", mutates_args=())
+@sends
+def all_to_all(
+    x: Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: str,
+    op: str,
+) -> Tensor:
+    process_group = resolve_group(group)
+    _agree_to_exchange(op, x, split_dim, split_sizes, concat_dim, concat_sizes, process_group)
+    own = list(x.shape)
+    own[split_dim] = split_sizes[process_group.rank()]
+    receive = [[n if d == concat_dim else own[d] for d in range(x.dim())] for n in concat_sizes]
+    return torch.cat(exchanged(op, x.split(list(split_sizes), dim=split_dim), receive, process_group), dim=concat_dim)
+
+
+@all_to_all.register_fake
+def _(
+    x: Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: str,
+    op: str,
+) -> Tensor:
+    shape = list(x.shape)
+    shape[split_dim] = split_sizes[resolve_group(group).rank()]
+    shape[concat_dim] = sum(concat_sizes)
+    return x.new_empty(shape)
+
+
+def _agree(
+    op: str, x: Tensor, group: ProcessGroup, same: tuple[object, ...], text: str, own: tuple[int, ...] = ()
+) -> list[list[int]] | None:
+    call = Call(op, (x.dtype, x.dim(), *same), f"x of {list(x.shape)} {x.dtype}, {text}", own)
+    return agree(group, call, x.device)
+
+
+def _agree_to_exchange(
+    op: str,
+    x: Tensor,
+    split_dim: int,
+    split_sizes: Sequence[int],
+    concat_dim: int,
+    concat_sizes: Sequence[int],
+    group: ProcessGroup,
+) -> None:
+    text = (
+        f"split_dim={split_dim}, concat_dim={concat_dim}, split_sizes={list(split_sizes)}, "
+        f"concat_sizes={list(concat_sizes)}"
+    )
+    rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
+    if split_dim != concat_dim:
+        same = (rest, split_dim, concat_dim, *split_sizes, *concat_sizes)
+        _agree(op, x, group, same, text)
+        return
+    size = group.size()
+    rows = _agree(op, x, group, (rest, split_dim), text, (*split_sizes, *concat_sizes))
+    if rows is None:
+        return
+    for i, j in itertools.product(range(size), repeat=2):
+        if rows[i][j] != rows[j][size + i]:
+            sends, expects = rows[i][j], rows[j][size + i]
+            where = f"rank {i} sends {sends} entries of dimension {split_dim} to rank {j}"
+            raise agreed_error(group, f"{op}: {where}, which expects {expects}")

@@ -1,0 +1,173 @@
+"""What an overlapped op needs of a network: chunks sent to peers and waited for, one by one, while it computes.
+
+An op first posts all its receives and sends, in the same order on every rank, and then computes, waiting for each
+chunk just before it needs it. Nothing is ever enqueued after something that waits for it. Between two ranks, chunks
+arrive in the order in which they were sent. A sent tensor may not be written, and a received one not be read, before
+its handle was waited for.
+
+    c10d        any torch process group, CPU or CUDA, within a node or across nodes
+    nccl        CUDA, by a communicator of its own: settings, timeouts and launches without torch's process group
+    symmetric   GPUs of one node, by copy engines, without multiprocessors
+    loopback    ranks in one process, deterministic, for tests
+    paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do.
+
+    Args:
+        name: the transport's name; part of the key under which measurements are kept.
+        device_types: where its tensors live: ``"cpu"``, ``"cuda"``, or both, of which a batch has one.
+        asynchronous: transfers go on while the caller computes.
+        stream_ordered: ``Handle.wait`` of a CUDA tensor returns at once and orders the current stream instead.
+        uses_compute_units: transfers take multiprocessors from the kernels that they overlap with.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    asynchronous: bool
+    stream_ordered: bool
+    uses_compute_units: bool
+
+
+class Handle(Protocol):
+    """A chunk under way."""
+
+    def wait(self) -> None:
+        """Until the tensor may be used: by the caller on CPU, by the current stream on CUDA.
+
+        Raises PeerError if the transfer failed or took longer than the transport's timeout.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """``tensor``, contiguous, goes to rank ``peer`` of the group."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Receive:
+    """``tensor``, contiguous, is filled by the next chunk from rank ``peer`` of the group."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Transport(Protocol):
+    """One rank's end of a group."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """Starts all transfers as one batch and returns their handles in the same order.
+
+        For every send there must be a receive of the same number of bytes in the corresponding batch of its peer.
+        ``op`` is named in errors. Raises ValueError or TypeError for a chunk that cannot be sent, before any is.
+        """
+        ...
+
+    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """One collective of equal parts where that is quicker than ``post``; ``None``, on all ranks alike, where not.
+
+        The handle may be waited for more than once.
+
+        Args:
+            received: ``[size, ...]``, contiguous: part r is filled with what rank r sends here.
+            sent: contiguous: one part, for all ranks, or ``[size, ...]``, part r for rank r. The own part goes along.
+        """
+        ...
+
+    def barrier(self, op: str) -> None:
+        """Returns once every rank has called it. Raises PeerError."""
+        ...
+
+
+class Endpoint(abc.ABC):
+    """What the transports have in common."""
+
+    def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
+        self._rank, self._size, self._capabilities = rank, size, capabilities
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def post(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """As in Transport."""
+        check_chunks(op, chunks, self)
+        return self._start(op, chunks) if chunks else []
+
+    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """As in Transport."""
+        return None
+
+    @abc.abstractmethod
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        """``post`` of chunks that are right, at least one."""
+
+    @abc.abstractmethod
+    def barrier(self, op: str) -> None:
+        """As in Transport."""
+
+
+def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport) -> None:
+    """ValueError or TypeError for a chunk that no transport could send."""
+    device_types = transport.capabilities.device_types
+    for i, chunk in enumerate(chunks):
+        if not isinstance(chunk, Send | Receive):
+            raise TypeError(f"{op}: chunks[{i}] must be a Send or a Receive, got {type(chunk).__name__}")
+        if not isinstance(chunk.tensor, Tensor):
+            raise TypeError(f"{op}: chunks[{i}].tensor must be a tensor, got {type(chunk.tensor).__name__}")
+        if not 0 <= chunk.peer < transport.size or chunk.peer == transport.rank:
+            raise ValueError(
+                f"{op}: chunks[{i}].peer is {chunk.peer}, but must be another rank of the {transport.size}, "
+                f"and this is rank {transport.rank}"
+            )
+        if chunk.tensor.device.type not in device_types:
+            raise ValueError(
+                f"{op}: chunks[{i}] is on {chunk.tensor.device}, "
+                f"but {transport.capabilities.name} sends from {' and '.join(device_types)}"
+            )
+        if chunk.tensor.device.type != chunks[0].tensor.device.type:
+            raise ValueError(
+                f"{op}: chunks[{i}] is on {chunk.tensor.device}, but chunks[0] on {chunks[0].tensor.device}; "
+                "post them as two batches"
+            )
+        if not chunk.tensor.is_contiguous():
+            raise ValueError(f"{op}: chunks[{i}] must be contiguous, got strides {chunk.tensor.stride()}")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat: what travels, so that every dtype does."""
+    flat = tensor.detach().view(-1)
+    # One element is contiguous whatever its stride, but can be seen as bytes only with a stride of one.
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)

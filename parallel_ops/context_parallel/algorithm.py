@@ -1,0 +1,149 @@
+"""Which way leads to attention over a sequence that ranks share: what the caller names, or the fastest by ``cost``.
+
+Arguments that say where tokens lie are checked here as well, since the ways depend on them.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops._internal.groups import group_rank, group_size
+from parallel_ops.comm.device_rates import rates_of
+from parallel_ops.context_parallel.cost import AttentionShape, Choice, Link, Way, chosen
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, runs, tokens
+
+NAME = "ring_attention"
+
+Layout = Literal["zigzag", "striped", "contiguous"]
+Algorithm = Literal["auto", "ring", "all_to_all", "hybrid", "gathered"]
+# What attention kernels reach of the rate of large products.
+_OF_PRODUCTS = 0.75
+# As many tokens a rank as a choice is made for where a graph is made.
+_COMPILED_TOKENS = 8192
+
+_ALGORITHMS = ("auto", "ring", "all_to_all", "hybrid", "gathered")
+
+
+def ring_attention_choice(
+    q: Tensor,
+    k: Tensor,
+    *,
+    group: ProcessGroup | None,
+    layout: Layout = "zigzag",
+    causal: bool = True,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    length: int | None = None,
+) -> Choice:
+    """What ``ring_attention`` does with these arguments and ``algorithm="auto"``, and why. Nothing is sent.
+
+    Returns:
+        ``way``: ranks that share out the heads, and whether keys are gathered; ``why``: all ways with what each takes.
+    """
+    check_placement(q, group, layout, "auto", length, None)
+    shape = _shape(q, k, group, layout, causal, window, cu_seqlens is not None, length)
+    return chosen(shape, _link(q, group))
+
+
+def check_placement(
+    q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, head_ranks: int | None
+) -> None:
+    """What one rank can see to be wrong by itself, and is wrong on one rank too."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{NAME}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
+    if head_ranks is not None:
+        if not isinstance(head_ranks, int) or isinstance(head_ranks, bool):
+            raise TypeError(f"{NAME}: head_ranks must be an int or None, got {type(head_ranks).__name__}")
+        if algorithm != "hybrid":
+            raise ValueError(f'{NAME}: head_ranks is for algorithm="hybrid", got {head_ranks} with {algorithm!r}')
+    if length is None or torch.compiler.is_compiling():
+        return
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise TypeError(f"{NAME}: length must be an int or None, got {type(length).__name__}")
+    if length < 0:
+        raise ValueError(f"{NAME}: length must not be negative, got {length}")
+    size, rank = group_size(group), group_rank(group)
+    own = tokens(runs(layout, length, size, rank))
+    if q.shape[0] != own:
+        raise ValueError(
+            f"{NAME}: of length={length} tokens in {layout} layout rank {rank} of {size} has {own}, but q has "
+            f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
+        )
+
+
+def _shape(
+    q: Tensor, k: Tensor, group: ProcessGroup | None, layout: str, causal: bool, window: int | None, documents: bool,
+    length: int | None,
+) -> AttentionShape:  # fmt: skip
+    s, batch, heads, head_dim = q.shape
+    size = group_size(group)
+    return AttentionShape(
+        length=s * size if length is None else length,
+        ranks=size,
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        itemsize=q.element_size(),
+        layout=layout,
+        causal=causal,
+        window=window,
+        documents=documents,
+    )
+
+
+def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
+    """What is known of the device and of the group's links; ``None`` on a CPU."""
+    rates = None if group is None else rates_of(q.device, q.dtype, group)
+    if rates is None:
+        return None
+    return Link(_OF_PRODUCTS * rates.flops * rates.processors, rates.bandwidth, rates.latency)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _head_ranks_of_least_bytes(ranks: int, heads: int, kv_heads: int, causal: bool, window: int | None) -> int:
+    """The choice where a graph is made, which must not depend on a length that the graph has as a symbol: by bytes,
+    which grow with the length whatever the way."""
+    shape = AttentionShape(
+        length=ranks * _COMPILED_TOKENS, ranks=ranks, batch=1, heads=heads, kv_heads=kv_heads, head_dim=64, itemsize=2,
+        causal=causal, window=window,
+    )  # fmt: skip
+    return chosen(shape, None).way.head_ranks
+
+
+def way_of(
+    q: Tensor, k: Tensor, group: ProcessGroup, layout: str, algorithm: str, causal: bool, window: int | None,
+    documents: bool, length: int | None, head_ranks: int | None,
+) -> Way:  # fmt: skip
+    size, heads = group.size(), k.shape[2]
+    if algorithm == "auto":
+        if torch.compiler.is_compiling():
+            return Way(_head_ranks_of_least_bytes(size, q.shape[2], heads, causal, window), False)
+        return chosen(_shape(q, k, group, layout, causal, window, documents, length), _link(q, group)).way
+    if algorithm in ("ring", "gathered"):
+        return Way(1, algorithm == "gathered")
+    if algorithm == "all_to_all":
+        head_ranks = min(size, heads)
+        if size % head_ranks or heads % head_ranks:
+            raise ValueError(
+                f"{NAME}: all_to_all needs kv heads that {size} ranks divide, or that divide these, got {heads}; "
+                'use algorithm="hybrid", "ring" or "gathered"'
+            )
+        return Way(head_ranks, False)
+    if head_ranks is None:
+        found = [n for n in range(2, size) if size % n == 0 and heads % n == 0]
+        if not found:
+            raise ValueError(
+                f"{NAME}: hybrid needs head_ranks between 1 and {size} that divide {size} ranks and {heads} kv heads, "
+                'and there are none; use algorithm="ring", "all_to_all" or "gathered"'
+            )
+        return Way(found[-1], False)
+    if head_ranks < 1 or size % head_ranks or heads % head_ranks:
+        raise ValueError(
+            f"{NAME}: head_ranks must divide the {size} ranks of the group and the {heads} kv heads, got {head_ranks}"
+        )
+    return Way(head_ranks, False)

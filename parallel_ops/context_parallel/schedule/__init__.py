@@ -1,0 +1,1 @@
+"""How ring attention runs over a transport: ring, Ulysses, and their product."""

@@ -1,0 +1,246 @@
+"""Parameters that a group of ranks holds together: DTensors on the tensor-parallel mesh, plain ones on one rank.
+
+That is all that torch needs to know: its optimizers, ``clip_grad_norm_``, ``get_state_dict``, checkpoints and FSDP2
+work on them as on any parameter. Two things are done here.
+
+Handing out: the ops take plain tensors. ``DTensor.to_local`` costs the host many times as much as an op, so one
+autograd function hands out the local tensors of a module and makes DTensors of their gradients. Parameters that are
+whole on every rank but saw only this rank's tokens or heads have partial gradients: these are summed there, all of a
+module in one message. A module must not be larger than what lies between two linears: a backward that is split into
+input and weight gradients (torch.distributed.pipelining) walks everything between what one such function feeds.
+
+Drawing: a weight is drawn in tiles, each from a seed of its own, so that a rank draws only the tiles that it holds a
+part of, and the same model comes out whatever the mesh.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from parallel_ops._internal.compat import local_box, new_dtensor
+from parallel_ops.comm import copy_to_group
+from parallel_ops.comm import primitives as _primitives
+
+Init = Callable[[Tensor], object]
+
+# Large enough to draw at full speed, small enough that what lies outside a rank's part is little work.
+_TILE = (64, 1024)
+
+
+def empty_parameter(
+    shape: Sequence[int],
+    placement: Placement,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Parameter:
+    """A parameter of this shape in all, of which this rank holds its part: that of ``torch.chunk``, as DTensor's."""
+    if mesh is None:
+        return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    part, device = list(shape), mesh.device_type if device is None else device
+    if isinstance(placement, Shard):
+        length = -(-part[placement.dim] // mesh.size())
+        start = min(mesh.get_local_rank() * length, part[placement.dim])
+        part[placement.dim] = min(length, part[placement.dim] - start)
+    stride = torch.empty(shape, device="meta").stride()  # which torch cannot tell from parts of different sizes
+    local = torch.empty(part, device=device, dtype=dtype)
+    return nn.Parameter(
+        DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    )
+
+
+class ShardedModule(nn.Module):
+    """A module with parameters over a mesh of one dimension; ``mesh`` is ``None`` where it has one rank."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.mesh = check_mesh(type(self).__name__, mesh)
+        self.group: ProcessGroup | None = None if self.mesh is None else self.mesh.get_group()  # as ops take it
+        self.ranks = 1 if self.mesh is None else self.mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
+        """As of any module; the copy is over the same mesh."""
+        memo |= {id(shared): shared for shared in (self.mesh, self.group) if shared is not None}
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
+        return copied
+
+
+def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """``mesh``, which must have one dimension; ``None`` for one rank."""
+    if mesh is None:
+        return None
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{layer}: mesh must be None or a torch DeviceMesh of one dimension, such as ParallelMesh(tp=...)['tp'], "
+            f"got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{layer}: mesh must have one dimension, the tensor-parallel one, got {mesh.ndim} ({mesh.mesh_dim_names}); "
+            "take it by its name, as in mesh['tp']"
+        )
+    return None if mesh.size() == 1 else mesh
+
+
+def divided(layer: str, name: str, value: int, ranks: int) -> int:
+    """``value`` divided by the number of ranks, which must go evenly."""
+    if value < 1:
+        raise ValueError(f"{layer}: {name} must be positive, got {value}")
+    if value % ranks:
+        fitting = ", ".join(str(n) for n in range(1, max(8, 2 * ranks) + 1) if value % n == 0)
+        raise ValueError(
+            f"{layer}: {name} must be a multiple of the size of the mesh, got {value} for {ranks} ranks; meshes that "
+            f"fit have {fitting} ranks"
+        )
+    return value // ranks
+
+
+def local_parts(
+    module: ShardedModule, *parameters: Tensor | None, partial: Sequence[bool] | None = None
+) -> tuple[Tensor | None, ...]:
+    """This rank's part of each parameter, for ops; its gradient becomes that of the parameter.
+
+    Args:
+        partial: which of them, whole on every rank, get gradients of this rank's tokens or heads alone; these are
+            summed over the ranks, in rank order in fp32.
+
+    Raises:
+        RuntimeError: FSDP has a parameter sharded at this moment: ``module`` is not part of what it gathers.
+    """
+    mesh = module.mesh
+    there = [p for p in parameters if p is not None]
+    for parameter in there:
+        # By identity: comparing meshes costs more.
+        if type(parameter) is DTensor and (of := parameter._spec.mesh) is not mesh and of != mesh:
+            raise RuntimeError(
+                f"{type(module).__name__}: a parameter is still sharded over {of}; give fully_shard the layer, the "
+                "attention or the MLP, not a linear inside of it"
+            )
+    if mesh is None:
+        return parameters
+    summed = [part for part, p in zip(partial or (), parameters, strict=False) if p is not None]
+    handed: Sequence[Tensor]
+    if torch.compiler.is_compiling():
+        local = [p.to_local() for p in there]  # type: ignore[attr-defined]
+        whole = zip(local, summed or [False] * len(local), strict=True)
+        handed = [copy_to_group(t, module.group) if part else t for t, part in whole]
+    elif torch.is_grad_enabled():
+        handed = _hand_out(module, summed, *there)
+    else:
+        handed = [p._local_tensor for p in there]  # type: ignore[attr-defined]
+    if len(there) == len(parameters):
+        return tuple(handed)
+    parts = iter(handed)
+    return tuple(None if p is None else next(parts) for p in parameters)
+
+
+class _HandOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: ShardedModule, partial: Sequence[bool], *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.module, ctx.partial = module, partial
+        ctx.specs = [p._spec for p in parameters]
+        return tuple([p._local_tensor.detach() for p in parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = list(grads)
+        if True in ctx.partial:
+            _sum_partial(ctx, whole)
+        return (
+            None,
+            None,
+            *[
+                None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
+                for g, spec in zip(whole, ctx.specs, strict=True)
+            ],
+        )
+
+
+# Without the Python around it, which looks for function transforms: they do not know DTensors anyway.
+_hand_out: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _HandOut).apply
+
+
+def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
+    """Sums the partial gradients over the ranks, those of a dtype in one message.
+
+    All ranks send as much: in the place of a gradient that does not exist on this rank stand zeros.
+    """
+    wanted = [i for i, partial in enumerate(ctx.partial) if partial and ctx.needs_input_grad[2 + i]]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i in wanted:
+        by_dtype.setdefault(ctx.specs[i].tensor_meta.dtype, []).append(i)
+    for dtype, some in by_dtype.items():
+        device = ctx.module.mesh.device_type
+        shapes = [ctx.specs[i].tensor_meta.shape for i in some]
+        flat = torch.cat(
+            [
+                torch.zeros(shape.numel(), dtype=dtype, device=device) if (g := grads[i]) is None else g.reshape(-1)
+                for i, shape in zip(some, shapes, strict=True)
+            ]
+        )
+        name = ctx.module.group.group_name
+        total = _primitives.all_reduce(flat, True, name, f"backward of {type(ctx.module).__name__}")
+        for i, shape, part in zip(some, shapes, total.split([s.numel() for s in shapes]), strict=True):
+            grads[i] = part.view(shape)
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, init: Init) -> None:
+    """Fills a parameter, or this rank's part of it, from a seed that PyTorch's default generator gives.
+
+    Ranks whose generators are in the same state get parts of one weight: that of any other mesh, further sharded by
+    FSDP or not. Does nothing on the meta device, but for the generator.
+
+    Args:
+        init: fills a tile in place, fp32 (fp64 for fp64 parameters) of at most 64 x 1,024 elements, each independently
+            of the others; draws from the default generator of the parameter's device.
+    """
+    seed = int(torch.randint(2**62, ()))
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    if local.is_meta or not local.numel():
+        return
+    offset, shape = local_box(parameter)
+    matrix = local.view(-1, local.shape[-1])
+    rows, row = matrix.shape[0], offset[0] if len(shape) > 1 else 0
+    whole = parameter.shape if len(shape) > 1 else (1, *parameter.shape)
+    wide = torch.float64 if local.dtype is torch.float64 else torch.float32
+    on_gpu = local.device.type == "cuda"
+    with torch.random.fork_rng([local.device] if on_gpu else []):
+        generator = torch.cuda.default_generators[local.device.index] if on_gpu else torch.default_generator
+        for r in range(row // _TILE[0], -(-(row + rows) // _TILE[0])):
+            for c in range(offset[-1] // _TILE[1], -(-(offset[-1] + matrix.shape[1]) // _TILE[1])):
+                tile = torch.empty(
+                    min(_TILE[0], whole[0] - r * _TILE[0]), min(_TILE[1], whole[1] - c * _TILE[1]),
+                    device=local.device, dtype=wide,
+                )  # fmt: skip
+                generator.manual_seed(_seed(seed, r, c))
+                init(tile)
+                top, left = r * _TILE[0] - row, c * _TILE[1] - offset[-1]
+                into = matrix[max(top, 0) : top + tile.shape[0], max(left, 0) : left + tile.shape[1]]
+                into.copy_(tile[max(-top, 0) :, max(-left, 0) :][: into.shape[0], : into.shape[1]])
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
+def fill(parameter: Tensor, value: float) -> None:
+    """Fills a parameter, or this rank's part of it, with one value."""
+    with torch.no_grad():
+        (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).fill_(value)
+
+
+def uniform(fan_in: int) -> Init:
+    """As ``torch.nn.Linear`` draws: uniform up to ``1 / sqrt(fan_in)``."""
+    bound = fan_in**-0.5 if fan_in > 0 else 0.0
+    return lambda tile: tile.uniform_(-bound, bound)

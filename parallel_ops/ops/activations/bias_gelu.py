@@ -1,0 +1,101 @@
+"""Bias and GeLU in one pass.
+
+    y      = gelu(x + b)
+    dx     = dy * gelu'(x + b)
+    db[j]  = sum over rows i of dx[i, j]          (fp32 partial sums in an order set by the shape)
+
+    gelu(z) = z Phi(z), Phi the normal distribution function           approximate="none"
+            ~ z sigmoid(2 sqrt(2/pi) (z + 0.044715 z^3))               approximate="tanh"
+
+Saved for backward: x and b, nothing else. The unfused composite writes x + b to memory, saves it, and reads dx
+once more to sum it. Source: Hendrycks and Gimpel, arXiv:1606.08415; the fusion is Megatron-LM's (arXiv:2104.04473).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_ops._internal.checks import check_bias, check_rows, empty_like_or_none
+from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """``gelu(x + bias)``, forward and backward fused.
+
+    Args:
+        x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides.
+        bias: ``[H]``, of any of these dtypes, on the device of ``x``; ``None`` for plain GeLU.
+        approximate: ``"tanh"`` (the approximation that GPT models use) or ``"none"`` (exact, by erf).
+
+    Returns:
+        ``[..., H]``, contiguous, dtype of ``x``. Under autocast the inputs are cast to the autocast dtype.
+
+    Raises:
+        TypeError: unsupported dtypes. ValueError: wrong shape, device or ``approximate``.
+
+    Sharding: elementwise in x, so any shard of x gives that shard of y; bias must be the matching shard of the last
+    dimension, and its gradient is then that shard's (partial over ranks that hold different rows).
+    """
+    check_rows("bias_gelu", x)
+    check_bias("bias_gelu", bias, x)
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"bias_gelu: approximate must be 'tanh' or 'none', got {approximate!r}")
+    return _forward(x, bias, approximate == "tanh")
+
+
+def bias_gelu_reference(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """The same in plain PyTorch."""
+    return F.gelu(x if bias is None else x + bias, approximate=approximate).to(x.dtype)
+
+
+def _activation(tanh: bool) -> str:
+    return "gelu tanh" if tanh else "gelu"
+
+
+def _fake(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), empty_like_or_none(bias, x)
+
+
+def _cuda(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernels.forward(x, None, bias, None, y, activation=_activation(tanh))
+    return y
+
+
+def _cuda_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    dx, dbias = _fake_backward(grad, x, bias, tanh)
+    no_weights = x.new_empty(0)
+    kernels.backward(grad, x, None, bias, None, dx, None, dbias, no_weights, activation=_activation(tanh))
+    return dx, dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, bool], output: Tensor) -> None:
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    x, bias = ctx.saved_tensors
+    dx, dbias = _backward(grad, x, bias, ctx.tanh)
+    return dx, None if bias is None else dbias, None
+
+
+_backward = register("bias_gelu_backward", fake=_fake_backward, cuda=_cuda_backward)
+_forward = register(
+    "bias_gelu",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    autocast=cast_to_autocast_dtype,
+)

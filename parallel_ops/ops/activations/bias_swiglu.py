@@ -1,0 +1,131 @@
+"""Bias and SwiGLU in one pass.
+
+    g, u   = x[..., :F] + b[:F], x[..., F:] + b[F:]        (gate half first)
+    y      = w * silu(g) * u                                silu(z) = z sigmoid(z)
+    dg     = dy * w * u * silu'(g)                          silu'(z) = sigmoid(z) + z sigmoid(z) sigmoid(-z)
+    du     = dy * w * silu(g)
+    db     = sum over rows of [dg, du]                      (fp32 partial sums in an order set by the shape)
+    dw     = sum over columns of dy * silu(g) * u
+
+w is one weight a row, 1 where there are none: the router's probability of the expert that the token went to. With the
+options of ``gated.py`` silu has a factor in its sigmoid, g and u are clamped, and u has an offset.
+Saved for backward: x, b and w, nothing else. Both halves are read in place and both halves of dx are written in place:
+no chunk, no cat. The unfused composite saves x + b and silu(g), and joins dg and du by a copy.
+Source: Shazeer, arXiv:2002.05202.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops._internal.checks import check_bias, check_row_weights, check_rows, empty_like_or_none
+from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops.ops.activations.gated import silu_mul_reference, swiglu_options
+
+
+def bias_swiglu(
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """``silu(gate) * up``, where ``gate`` and ``up`` are the halves of ``x + bias``, forward and backward fused.
+
+    Args:
+        x: ``[..., 2F]``, gate half first; float32, float16, bfloat16 or float64, any strides.
+        bias: ``[2F]``, of any of these dtypes, on the device of ``x``; ``None`` for plain SwiGLU.
+        weights: ``[...]`` or ``[..., 1]``, of any of these dtypes: each row of the result is multiplied by its weight,
+            as in a mixture of experts. ``None``: by nothing.
+        alpha, limit, up_offset: as in ``silu_mul``, of the halves of ``x + bias``.
+
+    Returns:
+        ``[..., F]``, contiguous, dtype of ``x``. Under autocast x and bias are cast to the autocast dtype.
+
+    Raises:
+        TypeError: unsupported dtypes, an option that is no number. ValueError: wrong shape (an odd last dimension too)
+        or device, a ``limit`` that is not above 0.
+
+    Sharding: elementwise over rows, so any shard of rows gives that shard of y. A shard of the last dimension must
+    hold the gate columns and the up columns of the same features, as ``[gate shard, up shard]``; bias likewise, and
+    its gradient is then that shard's (partial over ranks that hold different rows). The gradient of weights is partial
+    over ranks that hold different columns.
+    """
+    check_rows("bias_swiglu", x)
+    if x.shape[-1] % 2:
+        raise ValueError(
+            f"bias_swiglu: the last dimension of x must be even (gate half, up half), got shape {list(x.shape)}"
+        )
+    check_bias("bias_swiglu", bias, x)
+    check_row_weights("bias_swiglu", weights, "x", x)
+    return _forward(x, bias, weights, *swiglu_options("bias_swiglu", alpha, limit, up_offset))
+
+
+def bias_swiglu_reference(
+    x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The same in plain PyTorch."""
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return silu_mul_reference(gate, up, weights=weights, **options).to(x.dtype)
+
+
+def _fake(x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), empty_like_or_none(bias, x), empty_like_or_none(weights, x)
+
+
+def _cuda(
+    x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
+) -> Tensor:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    y = _fake(x, bias, weights)
+    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    kernels.forward(*_halves(x), bias, weights, y, activation="silu", **options)
+    return y
+
+
+def _cuda_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
+    up_offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from parallel_ops.triton_kernels import activations as kernels
+
+    dx, dbias, dweights = _fake_backward(grad, x, bias, weights)
+    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    kernels.backward(grad, *_halves(x), bias, weights, *_halves(dx), dbias, dweights, activation="silu", **options)
+    return dx, dbias, dweights
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, bias, weights = ctx.saved_tensors
+    dx, dbias, dweights = _backward(grad, x, bias, weights, *ctx.options)
+    return dx, None if bias is None else dbias, None if weights is None else dweights, None, None, None
+
+
+def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *cast_to_autocast_dtype(dtype, args[:2]), *args[2:]
+
+
+_backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)
+_forward = register(
+    "bias_swiglu", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, autocast=_autocast
+)

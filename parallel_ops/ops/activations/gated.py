@@ -1,0 +1,221 @@
+"""Gated activations of two tensors, as Hugging Face's models and Liger have them: the gate and the up projection apart.
+
+    y    = w * act(g) * u                                    act = silu or gelu; bias_swiglu.py has one tensor for both
+    dg   = dy * w * u * act'(g)
+    du   = dy * w * act(g)
+    dw   = sum over columns of dy * act(g) * u
+
+w is one weight a row, 1 where there are none. With the options of ``silu_mul``, as gpt-oss has them (OpenAI,
+arXiv:2508.10925), silu(g) is g sigmoid(alpha g) of g clamped to at most the limit, and u is clamped to it from both
+sides, then shifted by up_offset; what was clamped has gradient 0. Saved for backward: g, u and w. Source: Shazeer,
+arXiv:2002.05202.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_ops._internal.checks import (
+    check_floating,
+    check_row_weights,
+    check_same_device,
+    check_same_dtype,
+    empty_like_or_none,
+)
+from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+
+
+def silu_mul(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    weights: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """``silu(gate) * up``, forward and backward fused: SwiGLU of separate projections.
+
+    Args:
+        gate, up: ``[..., F]``, of one shape; float32, float16, bfloat16 or float64, any strides.
+        weights: ``[...]`` or ``[..., 1]``, of any of these dtypes: each row of the result is multiplied by its weight,
+            as in a mixture of experts. ``None``: by nothing.
+        alpha: ``gate * sigmoid(alpha * gate)`` in place of SiLU.
+        limit: clamps ``gate`` to at most it and ``up`` to between ``-limit`` and ``limit``, first of all.
+        up_offset: added to ``up`` then. gpt-oss has ``alpha=1.702, limit=7.0, up_offset=1.0``.
+
+    Returns:
+        ``[..., F]``, contiguous, dtype of ``gate``. Under autocast gate and up are cast to the autocast dtype.
+
+    Raises:
+        TypeError: unsupported or differing dtypes, an option that is no number. ValueError: wrong shapes or devices,
+        a ``limit`` that is not above 0.
+
+    Sharding: elementwise, so any shard of gate and up gives that shard of y. The gradient of weights is partial over
+    ranks that hold different columns.
+    """
+    options = swiglu_options("silu_mul", alpha, limit, up_offset)
+    return _silu_forward(gate, up, weights, *options, check=lambda: _check("silu_mul", gate, up, weights))
+
+
+def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Tensor | None = None) -> Tensor:
+    """``gelu(gate) * up``: as ``silu_mul``, GeGLU of separate projections.
+
+    Args:
+        gate, up, weights: as in ``silu_mul``.
+        approximate: ``"tanh"`` or ``"none"`` (exact, by erf).
+
+    Returns, Raises, Sharding: as in ``silu_mul``; ValueError for another ``approximate``.
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"gelu_mul: approximate must be 'tanh' or 'none', got {approximate!r}")
+    check = lambda: _check("gelu_mul", gate, up, weights)  # noqa: E731
+    return _gelu_forward(gate, up, weights, approximate == "tanh", check=check)
+
+
+def silu_mul_reference(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    weights: Tensor | None = None,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+) -> Tensor:
+    """The same in plain PyTorch."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
+    return _weighted(activated * (up if up_offset == 0.0 else up + up_offset), weights)
+
+
+def gelu_mul_reference(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Tensor | None = None) -> Tensor:
+    """The same in plain PyTorch."""
+    return _weighted(F.gelu(gate, approximate=approximate) * up, weights)
+
+
+def _weighted(y: Tensor, weights: Tensor | None) -> Tensor:
+    return y if weights is None else (y * weights.view(*y.shape[:-1], 1)).to(y.dtype)
+
+
+def _check(op: str, gate: Tensor, up: Tensor, weights: Tensor | None) -> None:
+    check_floating(op, "gate", gate)
+    check_floating(op, "up", up)
+    check_same_device(op, "up", up, "gate", gate)
+    check_same_dtype(op, "up", up, "gate", gate)
+    if gate.dim() == 0:
+        raise ValueError(f"{op}: gate must have at least one dimension, got a scalar")
+    if up.shape != gate.shape:
+        raise ValueError(f"{op}: up must have the shape of gate, {list(gate.shape)}, got {list(up.shape)}")
+    check_row_weights(op, weights, "gate", gate)
+
+
+def swiglu_options(op: str, alpha: float, limit: float | None, up_offset: float) -> tuple[float, float | None, float]:
+    """The options of SwiGLU, checked."""
+    if limit is None and type(alpha) is float and type(up_offset) is float:
+        return alpha, limit, up_offset
+    for name, value in (("alpha", alpha), ("limit", limit), ("up_offset", up_offset)):
+        if value is None and name == "limit":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    if limit is not None and not 0.0 < limit < math.inf:
+        raise ValueError(f"{op}: limit must be None or a finite number above 0, got {limit}")
+    return float(alpha), None if limit is None else float(limit), float(up_offset)
+
+
+def _fake(gate: Tensor, up: Tensor, weights: Tensor | None, *_: object) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _fake_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), empty_like_or_none(weights, gate)
+
+
+def _launch(gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None) -> Tensor:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    y = _fake(gate, up, weights)
+    kernels.forward(gate, up, None, weights, y, activation=activation, **options)
+    return y
+
+
+def _launch_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, activation: str, **options: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from parallel_ops.triton_kernels import activations as kernels
+
+    dgate, dup, dweights = _fake_backward(grad, gate, up, weights)
+    no_bias = gate.new_empty(0)
+    kernels.backward(grad, gate, up, None, weights, dgate, dup, no_bias, dweights, activation=activation, **options)
+    return dgate, dup, dweights
+
+
+def _silu_cuda(
+    gate: Tensor, up: Tensor, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
+) -> Tensor:
+    return _launch(gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
+
+
+def _silu_cuda_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_backward(grad, gate, up, weights, "silu", alpha=alpha, limit=limit, up_offset=up_offset)
+
+
+def _gelu_cuda(gate: Tensor, up: Tensor, weights: Tensor | None, tanh: bool) -> Tensor:
+    return _launch(gate, up, weights, "gelu tanh" if tanh else "gelu")
+
+
+def _gelu_cuda_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor | None, tanh: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_backward(grad, gate, up, weights, "gelu tanh" if tanh else "gelu")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _gradients(op: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up, weights = ctx.saved_tensors
+    dgate, dup, dweights = op(grad, gate, up, weights, *ctx.options)
+    return dgate, dup, None if weights is None else dweights, *(None for _ in ctx.options)
+
+
+def _silu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(_silu_backward, ctx, grad)
+
+
+def _gelu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradients(_gelu_backward, ctx, grad)
+
+
+def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *cast_to_autocast_dtype(dtype, args[:2]), *args[2:]
+
+
+_silu_backward = register("silu_mul_backward", fake=_fake_backward, cuda=_silu_cuda_backward)
+_silu_forward = register(
+    "silu_mul",
+    fake=_fake,
+    cuda=_silu_cuda,
+    setup_context=_setup_context,
+    backward=_silu_autograd,
+    autocast=_autocast,
+)
+_gelu_backward = register("gelu_mul_backward", fake=_fake_backward, cuda=_gelu_cuda_backward)
+_gelu_forward = register(
+    "gelu_mul",
+    fake=_fake,
+    cuda=_gelu_cuda,
+    setup_context=_setup_context,
+    backward=_gelu_autograd,
+    autocast=_autocast,
+)

@@ -1,0 +1,247 @@
+"""Attention of a block of queries over a block of keys, merged into what other blocks gave.
+
+    s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
+    L[i]    = log sum_j exp(s[i, j])          over the keys j that query i sees
+    O[i]    = sum_j m[i, j] exp(s[i, j] - L[i]) v[j] / (1 - p)          m: what dropout keeps, all ones without
+
+    merge:    L' = log(exp(L) + exp(L_block)),   O' = exp(L - L') O + exp(L_block - L') O_block
+
+    D[i] = dO[i] . O[i];  P = exp(s - L);  dV = (m P / (1 - p))^T dO;  dS = P (m dO V^T / (1 - p) - D), times the slope
+    of softcap;  dQ = scale dS K;  dK = scale dS^T Q       with the final O and L, so that each block's share is its own
+
+A query that sees no key has L = -inf, O = 0 and no gradient. A learnable sink is a carry with L = sink and O = 0.
+
+What a query sees is a run of adjacent keys, whatever the mask: causal, a window and documents each cut off an end. So
+a mask is two bounds. Without documents they are lines: ``left <= j - i <= right``; with documents, two ints a query.
+
+Source: FlashAttention (Dao, arXiv:2307.08691); the merge is that of online softmax (Milakov and Gimelshein,
+arXiv:1805.02867).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import parallel_ops._internal.extension  # noqa: F401  (defines the torch ops)
+from parallel_ops._internal.philox import philox4x32, threshold
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of a block stand in the whole sequence: token i at ``start + step * i``."""
+
+    start: int
+    length: int
+    step: int = 1
+
+
+class Visible(NamedTuple):
+    """Which keys of a block each of its queries sees, in indices of the block.
+
+    ``left <= j - i <= right`` where ``spans`` is ``None``; otherwise ``spans[0, i] <= j < spans[1, i]``, which is the
+    whole mask, and ``query_spans[0, j] <= i < query_spans[1, j]`` says the same seen from the keys, which a backward on
+    a GPU needs. Both are int32, ``[2, sq]`` and ``[2, sk]``, within the block, neither row ever decreasing.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    spans: Tensor | None = None
+    query_spans: Tensor | None = None
+
+
+class Dropout(NamedTuple):
+    """The mask of the probabilities: by Philox of the place of batch, head, query and key in the whole, so that it does
+    not depend on blocks, ranks or device.
+
+        words      = Philox(key = seed, counter = (key >> 2, query, head, batch))
+        m          = words[key & 3] >= round(p 2^32)
+    """
+
+    p: float
+    seed: Tensor  # one int64 element on the device of q
+    queries: Tokens
+    keys: Tokens
+    first_head: int = 0
+    first_batch: int = 0
+
+
+def visible(
+    queries: Tokens, keys: Tokens, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
+    from_keys: bool = True,
+) -> Visible | None:  # fmt: skip
+    """What the queries see of the keys; ``None`` where that is nothing. Both have one ``step``.
+
+    Args:
+        window: how many keys a query sees at most, its own included; causal only.
+        cu_seqlens: int32 or int64 ``[documents + 1]``, where documents begin in the whole sequence, from 0 to its
+            length; a query sees keys of its own document. Nothing of it is read by the host.
+        from_keys: with ``query_spans``.
+    """
+    if not queries.length or not keys.length:
+        return None
+    step = queries.step
+    apart = queries.start - keys.start
+    right = apart // step if causal else None
+    left = None if window is None else (apart - window) // step + 1
+    if (right is not None and right < 1 - queries.length) or (left is not None and left >= keys.length):
+        return None
+    if cu_seqlens is None:
+        # Bounds that cut nothing off are none, so that kernels may skip the test.
+        right = None if right is not None and right >= keys.length - 1 else right
+        left = None if left is not None and left <= 1 - queries.length else left
+        return Visible(left, right)
+    after = 1 if causal else None
+    spans = _spans(queries, keys, cu_seqlens, before=window, after=after)
+    return Visible(
+        spans=spans, query_spans=_spans(keys, queries, cu_seqlens, before=after, after=window) if from_keys else None
+    )
+
+
+def _spans(of: Tokens, among: Tokens, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
+    """For each token, first and end of those ``among`` which are in its document, fewer than ``before`` places before
+    it and fewer than ``after`` places after it."""
+    first, step = of.start, of.step
+    places = torch.arange(first, first + step * of.length, step, device=cu_seqlens.device)
+    bounds = document_bounds(places, cu_seqlens, before, after)
+    if among.step > 1 or among.start:
+        bounds = (bounds - (among.start - among.step + 1)) // among.step
+    in_block = bounds.clamp_(0, among.length)
+    torch.maximum(in_block[0], in_block[1], out=in_block[1])
+    return in_block.to(torch.int32)
+
+
+def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:
+    """For tokens at these places of the sequence, from which place up to which there are tokens of the same document,
+    fewer than ``before`` places before each and fewer than ``after`` places after it: int64 ``[2, tokens]``."""
+    starts = cu_seqlens.to(torch.int64)
+    document = torch.searchsorted(starts, places, right=True).clamp(1, starts.numel() - 1)
+    first, end = starts[document - 1], starts[document]
+    first = first if before is None else first.maximum(places - before + 1)
+    end = end if after is None else end.minimum(places + after)
+    return torch.stack([first, end])
+
+
+def seen(mask: Visible, sq: int, sk: int, device: torch.device) -> Tensor:
+    """The mask as booleans ``[sq, sk]``: for references and tests."""
+    j = torch.arange(sk, device=device)
+    if mask.spans is not None:
+        return (j >= mask.spans[0, :, None]) & (j < mask.spans[1, :, None])
+    apart = j - torch.arange(sq, device=device)[:, None]
+    here = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    here = here if mask.left is None else here & (apart >= mask.left)
+    return here if mask.right is None else here & (apart <= mask.right)
+
+
+def kept(dropout: Dropout, batch: int, heads: int, sq: int, sk: int) -> Tensor:
+    """The dropout mask as booleans ``[batch, heads, sq, sk]``: for references and tests."""
+    seed = dropout.seed.reshape(())
+    device = seed.device
+
+    def places(first: int, length: int, step: int, dim: int) -> Tensor:
+        return (first + step * torch.arange(length, device=device)).view([-1 if d == dim else 1 for d in range(4)])
+
+    key = places(dropout.keys.start, sk, dropout.keys.step, 3)
+    counter = torch.broadcast_tensors(
+        key >> 2,
+        places(dropout.queries.start, sq, dropout.queries.step, 2),
+        places(dropout.first_head, heads, 1, 1),
+        places(dropout.first_batch, batch, 1, 0),
+    )
+    words = torch.stack(philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)))
+    return words.gather(0, (key & 3).expand(words.shape[1:])[None])[0] >= threshold(dropout.p)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Visible,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: Dropout | None = None,
+    out: Tensor,
+    lse: Tensor,
+    merge: bool,
+) -> None:
+    """Writes what ``q`` sees of ``k`` and ``v`` to ``out`` and ``lse``, or merges it into what is there.
+
+    Args:
+        q: ``[sq, b, heads, d]``; k, v: ``[sk, b, kv_heads, d]``; of one dtype, any strides with adjacent d.
+        softcap: 0 for none.
+        out: like ``q``, in its dtype or fp32; with ``merge`` fp32 (fp64 for fp64).
+        lse: ``[b, heads, sq]``, fp32 (fp64 for fp64).
+    """
+    if q.is_cuda:
+        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+        options = {"left": mask.left, "right": mask.right, "spans": mask.spans, "scale": scale, "softcap": softcap}
+        kernels.forward(q, k, v, out, lse, merge=merge, dropout=dropout, **options)
+        return
+    _forward(q, k, v, *_cpu_options(mask, scale, softcap, dropout), out, lse, merge)
+
+
+def block_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    mask: Visible,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout: Dropout | None = None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate_dq: bool,
+) -> None:
+    """The share of these keys in the gradients, from the final ``lse`` and ``delta``.
+
+    Args:
+        dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
+            ``accumulate_dq`` fp32 and added to.
+    """
+    if q.is_cuda:
+        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+        options = {**mask._asdict(), "scale": scale, "softcap": softcap, "dropout": dropout}
+        kernels.backward(grad_out, q, k, v, lse, delta, dq, dk, dv, accumulate_dq=accumulate_dq, **options)
+        return
+    masked = _cpu_options(mask, scale, softcap, dropout)
+    _backward(grad_out, q, k, v, lse, delta, *masked, dq, dk, dv, accumulate_dq)
+
+
+def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
+    """``D = dO . O``, ``[b, h, sq]`` in fp32 (fp64 for fp64)."""
+    s, b, h, _ = grad_out.shape
+    delta = grad_out.new_empty(b, h, s, dtype=torch.promote_types(grad_out.dtype, torch.float32))
+    if grad_out.is_cuda:
+        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+        kernels.delta(grad_out, out, delta)
+    else:
+        _delta(grad_out, out, delta)
+    return delta
+
+
+def attention_sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """``[heads]``: what these queries give, from the final ``lse`` and ``delta``; where nothing is seen, nothing."""
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+    return -(share * delta).sum((0, 2))
+
+
+_forward = torch.ops.parallel_ops.block_attention_.default
+_delta = torch.ops.parallel_ops.attention_delta_.default
+_backward = torch.ops.parallel_ops.block_attention_backward_.default
+
+
+def _cpu_options(mask: Visible, scale: float, softcap: float, dropout: Dropout | None) -> tuple[Any, ...]:
+    bounds = (mask.spans, mask.left, mask.right, scale, softcap)
+    if dropout is None:
+        return (*bounds, 0.0, None, [])
+    queries, keys = dropout.queries, dropout.keys
+    places = [queries.start, queries.step, keys.start, keys.step, dropout.first_head, dropout.first_batch]
+    return (*bounds, dropout.p, dropout.seed, places)

@@ -1,0 +1,227 @@
+"""Attention whose scores are never in memory as a whole, forward and backward.
+
+    s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
+    out[i]  = sum_j m[i, j] p[i, j] v[j] / (1 - p_drop)     p[i, :] = softmax of s[i, :] over the keys that i sees,
+                                                            and a sink, whose probability multiplies nothing
+    dsink   = - sum over batch and i of exp(sink - L[i]) dout[i] . out[i]
+
+All keys are one block of ``_attention_block.py``, which has the rest of the formulas. Saved for backward: the inputs,
+out and the logarithm L of each row's sum, 4 bytes a row and head.
+
+Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:2408.00118), sink as in gpt-oss.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops._internal.dropout import dropout_seed
+from parallel_ops._internal.philox import kept_scale
+from parallel_ops._internal.registration import register
+from parallel_ops.ops.attention.block import (
+    Dropout,
+    Tokens,
+    Visible,
+    attention_delta,
+    attention_sink_gradient,
+    block_attention,
+    block_attention_backward,
+    kept,
+    seen,
+    visible,
+)
+from parallel_ops.ops.attention.checks import check_attention
+from parallel_ops.ops.softmaxes.shared import visible_softmax
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    first_head: int = 0,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` over the keys that each query sees, without scores in memory.
+
+    Args:
+        q: ``[sq, b, heads, d]``, float32, float16, bfloat16 or float64, any strides.
+        k, v: ``[sk, b, kv_heads, d]``, where kv_heads divides heads: head h uses ``h // (heads // kv_heads)``; dtype
+            and device of ``q``, any strides.
+        causal: query i sees the keys up to ``i + sk - sq``, so the last query sees the last key; ``sq <= sk``.
+        scale: finite; ``None`` for ``1 / sqrt(d)``.
+        window: how many keys a query sees at most, its own included; causal only.
+        sink: ``[heads]``, one more logit of every row, not scaled, whose probability multiplies nothing; gets a
+            gradient. Any floating-point dtype.
+        softcap: scores are kept within ``(-softcap, softcap)`` by ``softcap * tanh(score / softcap)``; above 0.
+        dropout_p: probability of dropping a probability, from 0 to 1; kept ones are scaled by ``1 / (1 - dropout_p)``.
+        seed: what dropout draws from: any 64-bit integer, or one int64 element on the device of ``q``. ``None`` draws
+            one from PyTorch's default generator of that device.
+        cu_seqlens: int32 or int64 ``[documents + 1]`` on the device of ``q``, never decreasing from 0 to s, where
+            ``sq == sk == s``: document n is the tokens from ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``, and a query
+            sees keys of its own. Its values are not read by the host, so they are not checked.
+        first_head: where these heads begin among those of all ranks, which is what dropout draws by.
+
+    Returns:
+        ``[sq, b, heads, d]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); arithmetic in fp32
+        (fp64 for fp64). A query that sees no key gives zeros, and no gradient.
+
+    Raises:
+        TypeError: unsupported or different dtypes, an option of a wrong type.
+        ValueError: wrong shapes or devices, ``sq > sk`` if causal, ``window`` without ``causal`` or below 1,
+            ``softcap`` not above 0, ``scale`` not finite, ``dropout_p`` outside 0 to 1, ``cu_seqlens`` with
+            ``sq != sk``.
+
+    Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also of
+    what is dropped, and so does any shard of batch where nothing is dropped; queries and keys must be whole.
+    ``ring_attention`` has them sharded.
+    """
+    op = "flash_attention"
+    check_attention(op, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
+    drawn = dropout_seed(op, "dropout_p", dropout_p, seed, "q", q)
+    sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    p = 0.0 if drawn is None else dropout_p
+    return _forward(q, k, v, sink, cu_seqlens, drawn, causal, scale, window, softcap or 0.0, p, first_head)[0]
+
+
+def flash_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    first_head: int = 0,
+) -> Tensor:
+    """The same in plain PyTorch, all scores in memory."""
+    (sq, b, heads, d), sk = q.shape, k.shape[0]
+    k, v = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (k, v))
+    scores = q.permute(1, 2, 0, 3) @ k.transpose(2, 3) * (d**-0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    queries, keys = _tokens(sq, sk)
+    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=False)
+    nothing = torch.ones(sq, sk, dtype=torch.bool, device=q.device)
+    weights = visible_softmax(scores, nothing if mask is None else ~seen(mask, sq, sk, q.device), sink)
+    drawn = dropout_seed("flash_attention", "dropout_p", dropout_p, seed, "q", q)
+    if drawn is not None:
+        keep = kept(Dropout(dropout_p, drawn, queries, keys, first_head), b, heads, sq, sk)
+        weights = torch.where(keep, weights * kept_scale(dropout_p), 0.0)
+    return (weights @ v).permute(2, 0, 1, 3)
+
+
+def _tokens(sq: int, sk: int) -> tuple[Tokens, Tokens]:
+    return Tokens(max(sk - sq, 0), sq), Tokens(0, sk)
+
+
+def _mask(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, causal: bool, window: int | None, p: float,
+    first_head: int, from_keys: bool = False,
+) -> tuple[Visible | None, Dropout | None]:  # fmt: skip
+    queries, keys = _tokens(q.shape[0], k.shape[0])
+    dropout = None if seed is None else Dropout(p, seed, queries, keys, first_head)
+    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=from_keys)
+    return mask, dropout
+
+
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    s, b, h, _d = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    dsink = lse.new_empty(0 if sink is None else sink.shape[0])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
+    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = (adjacent(t) for t in (q, k, v))
+    out, lse = _fake(q)
+    mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
+    if sink is None and mask is not None:
+        block_attention(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=out, lse=lse, merge=False)
+        return out, lse
+    lse = lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
+    carry = torch.zeros_like(out, dtype=lse.dtype)
+    if mask is not None:
+        block_attention(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=carry, lse=lse, merge=True)
+    return carry.to(q.dtype), lse
+
+
+def _run_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
+    cu_seqlens: Tensor | None, seed: Tensor | None,
+    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grad, q, k, v = (adjacent(t) for t in (grad, q, k, v))
+    dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, lse, sink)
+    delta = attention_delta(grad, out)
+    mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
+    if mask is None:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    else:
+        block_attention_backward(
+            grad, q, k, v, lse, delta, mask, scale=scale, softcap=softcap, dropout=dropout,
+            dq=dq, dk=dk, dv=dv, accumulate_dq=False,
+        )  # fmt: skip
+    if sink is not None:
+        dsink.copy_(attention_sink_gradient(sink, lse, delta))
+    return gradients
+
+
+def adjacent(t: Tensor) -> Tensor:
+    """``t``, or a copy of it whose elements of a head are adjacent in memory, as block ops need them."""
+    return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sink, cu_seqlens, seed, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, sink, cu_seqlens, seed)
+
+
+def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, sink, *rest = ctx.saved_tensors
+    dq, dk, dv, dsink = _backward(grad, q, k, v, out, lse, sink, *rest, *ctx.options)
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
+
+
+def cast_attention(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule: q, k and v in the autocast dtype; fp64 stays fp64, as under torch's own autocast."""
+    widest = torch.promote_types(torch.promote_types(args[0].dtype, args[1].dtype), args[2].dtype)
+    dtype = widest if widest is torch.float64 else dtype
+    return *(t.to(dtype) for t in args[:3]), *args[3:]
+
+
+_backward = register("flash_attention_backward", fake=_fake_backward, cuda=_run_backward, cpu=_run_backward)
+_forward = register(
+    "flash_attention",
+    fake=_fake,
+    cuda=_run,
+    cpu=_run,
+    setup_context=_setup_context,
+    backward=_autograd,
+    autocast=cast_attention,
+)

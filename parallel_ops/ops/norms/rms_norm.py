@@ -1,0 +1,159 @@
+"""Root-mean-square normalisation, with an optional residual added in the same pass.
+
+    s      = x + r                           (r optional; rounded to the wider dtype of both, then normalised)
+    xhat   = s rstd,  rstd = 1 / sqrt(mean(s^2) + eps)
+    y      = xhat w                                         (w + 1 in place of w where it is zero-centred)
+
+    g      = dy w
+    ds     = rstd (g - xhat mean(g xhat)) + the incoming gradient of s       (of x and of r alike)
+    dw[j]  = sum over rows i of dy[i, j] xhat[i, j]                           (fp32, in an order set by the shape)
+
+Saved for backward: s (x itself without a residual), w, and rstd, 4 bytes per row. The composite that models write keeps
+an fp32 copy of the row besides. Source: Zhang and Sennrich, arXiv:1910.07467.
+"""
+
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from parallel_ops._internal.registration import register
+from parallel_ops.ops.norms.shared import (
+    check_eps,
+    check_norm,
+    empty_like_parameter,
+    empty_narrow,
+    empty_statistic,
+    empty_sum,
+    in_dtype_of_stream,
+    present,
+    unused_gradient,
+)
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = ..., *, residual: None = None, zero_centered: bool = ...
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = ..., *, residual: Tensor, zero_centered: bool = ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root-mean-square normalisation over the last dimension, of ``x`` or of ``x + residual``.
+
+    Args:
+        x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides; any H.
+        weight: ``[H]`` on the device of ``x``, of any of these dtypes (float64 with float64 alone), so that 16-bit
+            activations go with float32 parameters; ``None`` for ones.
+        eps: added to the mean square.
+        residual: shape and device of ``x``; its dtype, or float32 beside 16-bit ``x``; added to it first.
+        zero_centered: multiply by ``1 + weight``, so that weight decay pulls towards the identity (as Gemma does).
+
+    Returns:
+        ``y``, ``[..., H]``, contiguous, dtype of ``x``; with a residual ``(y, x + residual)``, the sum in the dtype of
+        the residual. Under autocast dtypes stay as they are, save combinations other than these, which are widened.
+
+    Raises:
+        TypeError: unsupported or ill-matched dtypes. ValueError: wrong shape or device, negative ``eps``.
+
+    Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight is
+    replicated, and its gradient is then partial over the ranks (sum it).
+    """
+    if type(eps) is not float or not eps >= 0:
+        check_eps("rms_norm", eps)
+    check = lambda: check_norm("rms_norm", x, weight, None, residual)  # noqa: E731
+    y, total, _ = _forward(x, weight, residual, eps, zero_centered, check=check)
+    return y if residual is None else (y, total)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in plain PyTorch, as Llama has it: fp32 inside, cast back before the weight."""
+    s = x if residual is None else x + residual
+    wide = s.to(torch.promote_types(s.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    y = wide.to(s.dtype)
+    if weight is not None:
+        y = (1 + weight if zero_centered else weight) * y
+    y = y.to(x.dtype)
+    return y if residual is None else (y, s)
+
+
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
+    return x.new_empty(x.shape), empty_sum(x, residual), empty_statistic(x)
+
+
+def _fake_backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool
+) -> _Three:
+    return x.new_empty(x.shape), empty_narrow(grad, x), empty_like_parameter(weight, x)
+
+
+def _cuda(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
+    from parallel_ops.triton_kernels.norms import rms_norm as kernels
+
+    y, total, rstd = out = _fake(x, weight, residual, eps, zero_centered)
+    kernels.forward(x, weight, residual, y, total, rstd, eps=eps, zero_centered=zero_centered)
+    return out
+
+
+def _cuda_backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool
+) -> _Three:
+    from parallel_ops.triton_kernels.norms import rms_norm as kernels
+
+    dx, narrow, dweight = out = _fake_backward(grad, grad_sum, x, weight, rstd, zero_centered)
+    narrow_dx, sums = present(narrow, grad.dtype != x.dtype), present(dweight, weight is not None)
+    kernels.backward(grad, grad_sum, x, weight, rstd, dx, narrow_dx, sums, zero_centered=zero_centered)
+    return out
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Three) -> None:
+    x, weight, residual, _, ctx.zero_centered = inputs
+    _, total, rstd = output
+    ctx.dtype, ctx.has_residual = x.dtype, residual is not None
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else total, weight, rstd)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    x, weight, rstd = ctx.saved_tensors
+    grad = unused_gradient(x, ctx.dtype) if grad is None else grad
+    grad_sum = grad_sum if ctx.has_residual else None
+    dx, narrow, dweight = _backward(grad, grad_sum, x, weight, rstd, ctx.zero_centered)
+    dresidual = dx if ctx.has_residual else None
+    return dx if x.dtype == ctx.dtype else narrow, None if weight is None else dweight, dresidual, None, None
+
+
+_backward = register("rms_norm_backward", fake=_fake_backward, cuda=_cuda_backward)
+_forward = register(
+    "rms_norm",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    differentiable=2,
+    autocast=in_dtype_of_stream(residual=2, parameters=(1,)),
+)

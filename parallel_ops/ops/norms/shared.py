@@ -1,0 +1,111 @@
+"""What ``layer_norm`` and ``rms_norm`` share: argument checks, shapes of the outputs, and the autocast rule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops._internal.checks import check_floating, check_rows, check_same_device
+
+
+def check_norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    """``weight`` and ``bias`` are ``[H]`` for ``x`` of ``[..., H]``; ``residual`` is like ``x``."""
+    check_rows(op, x)
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if tensor is None:
+            continue
+        check_floating(op, name, tensor)
+        check_same_device(op, name, tensor, "x", x)
+        if name == "residual":
+            if tensor.shape != x.shape:
+                raise ValueError(f"{op}: residual must have the shape of x, {list(x.shape)}, got {list(tensor.shape)}")
+        elif tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"{op}: {name} must have shape [{x.shape[-1]}], the last dimension of x, got {list(tensor.shape)}"
+            )
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which raises for devices without autocast
+        _check_dtypes(op, x, weight, bias, residual)
+
+
+def check_eps(op: str, eps: float) -> None:
+    """``eps`` is a number that can be added to a variance."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps must not be negative, got {eps}")
+
+
+def _check_dtypes(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype is torch.float64) != (x.dtype is torch.float64):
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype}, but x is {x.dtype}; float64 goes with float64 alone, cast one of them"
+            )
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise TypeError(f"{op}: bias is {bias.dtype}, but weight is {weight.dtype}; cast one of them")
+    if residual is not None and not _streams_match(x, residual):
+        raise TypeError(
+            f"{op}: residual is {residual.dtype}, but x is {x.dtype}; it may be of the dtype of x, or float32 beside "
+            "16-bit x: cast one of them, or run under torch.autocast"
+        )
+
+
+def _streams_match(x: Tensor, residual: Tensor) -> bool:
+    return residual.dtype == x.dtype or (residual.dtype is torch.float32 and x.dtype.itemsize == 2)
+
+
+def empty_statistic(x: Tensor) -> Tensor:
+    """One value for each row of ``x``, in the dtype of the arithmetic."""
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def empty_sum(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Where ``x + residual`` goes, in the dtype of the residual; empty without one."""
+    return x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+
+
+def empty_narrow(grad: Tensor, x: Tensor) -> Tensor:
+    """Where the gradient goes in the dtype of ``grad`` too, empty where ``x``, what was normalised, has the same."""
+    return x.new_empty(0) if grad.dtype == x.dtype else grad.new_empty(x.shape)
+
+
+def empty_like_parameter(parameter: Tensor | None, x: Tensor) -> Tensor:
+    """Where the gradient of a parameter goes; empty where there is none."""
+    return x.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
+
+
+def present(t: Tensor, wanted: bool) -> Tensor | None:
+    """``t`` for a launcher that takes ``None`` where an op has an empty tensor."""
+    return t if wanted else None
+
+
+def unused_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of an output that nobody used, without memory of its own."""
+    return x.new_zeros((), dtype=dtype).expand(x.shape)
+
+
+def in_dtype_of_stream(residual: int, parameters: tuple[int, ...]) -> Callable[[torch.dtype, tuple[Any, ...]], Any]:
+    """Autocast rule of the norms: dtypes stay as they are, save combinations that the kernels do not have.
+
+    PyTorch casts a norm's input up to fp32 under autocast on CUDA, because its statistics need it. Here they are fp32
+    whatever the input, so a norm keeps the dtype of the stream it sits in, and its parameters theirs. ``residual`` and
+    ``parameters`` are argument numbers.
+    """
+
+    def rule(_: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        cast = list(args)
+        if cast[residual] is not None and not _streams_match(cast[0], cast[residual]):
+            wider = torch.promote_types(cast[0].dtype, cast[residual].dtype)
+            cast[0], cast[residual] = cast[0].to(wider), cast[residual].to(wider)
+        given = [i for i in parameters if cast[i] is not None]
+        dtypes = {cast[i].dtype for i in given}
+        if len(dtypes) > 1 or (torch.float64 in dtypes) != (cast[0].dtype is torch.float64):
+            for i in given:
+                cast[i] = cast[i].to(cast[0].dtype)
+        return tuple(cast)
+
+    return rule

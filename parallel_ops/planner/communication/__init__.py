@@ -1,0 +1,1 @@
+"""Bytes between ranks, and the time they take."""

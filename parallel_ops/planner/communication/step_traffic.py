@@ -1,0 +1,150 @@
+"""Communication of a step outside the layers and the ends of the model: pipeline, data parallelism, host. The formulas
+are in ``traffic.py``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from parallel_ops.planner.cluster import Cluster, Link
+from parallel_ops.planner.communication import collectives
+from parallel_ops.planner.communication.network import group_link
+from parallel_ops.planner.communication.placement import group_size, layer_counts, layout_of
+from parallel_ops.planner.communication.transfers import all_reduce, repeat, start, transfer
+from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
+from parallel_ops.planner.memory.memory import layer_activations
+from parallel_ops.planner.memory.states import end_parameters, stage_parameters, state_bytes
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Transfer
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Communication of a whole step of one stage outside its layers.
+
+    Attributes:
+        link: seconds of one pipeline message between stages, and ``blocking``: of the all-gather after it.
+        each: seconds of data-parallel communication beside the forward and the backward pass of each micro-batch
+            (ZeRO-3); ``once``: once a step.
+        transfers: by group and collective, of the whole step.
+    """
+
+    link: float
+    blocking: float
+    each: tuple[float, float]
+    once: float
+    transfers: tuple[Transfer, ...]
+
+
+def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> StepTraffic:
+    """Communication of one step of one stage outside its layers: pipeline, data parallel, host."""
+    transfers: list[Transfer] = []
+    width, gradient, _ = state_bytes(plan)
+    link_seconds = blocking = 0.0
+    if plan.pp > 1:
+        link = group_link(cluster, plan, "pp", efficiency, ring=False)
+        size = width * model.sequence * plan.micro_batch / plan.cp * model.hidden
+        split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
+        sent = size / plan.tp if split else size
+        link_seconds = collectives.send_receive(sent, link) + start(efficiency, 2)
+        transfers.append(_messages(link, plan.pp, 2 * plan.micro_batches * plan.virtual_stages, sent, link_seconds))
+        if split and not plan.sequence_parallel:
+            inside = group_link(cluster, plan, "tp", efficiency)
+            blocking = collectives.ring_all_gather(plan.tp, size, inside)
+    dense, expert = stage_parameters(model, plan, stage)
+    ranks = group_size(plan, "dp")
+    shared = (dense, ranks), (expert, ranks // plan.ep)
+    link = group_link(cluster, plan, "dp", efficiency)
+    layers = sum(layer_counts(model, layout_of(plan))[stage])
+    ends = sum(end_parameters(model, plan, stage))
+    launches = layers * start(efficiency, max(2, ranks))
+    each, once, reduced = _data_parallel(link, plan, shared, ends, width, gradient, launches)
+    transfers += reduced
+    if (replicas := group_size(plan, "dp_replicate")) > 1:
+        between = group_link(cluster, plan, "dp_replicate", efficiency)
+        owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
+        summed = all_reduce("dp_replicate", replicas, owned, between, efficiency)
+        # One for each layer, as the other collectives.
+        summed = replace(summed, seconds=summed.seconds + (layers - 1) * start(efficiency, replicas))
+        transfers.append(summed)
+        once += summed.seconds
+    transfers += _host(model, plan, stage, gradient, width)
+    return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+
+
+def _messages(link: Link, stages: int, count: int, sent: float, seconds: float) -> Transfer:
+    return repeat(transfer("pp", "send-receive", "direct", link, stages, sent, seconds), count)
+
+
+def _data_parallel(
+    link: Link,
+    plan: Plan,
+    shared: tuple[tuple[float, int], ...],
+    ends: float,
+    width: int,
+    gradient: int,
+    launches: float,
+) -> tuple[tuple[float, float], float, tuple[Transfer, ...]]:
+    """Seconds beside forward and backward of each micro-batch, and once a step, and the transfers. ``shared``:
+    parameters and ranks that share them; ``ends``: of these, those beside the layers, which ZeRO-3 gathers once a
+    micro-batch; ``launches``: seconds that one collective a layer takes to start."""
+    transfers = []
+    forward = backward = once = 0.0
+    for kind, count, size, ranks in _reductions(plan, shared, width, gradient):
+        if kind == "all-reduce":
+            algorithm, seconds = collectives.all_reduce(ranks, size, link)
+            sent = 2 * (ranks - 1) / ranks * size
+        else:
+            algorithm, seconds = "ring", collectives.ring_all_gather(ranks, size, link)
+            sent = (ranks - 1) / ranks * size
+        seconds += launches
+        transfers.append(repeat(transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
+        if kind == "all-gather" and plan.zero == 3:
+            once_gathered = (ranks - 1) / ranks * min(ends, size / width) * width * plan.micro_batches
+            transfers[-1] = replace(transfers[-1], bytes=transfers[-1].bytes - once_gathered)
+            ends = 0.0
+        if count == 1 and plan.zero < 3:
+            once += seconds
+        elif kind == "all-gather":
+            forward, backward = forward + seconds, backward + seconds
+        else:
+            backward += seconds
+    return (forward, backward), once, tuple(transfers)
+
+
+def _times_reduced(plan: Plan) -> int:
+    """How often a step reduces gradients. Under a pipeline, ZeRO-2 adds up whole ones, as torch's runtime does."""
+    return plan.micro_batches if plan.zero == 3 or (plan.zero == 2 and plan.pp == 1) else 1
+
+
+def _reductions(
+    plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int
+) -> Iterator[tuple[str, int, float, int]]:
+    """Collective, how often a step, bytes of the whole tensor and ranks."""
+    for parameters, members in shared:
+        if not parameters or members == 1:
+            continue
+        if plan.zero == 0:
+            yield "all-reduce", 1, parameters * gradient, members
+            continue
+        yield "all-gather", 1 if plan.zero < 3 else 2 * plan.micro_batches, parameters * width, members
+        yield "reduce-scatter", _times_reduced(plan), parameters * gradient, members
+
+
+def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
+    """Gradients to the host and parameters back, once a step; activations there and back, every micro-batch."""
+    if plan.offload == "none":
+        return []
+    link = Link(name="host", latency=0.0, bandwidth=HOST_LINK)
+    ranks = group_size(plan, "dp")
+    dense, expert = stage_parameters(model, plan, stage)
+    owned = dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
+    size = owned * (gradient + width)
+    out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
+    if plan.offload == "optimizer+activations":
+        tokens = model.sequence * plan.micro_batch / plan.cp
+        dense_layers, sparse_layers = layer_counts(model, layout_of(plan))[stage]
+        layers = [layer_activations(model, plan, False)] * dense_layers
+        layers += [layer_activations(model, plan, True)] * sparse_layers
+        kept = 2 * tokens * sum(layers)
+        out.append(repeat(transfer("host", "copy", "direct", link, 1, kept, kept / HOST_LINK), plan.micro_batches))
+    return out

@@ -1,0 +1,199 @@
+"""Bytes and seconds of communication, by group and collective: here that of a micro-batch, in the layers and at both
+ends of the model; ``step_traffic.py`` has what is between stages, data-parallel ranks and the host.
+
+M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k experts a token:
+
+    data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 and 2 reduce-scatter and all-gather, 2 M; ZeRO-3 gathers
+               the parameters forward and backward and reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054,
+               section 7. Replicas of N shards (HSDP) all-reduce what is reduced, 2 M / N, once a step
+    tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 6 all-gathers, two
+               of them again for the gradients of weights, 4 reduce-scatters and the gradients of norms; 2 more with
+               full recomputation. arXiv:1909.08053, arXiv:2205.05198. Beside the layers, in each micro-batch: the sum
+               of the embeddings, the gradient before the output embedding, three numbers a token for the loss
+    pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
+               parallelism, then all-gathered inside the tensor group. arXiv:2104.04473, section 4.1
+    context    ring: keys and values go to all ranks forward, they again and their gradients in fp32 backward, behind
+               the attention of the block at hand (arXiv:2310.01889); all-to-all: q, k, v and the output change from
+               shards of the sequence to shards of the heads and back (arXiv:2309.14509). The formulas are those of
+               parallel_ops/context_parallel/cost.py
+    expert     dispatch and combine, an all-to-all of 2 s b h k bytes each, forward and backward (arXiv:2006.16668);
+               a node that holds several of a token's experts gets it once (arXiv:2412.19437, section 3.2.2), and fp8
+               dispatches in one byte
+    host       gradients to the host and parameters back, once a step; activations there and back. arXiv:2101.06840
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parallel_ops.context_parallel import cost
+from parallel_ops.planner.cluster import Cluster, Link
+from parallel_ops.planner.communication import collectives
+from parallel_ops.planner.communication.network import group_link
+from parallel_ops.planner.communication.placement import leaves_node
+from parallel_ops.planner.communication.transfers import all_reduce, half, start, transfer
+from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.memory.states import state_bytes
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Transfer
+
+Transfers = list[tuple[Transfer, int]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication of one layer, or of one end of the model, for one micro-batch: seconds that computation waits, and
+    transfers with how often they are."""
+
+    exposed: Passes
+    transfers: tuple[tuple[Transfer, int], ...]
+
+
+@lru_cache(maxsize=65536)
+def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool) -> Traffic:
+    """Communication inside one layer, for one micro-batch."""
+    plan = _plan_of(work)
+    found: Transfers = []
+    forward = backward = 0.0
+    width = state_bytes(plan)[0]
+    tokens = model.sequence * plan.micro_batch / plan.cp
+    size = width * tokens * model.hidden
+    again = 1 if plan.recompute == "full" else 0
+    if plan.tp > 1:
+        link = group_link(cluster, plan, "tp", efficiency)
+        if plan.sequence_parallel:
+            gather, scatter = (
+                half("tp", kind, plan.tp, size, link, efficiency) for kind in ("all-gather", "reduce-scatter")
+            )
+            seconds = gather.seconds + scatter.seconds
+            found += [(gather, 6 + 2 * again), (scatter, 4 + 2 * again)]
+            found.append((all_reduce("tp", plan.tp, model.norm_width * width, link, efficiency), 2))
+        else:
+            summed = all_reduce("tp", plan.tp, size, link, efficiency)
+            seconds = summed.seconds
+            found.append((summed, 4 + 2 * again))
+        forward += 2 * seconds
+        backward += 2 * seconds
+    if plan.ep > 1 and sparse:
+        link = group_link(cluster, plan, "ep", efficiency, ring=False)
+        routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
+        torus = cluster.topology == "torus"
+        seconds = collectives.all_to_all(plan.ep, routed, link, torus=torus) + start(efficiency, plan.ep)
+        sent = (plan.ep - 1) / plan.ep * routed
+        found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * again))
+        forward += 2 * seconds
+        backward += 2 * seconds
+    if plan.cp > 1:
+        there, back, exposed = _context(model, cluster, plan, work, efficiency, tokens, width)
+        found += [(each, count * (1 + again)) for each, count in there] + back
+        forward += exposed[0]
+        backward += exposed[1]
+    return Traffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
+
+
+def _plan_of(work: Work) -> Plan:
+    return Plan(
+        dp=work.dp,
+        tp=work.tp,
+        cp=work.cp,
+        ep=work.ep,
+        micro_batch=work.micro_batch,
+        global_batch=work.dp * work.micro_batch,
+        sequence_parallel=work.sequence_parallel,
+        cp_kind=work.cp_kind,
+        recompute=work.recompute,
+        dtype=work.dtype,
+        fused_loss=work.fused_loss,
+    )
+
+
+def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
+    """How often a token is sent to be routed: once to each of its experts, or to each of the nodes that hold them."""
+    if not leaves_node(cluster, plan, "ep"):
+        return model.experts_per_token
+    nodes = plan.tp * plan.ep // cluster.node_size
+    return min(model.experts_per_token, model.expert_nodes or model.experts_per_token, nodes)
+
+
+def _context(
+    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, tokens: float, width: int
+) -> tuple[Transfers, Transfers, tuple[float, float]]:
+    """Transfers of a layer, with their counts, forward and backward, and the seconds that either waits."""
+    link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
+    if plan.cp_kind == "all-to-all":
+        query, key_value, value, heads = (
+            n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.heads)
+        )
+        sizes = cost.heads_sent(tokens, tokens, query, key_value, value, heads, width)
+        torus, share = cluster.topology == "torus", (plan.cp - 1) / plan.cp
+        waits = [collectives.all_to_all(plan.cp, n, link, torus=torus) + start(efficiency, plan.cp) for n in sizes]
+        there, back = (
+            [(transfer("cp", "all-to-all", "direct", link, plan.cp, share * size, seconds), 1)]
+            for size, seconds in zip(sizes, waits, strict=True)
+        )
+        return there, back, (waits[0], waits[1])
+    sizes = cost.keys_sent(tokens, tokens, model.key_value_width / plan.tp, width)
+    steps, share = plan.cp - 1, cost.ZIGZAG_SHARE
+    # Backward, keys and values travel again, and their gradients in messages of their own.
+    messages = [
+        transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))
+        for size in (sizes.forward, sizes.backward - sizes.forward)
+    ]
+    forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.sequence / plan.cp)
+    waits = [max(0.0, messages[0].seconds - forward), max(0.0, sum(m.seconds for m in messages) - backward)]
+    return (
+        [(messages[0], steps)],
+        [(message, steps) for message in messages],
+        (steps * waits[0], steps * waits[1]),
+    )
+
+
+def _message(size: float, link: Link, efficiency: Efficiency) -> float:
+    return collectives.send_receive(size, link) + start(efficiency, 2)
+
+
+@lru_cache(maxsize=65536)
+def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, last: bool) -> Traffic:
+    """What tensor-parallel ranks send before the first layer or, with ``last``, after the last one, in one micro-batch.
+
+    A table of positions is split as that of tokens, and its rows are those of one sequence. The gradient before the
+    output embedding is summed in fp32 by the fused loss, in the model's dtype by that embedding as a linear. Sums of
+    the gradients of norms, and inputs that are gathered again for gradients of weights, run beside products.
+    """
+    if work.tp == 1:
+        return Traffic(Passes(0.0, 0.0, 0.0), ())
+    plan = _plan_of(work)
+    ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
+    width = state_bytes(plan)[0]
+    tokens = model.sequence * plan.micro_batch / plan.cp
+    row = width * model.hidden
+    forward: list[Transfer] = []
+    backward: list[Transfer] = []
+    hidden: list[Transfer] = []
+
+    def parted(kind: str, size: float) -> Transfer:
+        return half("tp", kind, ranks, size, link, efficiency)
+
+    def summed(size: float) -> Transfer:
+        return all_reduce("tp", ranks, size, link, efficiency)
+
+    if not last:
+        for rows in [tokens] + [model.sequence / plan.cp] * (model.positions == "learned"):
+            if plan.sequence_parallel:
+                forward.append(parted("reduce-scatter", row * rows))
+                backward.append(parted("all-gather", row * rows))
+            else:
+                forward.append(summed(row * rows))
+    else:
+        gradient = (4 if plan.fused_loss else width) * tokens * model.hidden
+        if plan.sequence_parallel:
+            forward.append(parted("all-gather", row * tokens))
+            backward.append(parted("reduce-scatter", gradient))
+            hidden += [] if plan.fused_loss else [parted("all-gather", row * tokens)]
+            hidden.append(summed(model.norm_width * width))
+        else:
+            backward.append(summed(gradient))
+        forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
+    waits = Passes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
+    return Traffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))

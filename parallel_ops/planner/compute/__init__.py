@@ -1,0 +1,1 @@
+"""Time of products and kernels."""

@@ -1,0 +1,246 @@
+"""How long one micro-batch takes in one layer: forward F, gradient of the input I, gradient of the weights W.
+
+    linears           2 FLOPs a weight and token in each of F, I and W, as products of their shapes (``products.py``);
+                      with fp8 these alone are in fp8, and their operands are narrowed first
+    attention         4 s h FLOPs a token in F and twice that in I; FlashAttention skips masked blocks and makes the
+                      scores again in I
+    elementwise ops   the bytes that they read and write, at ``memory`` of the bandwidth
+    recomputation     selective: the scores (or, with FlashAttention, the elementwise ops) again in I; full: F again in
+                      I
+
+FLOPs: arXiv:2104.04473, appendix; arXiv:2401.10241, table 1. Elementwise bytes are counted op by op below, with the
+fused ops of this package (bias-GeLU, bias-dropout-add, masked softmax): each op reads its inputs and writes its output
+once.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from parallel_ops.planner.cluster import GPU
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.products import Engine, linear, product
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+# Rows of scores that FlashAttention skips or takes together.
+_FLASH_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of the three passes of one micro-batch."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(
+            self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
+        )
+
+    def times(self, factor: float) -> "Passes":
+        return Passes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+
+
+class Work(NamedTuple):
+    """What decides the time of a layer: a part of a plan, so that equal ones are computed once."""
+
+    dp: int
+    tp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    sequence_parallel: bool
+    cp_kind: str
+    recompute: str
+    dtype: str
+    flash_attention: bool
+    fused_ops: bool
+    fused_loss: bool
+    grad_bytes: int
+
+
+def work_of(plan: Plan) -> Work:
+    return Work(
+        dp=plan.dp,
+        tp=plan.tp,
+        cp=plan.cp,
+        ep=plan.ep,
+        micro_batch=plan.micro_batch,
+        sequence_parallel=plan.sequence_parallel,
+        cp_kind=plan.cp_kind,
+        recompute=plan.recompute,
+        dtype=plan.dtype,
+        flash_attention=plan.flash_attention,
+        fused_ops=plan.fused_ops,
+        fused_loss=plan.fused_loss,
+        grad_bytes=4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2,
+    )
+
+
+@lru_cache(maxsize=65536)
+def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool) -> Passes:
+    """Seconds of one micro-batch in one layer on one GPU, without communication and the host."""
+    tokens = model.sequence * work.micro_batch / work.cp
+    bandwidth = gpu.bandwidth * efficiency.memory
+    engine = engine_of(gpu, efficiency, work.dtype)
+    f, i, w = _linears(model, gpu, efficiency, work, sparse, tokens)
+    scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.sequence)
+    width = 4 if work.dtype == "fp32" else 2
+    shared, activation, score = _elementwise(model, work, sparse, width)
+    forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
+    backward = sum(part[1] for part in (shared, activation, score)) * tokens / bandwidth
+    # The gradient of a weight is added to what earlier micro-batches left: read it, read and write the sum.
+    held = model.attention_weights + (sparse_parameters(model, work.ep) if sparse else model.mlp_weights)
+    w += (width + 2 * work.grad_bytes) * held / work.tp / bandwidth
+    products, f = f, f + scores + forward
+    again = 0.0
+    if work.recompute == "full":
+        again = f
+    elif work.recompute == "operators":
+        again = products / 2 + forward
+    elif work.recompute == "selective" and work.flash_attention:
+        again = (shared[0] / 2 + activation[0]) * tokens / bandwidth
+        if model.latent:
+            again += 2 * tokens * model.latent_weights / work.tp / engine.flops
+    elif work.recompute == "selective":
+        again = scores + score[0] * tokens / bandwidth
+    return Passes(f, i + scores_back + backward + again, w)
+
+
+@lru_cache(maxsize=65536)
+def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> Passes:
+    """Seconds of one micro-batch in the output embedding and the loss, on one GPU, without communication."""
+    tokens = model.sequence * work.micro_batch / work.cp
+    width = 4 if work.dtype == "fp32" else 2
+    bandwidth = gpu.bandwidth * efficiency.memory
+    vocab = math.ceil(model.vocab / work.tp)
+    f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden, vocab, width=width)
+    # Unfused: logits written, read, widened to fp32, three passes over those; gradient in fp32, then narrowed.
+    # Fused: written, read for the loss, read and written for the gradient, read by two products.
+    forward, backward = (8, 4) if work.fused_loss else (20, 14)
+    logits = tokens * vocab / bandwidth
+    accumulate = (width + 2 * work.grad_bytes) * model.hidden * vocab / bandwidth
+    return Passes(f + forward * logits, i + backward * logits, w + accumulate)
+
+
+@lru_cache(maxsize=4096)
+def engine_of(gpu: GPU, efficiency: Efficiency, dtype: str) -> Engine:
+    """What products of ``dtype`` that are not those of a layer's linears reach: fp8 is for these alone."""
+    peak = gpu.peak("bf16" if dtype == "fp8" else dtype)
+    return Engine(peak * efficiency.matmul, gpu.bandwidth * efficiency.memory, gpu.multiprocessors)
+
+
+def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, keys: float) -> tuple[float, float]:
+    """Seconds of the scores of one micro-batch, and their product with the values, forward and backward, of the queries
+    of one rank against ``keys`` keys of each sequence: all, or the block at hand of ring attention."""
+    tokens = model.sequence * work.micro_batch / work.cp
+    if work.flash_attention:
+        # A causal mask leaves half of the blocks and those on the diagonal, and a ring in zigzag half for each rank.
+        left = 0.5 * (1 + min(1.0, _FLASH_BLOCK / keys))
+        flops = left * tokens * model.attention_flops * keys / model.sequence / work.tp
+        peak = gpu.peak("bf16" if work.dtype == "fp8" else work.dtype)
+        # The backward pass makes the scores again: five products in place of two.
+        return flops / (peak * efficiency.flash_forward), 2.5 * flops / (peak * efficiency.flash_backward)
+    engine, rows = engine_of(gpu, efficiency, work.dtype), model.sequence / work.cp
+    count, heads = work.micro_batch * model.heads / work.tp, model.heads
+    head, value = model.query_width / heads, model.value_width / heads
+    width = 4 if work.dtype == "fp32" else 2
+    forward = product(engine, rows, keys, head, count=count, width=width)
+    forward += product(engine, rows, value, keys, count=count, width=width)
+    return forward, 2 * forward
+
+
+def _linears(
+    model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool, tokens: float
+) -> tuple[float, float, float]:
+    """Seconds of the linear layers: forward, gradient of the input, gradient of the weights."""
+    bandwidth = gpu.bandwidth * efficiency.memory
+    if work.dtype == "fp8":
+        engine, width = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors), 1
+    else:
+        engine, width = engine_of(gpu, efficiency, work.dtype), 4 if work.dtype == "fp32" else 2
+    f = i = w = 0.0
+    for rows, inputs, outputs, count in _shapes(model, work, sparse, tokens):
+        found = linear(engine, rows, inputs, outputs, count=count, width=width)
+        f, i, w = f + found[0], i + found[1], w + found[2]
+        if work.dtype == "fp8":
+            # Inputs and weights are read for their largest value and to be narrowed; the backward pass narrows the
+            # gradient so, and writes transposed copies for the gradient of the weights.
+            f += 5 * count * inputs * (rows + outputs) / bandwidth
+            i += 5 * count * rows * outputs / bandwidth
+            w += 2 * count * rows * (inputs + outputs) / bandwidth
+    return f, i, w
+
+
+def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
+    """Rows, inputs, outputs and number of each of a layer's linears on one rank."""
+    h, tp = model.hidden, work.tp
+    if model.latent:
+        m = model.latent
+        yield tokens, h, m.query_rank + m.key_value_rank + m.rope_head, 1
+        yield tokens, m.query_rank, model.query_width / tp, 1
+        yield tokens, m.key_value_rank, model.heads * (m.head + m.value_head) / tp, 1
+    else:
+        yield tokens, h, (model.query_width + model.key_value_width) / tp, 1
+    yield tokens, model.value_width / tp, h, 1
+    inputs = 2 if model.gated else 1
+    if not sparse:
+        yield tokens, h, inputs * model.ffn / tp, 1
+        yield tokens, model.ffn / tp, h, 1
+        return
+    local = model.experts / work.ep
+    rows = tokens * model.experts_per_token / local
+    yield tokens, h, model.experts, 1
+    yield rows, h, inputs * model.expert_ffn / tp, local
+    yield rows, model.expert_ffn / tp, h, local
+    if model.shared_experts:
+        shared = model.shared_experts * model.expert_ffn / tp
+        yield tokens, h, inputs * shared, 1
+        yield tokens, shared, h, 1
+
+
+def sparse_parameters(model: Model, ep: int) -> float:
+    """Parameters of a sparse MLP that one rank holds, over its tensor-parallel group."""
+    return model.router_parameters + model.experts * model.expert_weights / ep
+
+
+def _elementwise(
+    model: Model, work: Work, sparse: bool, width: int
+) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
+    """Bytes a token that elementwise ops move forward and backward: around the blocks, in the MLP, on the scores."""
+    h, mask = model.hidden, 1 if model.dropout else 0
+    shard = work.tp if work.sequence_parallel else 1
+    # Two norms (read, write; read x, dy and the residual's gradient, write) and two bias-dropout-adds (read x and the
+    # residual, write; read dy, write), each with its mask.
+    around = (2 * (2 + 3) * width + 2 * mask) * h / shard, (2 * (4 + 2) * width + 2 * mask) * h / shard
+    inputs = 2 if model.gated else 1
+    ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn
+    activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
+    rotary = 4 * (model.query_width + model.kv_heads * model.head_dim) if model.positions == "rotary" else 0
+    routed = 4 * width * h * model.experts_per_token if sparse else 0  # permute and combine
+    around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
+    if not work.fused_ops:
+        # Two biases and two dropouts read and write on their own, and so does the bias before the activation.
+        around = around[0] + 4 * 2 * width * h / shard, around[1] + 2 * 2 * width * h / shard
+        activation = activation[0] + 2 * inputs * width * ffn / work.tp, activation[1]
+    if work.flash_attention:
+        return around, activation, (0.0, 0.0)
+    # The products write and read their own scores. Forward: softmax reads and writes, dropout reads and writes.
+    # Backward: dropout reads and writes, softmax reads P and dP and writes; masks on top.
+    rows = model.heads * model.sequence / work.tp
+    forward = (4 if model.dropout else 2) * width + mask
+    backward = (5 if model.dropout else 3) * width + mask
+    if not work.fused_ops:
+        # Scale and mask read and write on their own, and the softmax is in fp32: widened before and narrowed after it.
+        forward += 4 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
+        backward += 4 * width + 1 + 2 * (width + 4)
+    return around, activation, (forward * rows, backward * rows)

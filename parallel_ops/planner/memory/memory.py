@@ -1,0 +1,259 @@
+"""Memory of one GPU of every pipeline stage.
+
+Notation: s sequence over cp, b micro-batch, h hidden, a heads, t tp.
+
+    states        parameters, gradients and optimizer: ``states.py``
+    activations   s b h (10 + 24/t + 5 a s_k / (h t)) bytes a layer of a GPT; (34 + 5 a s_k / h) / t with sequence
+    parallelism;
+                  without the last term under selective recomputation; 2 s b h under full.       arXiv:2205.05198, table
+                  2
+    in flight     how many micro-batches a stage holds: ``placement.in_flight``
+    ends          s b h dropout mask after the embedding; 4 s b h before the loss (arXiv:2205.05198, section 4.3);
+                  logits of the loss: ``_LOSS_BYTES``
+
+The terms are added up tensor by tensor below, so that grouped queries, gated MLPs, experts and FlashAttention, which
+stores no scores (arXiv:2205.14135), are covered. With FlashAttention "selective" recomputes what else is cheap instead:
+the outputs of norms and activation functions, and the heads that latent attention expands (arXiv:2412.19437, section
+3.2.3).
+"""
+
+from typing import NamedTuple
+
+from parallel_ops.planner.communication.placement import group_size, head_rank, in_flight, layer_counts, layout_of
+from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import GIB, StageMemory
+
+# What a process holds beyond the allocator's memory: CUDA context and kernels, NCCL's buffers. Assumed.
+RUNTIME_BYTES = 1.5 * GIB
+# What the allocator reserves beyond the tensors that are counted; more with FSDP under a pipeline, whose micro-batches
+# come and go beside gathered parameters: settled with torchtitan's tables in view (validation/torchtitan.json).
+FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
+# A loss that PyTorch computes op by op holds, at its peak, the fp32 copy of the logits, their log-softmax and the
+# gradient of that; over tensor-parallel ranks also the shifted logits.
+_LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
+# The chunk of logits of parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
+FUSED_LOSS_BYTES = 256 * 2**20
+
+
+def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
+    """Peak memory of one GPU of each pipeline stage, the first stage first.
+
+    The formulas and their sources are at the top of ``parallel_ops/planner/memory/memory.py``.
+
+    Args:
+        model: its ``sequence`` is the length of a training sequence.
+        plan: must fit the model (``parallel_ops.planner.search.feasibility.problem`` says so).
+    """
+    found = PlanMemory(model, plan)
+    return tuple(found.stage(stage) for stage in range(plan.pp))
+
+
+class FixedMemory(NamedTuple):
+    """What one stage holds, whatever is recomputed or offloaded: layers, micro-batches in flight, and bytes, those of
+    activations beside the layers under ``embedding`` and ``head``."""
+
+    dense: int
+    sparse: int
+    held: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    embedding: float
+    head: float
+    logits: float
+    buffers: float
+
+
+class PlanMemory:
+    """Memory of the stages of a plan. A search varies recomputation and offload alone while all else stays, so these
+    two are arguments of their own here."""
+
+    def __init__(self, model: Model, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self._tokens = model.sequence * plan.micro_batch / plan.cp
+        self._layout = layout_of(plan)
+        self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
+        self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
+        self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION
+        self._fixed: dict[int, FixedMemory] = {}
+        self._layers: dict[str, tuple[float, float]] = {}
+
+    def stage(self, stage: int) -> StageMemory:
+        """Peak memory of one GPU of a stage."""
+        plan, found = self.plan, self.fixed(stage)
+        activations, resident = self._activations(found, plan.recompute, plan.offload)
+        offloaded = plan.offload != "none"
+        total = self.total(stage, plan.recompute, plan.offload)
+        return StageMemory(
+            stage=stage,
+            parameters=found.parameters,
+            gradients=found.gradients,
+            optimizer=0.0 if offloaded else found.optimizer,
+            activations=activations * resident + found.embedding + found.head,
+            logits=found.logits,
+            buffers=found.buffers,
+            runtime=RUNTIME_BYTES + (total - RUNTIME_BYTES) * self._fragmentation / (1 + self._fragmentation),
+            host=(found.optimizer if offloaded else 0.0) + activations * (1 - resident),
+            in_flight=found.held,
+        )
+
+    def kind(self, stage: int) -> tuple[tuple[tuple[int, int], bool, bool], float]:
+        """What a stage holds, and of how many micro-batches: where both are the same, so is the memory."""
+        return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
+
+    def total(self, stage: int, recompute: str, offload: str) -> float:
+        """``StageMemory.total`` of a stage of the plan with ``recompute`` and ``offload`` in place of its own."""
+        found = self._fixed.get(stage) or self.fixed(stage)
+        activations, resident = self._activations(found, recompute, offload)
+        states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
+        activations = activations * resident + found.embedding + found.head
+        return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + RUNTIME_BYTES
+
+    def fixed(self, stage: int) -> FixedMemory:
+        """What a stage holds whatever is recomputed or offloaded."""
+        if stage in self._fixed:
+            return self._fixed[stage]
+        model, plan, tokens = self.model, self.plan, self._tokens
+        held, width = in_flight(plan, stage), element_bytes(plan)
+        embedding = head = logits = buffers = 0.0
+        if stage == 0 and model.dropout:
+            embedding = held * tokens * model.hidden / plan.tp
+        if stage == self._head:
+            head = 2 * width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            if plan.fused_loss:
+                logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp
+            else:
+                each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
+                logits = each * tokens * model.vocab / plan.tp
+            if plan.tp > 1 and plan.sequence_parallel:
+                logits += 2 * width * tokens * model.hidden  # the gathered input, and its gradient before it is reduced
+        if plan.zero == 3 and group_size(plan, "dp") > 1:
+            buffers = _gathered_ends(model, plan, stage)
+        states = state_memory(model, plan, stage, sharded_states(plan))
+        if plan.zero == 2 and sharded_states(plan) == 1:
+            buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
+        if plan.pp > 1:
+            # One message each way; with FSDP, that is under torch's pipelining, for each micro-batch in flight.
+            message = width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 else 1)
+        found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
+        self._fixed[stage] = found
+        return found
+
+    def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
+        """Bytes that the layers keep, and the share of them that stays on the device."""
+        dense, sparse = self._layers.get(recompute) or self._layer(recompute)
+        activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
+        if recompute == "full":
+            # One layer at a time comes back whole.
+            dense, sparse = self._layers.get("none") or self._layer("none")
+            work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+        # The layers' turn comes when the logits of the loss are gone.
+        activations += max(0.0, work - found.logits)
+        if offload != "optimizer+activations":
+            return activations, 1.0
+        # The layer at work and the next stay on the device.
+        return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
+
+    def _layer(self, recompute: str) -> tuple[float, float]:
+        """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
+        plan = self.plan
+        shard = plan.tp if plan.sequence_parallel else 1
+        self._layers[recompute] = _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
+        return self._layers[recompute]
+
+
+def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
+    """What FSDP keeps gathered from the first layer's forward pass to its backward pass: input and output embedding,
+    with the gradient of the larger of them until it is reduced."""
+    width, gradient, _ = state_bytes(plan)
+    ends = end_parameters(model, plan, stage)
+    return width * sum(ends) + gradient * max(ends, default=0)
+
+
+def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
+    """What one layer needs while it is at work: its gathered parameters and those of the next, its gradients until they
+    are reduced, gradients of its activations, and what tensor parallelism gathers."""
+    width, gradient, _ = state_bytes(plan)
+    sparse = model.sparse_layers > 0
+    largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
+    largest += model.experts * model.expert_weights / plan.ep if sparse else 0
+    total = 0.0
+    if group_size(plan, "dp") > 1 and plan.zero >= 2:
+        total += largest / plan.tp * (gradient + (2 * width if plan.zero == 3 else 0))
+    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn
+    total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
+    message = width * tokens * model.hidden
+    total += 2 * message  # gradients of the input and of the output
+    if plan.tp > 1 and plan.sequence_parallel:
+        total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
+    return total
+
+
+def _buffers(model: Model, plan: Plan, tokens: float) -> float:
+    """What communication needs beside the tensors that it moves."""
+    width, total = element_bytes(plan), 0.0
+    if plan.cp > 1 and plan.cp_kind == "ring":
+        # Keys and values that arrive, and their gradients, while others are in use.
+        total += 4 * width * tokens * model.key_value_width / plan.tp
+    if plan.ep > 1:
+        # Dispatched and combined tokens.
+        total += 2 * width * tokens * model.hidden * model.experts_per_token / plan.tp
+    return total
+
+
+def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> float:
+    h, unsharded, sharded = model.hidden, 0.0, 0.0
+    width = 4 if dtype == "fp32" else 2
+    if recompute == "operators":
+        # The input; of the products Q, K, V, output, gate, up, down each second; what attention keeps.
+        used = model.experts_per_token + model.shared_experts if sparse else 1
+        ffn = (model.expert_ffn if sparse else model.ffn) * used
+        products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
+        scores = 4 * model.heads if flash else width * model.heads * model.sequence
+        return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
+    mask = 1 if model.dropout else 0
+    cheap = 0 if flash and recompute == "selective" else 1
+    unsharded += width * h + cheap * width * h + mask * h  # input of the norm, its output, mask after attention
+    unsharded += width * h + cheap * width * h + mask * h  # the same of the MLP
+    sharded += width * model.value_width
+    if not model.latent or cheap:
+        sharded += width * (model.query_width + model.key_value_width)
+    if model.latent:
+        unsharded += width * (model.latent.query_rank + model.latent.key_value_rank + model.latent.rope_head)
+    if flash:
+        sharded += 4 * model.heads  # the logsumexp of each row
+    elif recompute != "selective":
+        sharded += model.heads * model.sequence * (2 * width + 1 if model.dropout else width)
+    # Before and after the activation function; a gated one has two inputs.
+    per_ffn = width * ((2 if model.gated else 1) + cheap)
+    if not sparse:
+        sharded += per_ffn * model.ffn
+    else:
+        used = model.experts_per_token + model.shared_experts
+        sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
+        unsharded += width * h * model.experts_per_token  # dispatched tokens
+    return unsharded / shard + sharded / tp
+
+
+def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
+    if recompute == "full":
+        kept = (4 if dtype == "fp32" else 2) * model.hidden / shard
+        return kept, kept
+    dense = _layer_bytes(model, False, tp, shard, flash, recompute, dtype)
+    return dense, _layer_bytes(model, True, tp, shard, flash, recompute, dtype) if model.experts else 0.0
+
+
+def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
+    """Bytes that one layer keeps for the backward pass, for each token of one micro-batch on one GPU."""
+    shard = plan.tp if plan.sequence_parallel else 1
+    return _both_layers(model, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)[sparse]
+
+
+def deepest_stages(plan: Plan) -> tuple[int, ...]:
+    """Stages of which one needs the most memory: the ends, and those that get a layer more or the first experts."""
+    if plan.layers_per_chunk:
+        return tuple(range(plan.pp))
+    return tuple(sorted({*range(min(4, plan.pp)), plan.pp - 1}))

@@ -1,0 +1,88 @@
+"""Model states: parameters, gradients and optimizer of one GPU of a pipeline stage.
+
+With P parameters of the stage over tp and N ranks that ZeRO shards over, in mixed precision (arXiv:1910.02054, section
+3.1):
+
+                 16-bit parameters    gradients       fp32 master weights, two Adam moments
+    ZeRO-0       2 P                  2 P or 4 P      12 P
+    ZeRO-1       2 P                  2 P or 4 P      12 P / N
+    ZeRO-2       2 P                  over N          12 P / N
+    ZeRO-3       2 P / N, or none     over N          12 P / N
+
+The paper's ZeRO-3, DeepSpeed's and Megatron-LM's, keeps 16-bit shards beside the master weights; FSDP (``Plan.fsdp``)
+casts the master weights as it gathers them, and has none. In fp32 the parameters are the master weights (4 P, and 8 P
+of moments); FSDP and replicate have the whole ones that they gather (all but ZeRO-3) beside the shards that they own.
+"""
+
+from functools import lru_cache
+
+from parallel_ops.planner.communication.placement import Layout, group_size, head_rank, layer_counts, layout_of
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+
+def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
+    """Parameters of one GPU of a stage before ZeRO: those that all data-parallel ranks share, and those of its
+    experts."""
+    return _stage_parameters(model, layout_of(plan), plan.tp, plan.ep, stage)
+
+
+@lru_cache(maxsize=65536)
+def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int) -> tuple[float, float]:
+    dense_layers, sparse_layers = layer_counts(model, layout)[stage]
+    dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
+    dense += sparse_layers * model.router_parameters
+    dense += model.embedding_parameters if stage == 0 else 0
+    if stage == head_rank(layout):
+        shared = model.hidden * model.vocab if stage == 0 and model.tied_embeddings else 0
+        dense += model.head_parameters - shared
+    # Norms, and biases that are added to sums over the ranks, are whole on each.
+    whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
+    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / tp / ep
+
+
+def _whole_in_layer(model: Model) -> int:
+    """Parameters of a layer that tensor-parallel ranks do not split."""
+    return 2 * model.norm_width + (2 * model.hidden if model.bias == "all" else 0)
+
+
+def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
+    """Parameters of one GPU before the first layer and after the last, before ZeRO, where the stage has them."""
+    first, last = stage == 0, stage == head_rank(layout_of(plan))
+    shared = first and model.tied_embeddings
+    ends = [model.embedding_parameters / plan.tp] * first
+    output = 0 if shared else (model.head_parameters - model.norm_width) / plan.tp
+    return (*ends, *[output + model.norm_width] * last)
+
+
+def element_bytes(plan: Plan) -> int:
+    """Bytes of a parameter or an activation. fp8 is a format of matrix products, not of what is kept."""
+    return 4 if plan.dtype == "fp32" else 2
+
+
+def state_bytes(plan: Plan) -> tuple[int, int, int]:
+    """Bytes of parameter, gradient and optimizer state for each parameter, before ZeRO."""
+    parameter = element_bytes(plan)
+    gradient = 4 if plan.grad_dtype == "fp32" else parameter
+    return parameter, gradient, 8 if plan.dtype == "fp32" else 12
+
+
+def sharded_states(plan: Plan) -> int:
+    """The ZeRO stage whose states are sharded: under a pipeline ZeRO-2 adds up the whole gradients of several
+    micro-batches, and reduces them once, as torch's runtime does."""
+    return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
+
+
+def state_memory(model: Model, plan: Plan, stage: int, zero: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer on one GPU of a stage, wherever the optimizer is, with the states of
+    ZeRO stage ``zero`` sharded."""
+    dense, expert = stage_parameters(model, plan, stage)
+    ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
+    whole, owned = dense + expert, dense / ranks + expert / (ranks // plan.ep)
+    parameters = parameter * (owned if zero >= 3 else whole)
+    if plan.fsdp and plan.dp * plan.cp > 1:
+        if plan.dtype == "fp32" and (zero < 3 or ranks == 1):
+            parameters += parameter * (owned if zero else whole)
+        elif plan.dtype != "fp32" and zero == 3 and ranks > 1:
+            parameters = 0.0
+    return parameters, gradient * (owned if zero >= 2 else whole), optimizer * (owned if zero >= 1 else whole)

@@ -1,0 +1,1 @@
+"""Pipelines and results as text, SVG and HTML."""

@@ -1,0 +1,197 @@
+"""Pictures of a simulated schedule: text for the terminal, SVG and PNG. One row for each rank, time to the right."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.style import Style
+from rich.text import Text
+
+from parallel_ops.planner.schedules.schedule import Action, Simulation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PICTURE_FORMATS = (".svg", ".png")
+
+# Fill and ink of the first chunk of a rank, and paler ones of every other chunk. The fills differ in lightness too, so
+# that a grey print and a colour-blind reader see four kinds.
+COLORS = {
+    "F": (("#3d6fb4", "#ffffff"), ("#a9c4e8", "#12305c")),
+    "I": (("#2a9d8f", "#ffffff"), ("#a8dcd4", "#0b4a42")),
+    "W": (("#f2b632", "#4a3500"), ("#fbe3ac", "#4a3500")),
+    "B": (("#12564d", "#ffffff"), ("#7db5ac", "#06332d")),
+}
+NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "whole backward"}
+BUBBLE = "#e7e7ea"
+_SMALLEST_FONT = 4.5
+# Each is an object of its own to matplotlib: this many take about a second.
+_MOST_LABELS = 3000
+
+
+class Bar(NamedTuple):
+    """One pass as it is drawn. ``half`` is 0 for a whole row, 1 and 2 for the two members of a pair."""
+
+    action: Action
+    start: float
+    end: float
+    pale: bool
+    half: int
+
+
+def bars(simulation: Simulation, rank: int) -> Iterator[Bar]:
+    """The passes of one rank in the order of time, which starts at 0."""
+    origin = min(starts[0] for starts in simulation.starts)
+    ranks = len(simulation.schedule)
+    half = 0
+    rows = (simulation.schedule[rank], simulation.starts[rank], simulation.ends[rank])
+    for action, start, end in zip(*rows, strict=True):
+        half = 1 if action.paired else 2 if half == 1 else 0
+        yield Bar(action, start - origin, end - origin, action.stage // ranks % 2 == 1, half)
+
+
+def summary(kind: str, simulation: Simulation) -> str:
+    """The schedule in one line."""
+    ranks = len(simulation.schedule)
+    micro_batches = 1 + max(action.micro_batch for action in simulation.schedule[0])
+    even = max(simulation.busy) <= min(simulation.busy) * (1 + 1e-9)
+    bubble = f"bubble {simulation.bubble:.1%}{'' if even else ' on average over the ranks'}"
+    if simulation.step_time_without_barrier < simulation.step_time * (1 - 1e-9):
+        bubble += f" ({simulation.bubble_without_barrier:.1%} with no barrier at the optimizer)"
+    peak = max(simulation.peak_activations)
+    return f"{kind}, {ranks} ranks, {micro_batches} micro-batches: {bubble}, at most {peak:.4g} micro-batches in flight"
+
+
+def text(simulation: Simulation, width: int) -> Text:
+    """The schedule in at most ``width`` columns, in colours or, where there are none, in letters.
+
+    A pass shows its letter, lower case for every other chunk of a rank, and its micro-batch where there is room. Dots
+    are idle time. Passes that are too short for a column are left out, so a schedule that is too long for the width
+    still shows its outline.
+    """
+    margin = len(f"rank {len(simulation.schedule) - 1} ")
+    room = max(1, width - margin)
+    # A whole number of columns for the shortest pass, where they fit, keeps equal passes equally wide.
+    shortest = min(bar.end - bar.start for bar in bars(simulation, 0) if bar.end > bar.start)
+    whole = int(room * shortest / simulation.step_time)
+    scale = whole / shortest if whole else room / simulation.step_time
+    columns = max(1, round(simulation.step_time * scale))
+    out = Text(no_wrap=True, overflow="crop")
+    for rank in range(len(simulation.schedule)):
+        out.append(f"rank {rank} ".rjust(margin))
+        column = 0
+        for bar in bars(simulation, rank):
+            # The members of a pair share their time; in a row of text they take half of it each.
+            middle = (bar.start + bar.end) / 2
+            first = round((middle if bar.half == 2 else bar.start) * scale)
+            last = min(round((middle if bar.half == 1 else bar.end) * scale), columns)
+            if last <= column:
+                continue
+            out.append("·" * (first - column), Style(dim=True))
+            _append_cell(out, bar, last - max(first, column))
+            column = last
+        out.append("·" * (columns - column) + "\n", Style(dim=True))
+    shades = legend(simulation)
+    out.append(" " * margin)
+    for kind in dict.fromkeys(kind for kind, _ in shades):
+        out.append(kind, _style(kind, False))
+        out.append(f" {NAMES[kind]}   ")
+    out.append("·", Style(dim=True))
+    out.append(" idle")
+    if any(pale for _, pale in shades):
+        out.append("\n" + " " * margin)
+        for kind in (kind for kind, pale in shades if pale):
+            out.append(kind.lower(), _style(kind, True))
+        out.append(" the same of every other chunk of a rank")
+    return out
+
+
+def _append_cell(out: Text, bar: Bar, width: int) -> None:
+    letter = bar.action.kind.lower() if bar.pale else bar.action.kind
+    label = f"{letter}{bar.action.micro_batch}"
+    out.append((label if len(label) <= width else letter)[:width].ljust(width), _style(bar.action.kind, bar.pale))
+
+
+def _style(kind: str, pale: bool) -> Style:
+    fill, ink = COLORS[kind][pale]
+    return Style(color=ink, bgcolor=fill)
+
+
+def legend(simulation: Simulation) -> list[tuple[str, bool]]:
+    """The kinds and shades that the picture has."""
+    seen = {(bar.action.kind, bar.pale) for bar in bars(simulation, 0)}
+    return [(kind, pale) for kind in COLORS for pale in (False, True) if (kind, pale) in seen]
+
+
+def save(simulation: Simulation, path: Path, title: str = "") -> None:
+    """Saves the picture as SVG or PNG, by the name of the file.
+
+    Raises:
+        ValueError: the name ends in neither.
+    """
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(f"a picture's name must end in {' or '.join(PICTURE_FORMATS)}, got {path}")
+    from matplotlib import rc_context
+
+    # Text stays text, in the reader's font; ids do not change from run to run.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure(simulation, title).savefig(path, dpi=160, metadata=metadata)
+
+
+def figure(simulation: Simulation, title: str = "") -> "Figure":
+    """The picture as a matplotlib figure."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = len(simulation.schedule)
+    passes = max(len(order) for order in simulation.schedule)
+    row = 0.36 if ranks <= 16 else 0.22
+    size = (min(16.0, max(7.5, 0.24 * passes)), 1.45 + row * ranks)
+    out = Figure(figsize=size, layout="constrained")
+    axes = out.subplots()
+    step = simulation.step_time
+    axes.broken_barh([(0, step)], (-0.5, ranks), facecolor=BUBBLE, edgecolor="none", zorder=0)
+    boxes: dict[tuple[str, bool], list[tuple[float, float, float, float]]] = {}
+    labels = []
+    for rank in range(ranks):
+        for bar in bars(simulation, rank):
+            top, height = {0: (-0.45, 0.9), 1: (-0.45, 0.45), 2: (0.0, 0.45)}[bar.half]
+            boxes.setdefault((bar.action.kind, bar.pale), []).append(
+                (bar.start, rank + top, bar.end - bar.start, height)
+            )
+            labels.append((bar, rank + top + height / 2, height))
+    for (kind, pale), rectangles in boxes.items():
+        corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in rectangles]
+        axes.add_collection(
+            PolyCollection(corners, facecolors=COLORS[kind][pale][0], edgecolors="white", linewidths=0.4)
+        )
+    # In points: a digit is about 0.6 of its size wide. Room for the longest number, so that equal passes look equal.
+    points = 72 * (size[0] - 1) / step
+    digits = max(len(str(bar.action.micro_batch)) for bar, _, _ in labels)
+    for bar, y, height in labels:
+        font = min(8.0, 72 * row * height * 0.7, (bar.end - bar.start) * points / (0.62 * digits + 0.25))
+        if font >= _SMALLEST_FONT and len(labels) <= _MOST_LABELS:
+            ink = COLORS[bar.action.kind][bar.pale][1]
+            text = str(bar.action.micro_batch)
+            axes.text((bar.start + bar.end) / 2, y, text, size=font, color=ink, ha="center", va="center_baseline")
+    handles = [
+        Patch(facecolor=COLORS[kind][pale][0], label=NAMES[kind] + (", odd chunks" if pale else ""))
+        for kind, pale in legend(simulation)
+    ]
+    handles.append(Patch(facecolor=BUBBLE, label="bubble"))
+    axes.set(xlim=(0, step), ylim=(ranks - 0.5, -0.5), xlabel="time", ylabel="rank")
+    axes.set_yticks(range(0, ranks, 1 if ranks <= 32 else 4))
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    out.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles) if len(handles) < 5 else 4,
+        frameon=False,
+        fontsize=8,
+    )
+    if title:
+        axes.set_title(title, fontsize=9, loc="left")
+    return out

@@ -1,0 +1,263 @@
+"""One HTML page about one or several plans, complete in itself: no script, no font, no picture comes from elsewhere."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from parallel_ops.planner.band import tied
+from parallel_ops.planner.export import TARGETS
+from parallel_ops.planner.pictures import pipeline_picture
+from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, NearMiss
+from parallel_ops.planner.schedules.schedule import Simulation
+from parallel_ops.planner.schedules.stage_groups import stage_groups
+
+MEMORY_COLORS = {
+    "parameters": "#3d6fb4",
+    "gradients": "#7f9fd6",
+    "optimizer": "#1b3a66",
+    "activations": "#2a9d8f",
+    "logits": "#8fcfc5",
+    "buffers": "#f2b632",
+    "runtime": "#a3a3ad",
+}
+STEP_COLORS = {"compute": "#3d6fb4", "bubble": "#c9c9d0", "exposed": "#e07a3f", "optimizer": "#1b3a66"}
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #d9d9de; --quiet: #63636e; --track: #ededf0; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #3c3c44; --quiet: #a5a5b0; --track: #2c2c33; --bad: #ff8a80; }
+}
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.25rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+p, .legend { color: var(--quiet); margin: .25rem 0 .75rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
+.figures div { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
+.figures b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
+.figures i { font-style: normal; white-space: nowrap; font-weight: 400; font-size: .85rem; color: var(--quiet); }
+.figures span { color: var(--quiet); font-size: .85rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { font-weight: 600; }
+td.wide, th.wide { text-align: left; white-space: normal; min-width: 15rem; }
+.bar { display: flex; height: 1.1rem; min-width: 8rem; background: var(--track); border-radius: .2rem;
+  overflow: hidden; }
+.stages { display: grid; grid-template-columns: auto 1fr auto; gap: .3rem .7rem; align-items: center; }
+.stages span { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.over { color: var(--bad); font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem;
+  vertical-align: -.08rem; }
+svg { display: block; width: 100%; min-width: 44rem; }
+details { border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0; padding: .5rem .8rem; }
+summary { cursor: pointer; }
+summary span { color: var(--quiet); }
+pre { overflow-x: auto; font-size: .85rem; margin: .6rem 0 .2rem; }
+"""
+
+
+def page(
+    estimates: Sequence[Estimate],
+    simulation: Simulation | None = None,
+    rejected: Iterable[tuple[str, int, str]] = (),
+    misses: Iterable[NearMiss] = (),
+) -> str:
+    """The page.
+
+    Args:
+        estimates: the best plan first; its memory, traffic, pipeline and configurations are shown in full.
+        simulation: its pipeline; None where it has one stage.
+        rejected: kind of reason, number of plans, an example of the reason.
+        misses: plans that would be faster, had a GPU a little more memory.
+    """
+    best = estimates[0]
+    title = f"{best.model.name} on {best.cluster.name}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(best.plan.describe())}. {best.plan.gpus:,} GPUs, {best.plan.global_batch:,} sequences of "
+        f"{best.model.sequence:,} tokens a step. Figures are estimates, not measurements: "
+        f"{escape(best.band.sentence())}</p>",
+        _figures(best),
+        _exports(best),
+        _memory(best),
+    ]
+    if simulation is not None:
+        parts += _pipeline(best, simulation)
+    parts += [_plans(estimates), _misses(best, list(misses)), _traffic(best), _rejections(list(rejected))]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _figures(best: Estimate) -> str:
+    peak, band = best.peak_memory, best.band
+    time, space = f"± {band.time:.0%}", f"± {band.memory:.0%}"
+    shown = [
+        (f"{best.step:.3g} s", time, "step"),
+        (f"{best.tokens_per_second:,.0f}", time, "tokens per second"),
+        (f"{best.mfu:.1%}", time, "model FLOP/s utilisation"),
+        (f"{best.tflops_per_gpu:,.0f}", time, "TFLOP/s per GPU"),
+        (f"{peak.total / GIB:.1f} GiB", space, f"memory of stage {peak.stage}, the most"),
+    ]
+    if best.cost:
+        shown.append((f"{best.cost:,.2f}", time, "cost of a step"))
+    if best.energy:
+        shown.append((f"{best.energy / 3.6e6:,.1f} kWh", time, "energy of a step"))
+    return (
+        '<div class="figures">'
+        + "".join(f"<div><b>{escape(a)} <i>{b}</i></b><span>{escape(c)}</span></div>" for a, b, c in shown)
+        + "</div>"
+    )
+
+
+def _exports(best: Estimate) -> str:
+    """The plan as each system is told, or why it cannot run it."""
+    parts = ["<h2>To run it</h2>"]
+    for name, system in TARGETS.items():
+        reason = system.problem(best.model, best.cluster, best.plan)
+        if reason is None:
+            text = escape(system.write(best.model, best.cluster, best.plan))
+            parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
+        else:
+            hint = f"{reason}. The fastest that it can run: <code>plan --for {name}</code>"
+            parts.append(f"<details><summary>{name} <span>cannot run this plan</span></summary><p>{hint}</p></details>")
+    return "".join(parts)
+
+
+def _pipeline(best: Estimate, simulation: Simulation) -> list[str]:
+    plan, busy = best.plan, simulation.busy
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    text = (
+        f"{plan.schedule}, one row a rank, {plan.micro_batches:,} micro-batches. The bubble is the time that a rank "
+        f"waits for others: {best.bubble_fraction:.1%} of the pipeline's for the slowest, rank {slowest}, which is "
+        "what the step gets longer by"
+    )
+    mean = simulation.bubble if plan.optimizer_barrier else simulation.bubble_without_barrier
+    if mean > best.bubble_fraction + 0.005:
+        text += f"; ranks with less to do wait longer, {mean:.1%} on average"
+    first, last = pipeline_picture.folded(simulation)
+    if last >= first:
+        text += f". Between the dots it goes on alike, for micro-batches {first} to {last}"
+    picture = pipeline_picture.pipeline_svg(simulation, text)
+    return [
+        f"<h2>Pipeline</h2><p>{escape(text)}.</p>",
+        f'<div class="scroll" tabindex="0">{picture}</div>',
+        _legend(pipeline_picture.legend(simulation)),
+    ]
+
+
+def _memory(best: Estimate) -> str:
+    groups = stage_groups(best)
+    scale = max(max(group.memory.total, group.gpu.memory) for group in groups)
+    rows = []
+    for group in groups:
+        stage, gpu = group.memory, group.gpu
+        segments = [(MEMORY_COLORS[name], name, getattr(stage, name) / scale) for name in DEVICE_MEMORY]
+        over = ' class="over"' if stage.total > gpu.memory else ""
+        amount = f"{stage.total / GIB:.1f} of {gpu.memory / GIB:.1f} GiB"
+        rows.append(f"<span>stage {group.label}</span>{_bar(segments)}<span{over}>{amount}</span>")
+    return (
+        "<h2>Memory of each pipeline stage</h2>"
+        + _legend((color, name) for name, color in MEMORY_COLORS.items())
+        + f'<div class="stages">{"".join(rows)}</div>'
+    )
+
+
+def _plans(estimates: Sequence[Estimate]) -> str:
+    slowest = max(estimate.step for estimate in estimates)
+    columns = ("#", "plan:", "step", "where it goes", "tokens/s", "MFU", "±", "memory", "±", "rules of thumb broken:")
+    best = estimates[0]
+    ties = sum(tied(estimate.step, best.step, best.band.time) for estimate in estimates)
+    rows = []
+    for number, estimate in enumerate(estimates, 1):
+        segments = [(color, name, getattr(estimate, name) / slowest) for name, color in STEP_COLORS.items()]
+        rows.append(
+            (
+                f"{number} =" if number <= ties > 1 else str(number),
+                escape(estimate.plan.describe()),
+                f"{estimate.step:.3g} s",
+                _bar(segments),
+                f"{estimate.tokens_per_second:,.0f}",
+                f"{estimate.mfu:.1%}",
+                f"{estimate.band.time:.0%}",
+                f"{estimate.peak_memory.total / GIB:.1f} GiB",
+                f"{estimate.band.memory:.0%}",
+                escape("; ".join(reason for _, reason in estimate.broken_rules)),
+            )
+        )
+    names = {"exposed": "exposed communication"}
+    legend = _legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
+    equal = "<p>Those marked = cannot be told apart: choose the simplest, or time them.</p>" if ties > 1 else ""
+    return f"<h2>Plans compared</h2>{equal}{legend}{_table(columns, rows)}"
+
+
+def _misses(best: Estimate, misses: list[NearMiss]) -> str:
+    columns = ("plan:", "step", "than the best", "too much memory", "where:")
+    rows = [
+        (
+            escape(miss.plan.describe()),
+            f"{miss.seconds:.3g} s",
+            f"{miss.seconds / best.step - 1:+.1%}",
+            f"{miss.excess / GIB:.1f} GiB",
+            escape(miss.reason),
+        )
+        for miss in misses
+    ]
+    return f"<h2>Faster, had a GPU a little more memory</h2>{_table(columns, rows)}" if rows else ""
+
+
+def _traffic(best: Estimate) -> str:
+    columns = ("collective:", "ranks", "link", "count", "sent by a GPU", "time", "exposed")
+    rows = [
+        (
+            escape(f"{t.group} {t.collective} ({t.algorithm})"),
+            f"{t.size:,}",
+            escape(t.link),
+            f"{t.count:,}",
+            f"{t.bytes / 1e9:,.2f} GB",
+            f"{t.seconds:.3g} s",
+            f"{t.exposed:.3g} s",
+        )
+        for t in best.transfers
+    ]
+    return f"<h2>Traffic of a step</h2>{_table(columns, rows)}" if rows else ""
+
+
+def _rejections(rejected: list[tuple[str, int, str]]) -> str:
+    rows = [(escape(kind), f"{count:,}", escape(example)) for kind, count, example in rejected]
+    return (
+        f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'for example, or the nearest:'), rows)}"
+        if rows
+        else ""
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of HTML cells that scrolls in itself; a column whose name ends in a colon holds sentences."""
+    classes = [' class="wide"' if name.endswith(":") else "" for name in columns]
+    head = "".join(f"<th{kind}>{escape(name.rstrip(':'))}</th>" for name, kind in zip(columns, classes, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, classes, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _bar(segments: Iterable[tuple[str, str, float]]) -> str:
+    """Parts of a whole, each as a colour, a name and a share of the width."""
+    parts = "".join(
+        f'<div style="width:{100 * share:.2f}%;background:{color}" title="{escape(name)}"></div>'
+        for color, name, share in segments
+        if share > 0
+    )
+    return f'<div class="bar">{parts}</div>'
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for color, name in entries)
+    return f'<div class="legend">{items}</div>'

@@ -1,0 +1,110 @@
+"""The picture of a pipeline as an ``<svg>`` element. Where it repeats itself for long, the middle is folded away."""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import NamedTuple
+
+from parallel_ops.planner.pictures import drawing
+from parallel_ops.planner.schedules.schedule import Simulation
+
+WIDTH, MARGIN = 1200.0, 30.0
+# Of the fold, and the least of a pass that a reader can tell from the next.
+FOLD, NARROWEST = 34.0, 6.0
+
+
+class Scale(NamedTuple):
+    """Where a time is drawn: from ``start`` to ``stop`` the picture is folded to ``FOLD`` points; without a fold both
+    are the end."""
+
+    start: float
+    stop: float
+    points: float
+
+    def at(self, time: float) -> float:
+        x = MARGIN + min(time, self.start) * self.points
+        return x + FOLD + (time - self.stop) * self.points if time > self.stop else x
+
+    def parts(self, start: float, end: float) -> Iterator[tuple[float, float]]:
+        """Left and right of what is seen of a pass."""
+        if start < self.start:
+            yield self.at(start), self.at(min(end, self.start))
+        if end > self.stop:
+            yield self.at(max(start, self.stop)) + (FOLD if start <= self.stop else 0), self.at(end)
+
+
+def fold(simulation: Simulation) -> Scale:
+    """The scale of a picture: all of it, or both ends of a pipeline whose passes would be too narrow.
+
+    Each end has what fills or drains the pipeline, and as much again of what repeats itself.
+    """
+    room, step = WIDTH - MARGIN, simulation.step_time
+    passes = max(map(len, simulation.schedule))
+    if step / passes * room / step >= NARROWEST:
+        return Scale(step, step, room / step)
+    origin = min(starts[0] for starts in simulation.starts)
+    # When the last rank begins, until when the first has work in the order of time: how long filling takes.
+    ramp = max(starts[0] for starts in simulation.starts) - origin
+    ramp = max(ramp, step - min(ends[-1] for ends in simulation.ends) - origin)
+    each = max(2 * ramp, 0.5 * (room - FOLD) / NARROWEST * step / passes)
+    if 2 * each > 0.8 * step:
+        return Scale(step, step, room / step)
+    return Scale(each, step - each, (room - FOLD) / (2 * each))
+
+
+def folded(simulation: Simulation) -> tuple[int, int]:
+    """The first and the last micro-batch whose forward pass on the first rank is in the fold; (0, -1) without one."""
+    scale = fold(simulation)
+    numbers = [
+        bar.action.micro_batch
+        for bar in drawing.bars(simulation, 0)
+        if bar.action.kind == "F" and bar.start > scale.start and bar.end < scale.stop
+    ]
+    return (min(numbers), max(numbers)) if numbers else (0, -1)
+
+
+def legend(simulation: Simulation) -> Iterable[tuple[str, str]]:
+    for kind, pale in drawing.legend(simulation):
+        yield drawing.COLORS[kind][pale][0], drawing.NAMES[kind] + (", odd chunks" if pale else "")
+    yield drawing.BUBBLE, "bubble"
+
+
+def pipeline_svg(simulation: Simulation, label: str) -> str:
+    """The pipeline as an ``<svg>`` element: one path for each colour, so that thousands of passes stay small."""
+    ranks = len(simulation.schedule)
+    row = 22.0 if ranks <= 16 else 14.0
+    scale = fold(simulation)
+    paths: dict[str, list[str]] = {}
+    labels = []
+    digits = max(len(str(action.micro_batch)) for action in simulation.schedule[0])
+    for rank in range(ranks):
+        labels.append(
+            f'<text x="{MARGIN - 8:g}" y="{(rank + 0.5) * row:g}" text-anchor="end" fill="currentColor">{rank}</text>'
+        )
+        for bar in drawing.bars(simulation, rank):
+            fill, ink = drawing.COLORS[bar.action.kind][bar.pale]
+            height = (row - 2) / (2 if bar.half else 1)
+            y = rank * row + 1 + (height if bar.half == 2 else 0)
+            for left, right in scale.parts(bar.start, bar.end):
+                w = right - left
+                # A hair of bubble between passes, while they are wide enough for it.
+                gap = 0.6 if w > 3 else 0
+                paths.setdefault(fill, []).append(f"M{left:.2f} {y:g}h{w - gap:.2f}v{height:g}h{gap - w:.2f}z")
+                if w > 6.5 * digits + 2 and height > 9:
+                    text = f'<text x="{left + w / 2:.1f}" y="{y + height / 2:g}" text-anchor="middle" fill="{ink}">'
+                    labels.append(f"{text}{bar.action.micro_batch}</text>")
+    shapes = "".join(f'<path fill="{fill}" d="{"".join(parts)}"/>' for fill, parts in paths.items())
+    tall = ranks * row
+    back = "".join(
+        f'<rect x="{left:.2f}" width="{right - left:.2f}" height="{tall:g}" fill="{drawing.BUBBLE}"/>'
+        for left, right in scale.parts(0.0, simulation.step_time)
+    )
+    if scale.start < scale.stop < simulation.step_time:
+        middle = scale.at(scale.start) + FOLD / 2
+        labels += [
+            f'<text x="{middle:.1f}" y="{(rank + 0.5) * row:g}" text-anchor="middle" fill="currentColor">···</text>'
+            for rank in range(ranks)
+        ]
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {tall:g}" role="img" aria-label="{escape(label)}" '
+        f'font-size="10" dominant-baseline="central">{back}{shapes}{"".join(labels)}</svg>'
+    )

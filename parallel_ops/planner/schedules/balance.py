@@ -1,0 +1,80 @@
+"""Layers of each chunk of a pipeline such that the slowest rank takes the least time.
+
+The last chunk also has the output embedding and the loss, which cost as much as several layers of a small model; a
+cluster may have two kinds of GPUs; and the first layers of a mixture of experts may be dense.
+"""
+
+import heapq
+from functools import lru_cache
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.communication.placement import chunk_rank, chunk_sizes, layout_of
+from parallel_ops.planner.compute.compute import work_of
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.passes import chunk_costs, layer_costs
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+# Uneven stages are for a slowest rank that takes at least this much less time.
+WORTH = 0.005
+# Costs of what is beside the layers are told apart in steps of this many layers.
+_STEP = 0.05
+
+
+def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> tuple[int, ...]:
+    """Layers of each chunk, one or more; empty, as ``Plan.layers_per_chunk`` has it, where even ones do as well."""
+    layout, chunks = layout_of(plan), plan.pp * plan.virtual_stages
+    if plan.pp == 1 or chunks > model.layers:
+        return ()
+    work, sparse = work_of(plan), model.sparse_layers > 0
+    costs = {}
+    gpus = cluster.stage_gpus(plan.pp)
+    for gpu in set(gpus):
+        found = layer_costs(model, cluster, gpu, constants, work, sparse, plan.schedule == "dualpipe-v")
+        costs[gpu] = sum(part.total for part in found)
+    head_gpu = gpus[chunk_rank(chunks - 1, plan.pp, layout.v_shaped)]
+    first, head = (
+        sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0, 0), ends, False))
+        for gpu, ends in ((gpus[0], (True, False)), (head_gpu, (False, True)))
+    )
+    first /= costs[gpus[0]]
+    if sparse and model.dense_layers:
+        one = sum(part.total for part in layer_costs(model, cluster, gpus[0], constants, work, False, False))
+        first += model.dense_layers * (one / costs[gpus[0]] - 1)
+    slowest = max(costs.values())
+    speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
+    extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
+    return _balanced(model.layers, plan.pp, plan.virtual_stages, layout.v_shaped, speeds, extra)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(
+    layers: int, pp: int, virtual_stages: int, v_shaped: bool, speeds: tuple[float, ...], extra: tuple[int, int]
+) -> tuple[int, ...]:
+    """``speeds``: layers a unit of time on each rank. ``extra``: what the last and the first chunk cost on top."""
+    chunks = pp * virtual_stages
+    ranks = [chunk_rank(chunk, pp, v_shaped) for chunk in range(chunks)]
+    beside = [0.0] * chunks
+    beside[-1], beside[0] = extra[0] * _STEP, extra[1] * _STEP
+
+    def slowest(sizes: tuple[int, ...]) -> float:
+        loads = [0.0] * pp
+        for size, more, rank in zip(sizes, beside, ranks, strict=True):
+            loads[rank] += (size + more) / speeds[rank]
+        return max(loads)
+
+    sizes = [1] * chunks
+    own: list[list[int]] = [[] for _ in range(pp)]
+    for chunk, rank in enumerate(ranks):
+        own[rank].append(chunk)
+    # One layer after another goes to the rank that would be the first to finish it, there to its smallest chunk. Of
+    # equal ranks the last is first, since it holds the fewest micro-batches.
+    heap = [((sum(1 + beside[c] for c in own[rank]) + 1) / speeds[rank], -rank) for rank in range(pp)]
+    heapq.heapify(heap)
+    for _ in range(layers - chunks):
+        finish, negative = heapq.heappop(heap)
+        chunk = min(own[-negative], key=lambda c: sizes[c] + beside[c])
+        sizes[chunk] += 1
+        heapq.heappush(heap, (finish + 1 / speeds[-negative], negative))
+    even = slowest(chunk_sizes(layers, chunks))
+    return tuple(sizes) if slowest(tuple(sizes)) < even * (1 - WORTH) else ()

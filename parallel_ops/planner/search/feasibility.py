@@ -1,0 +1,168 @@
+"""Whether a plan can run at all: sizes that divide, schedules that have enough micro-batches, memory that is there."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import GIB, StageMemory
+from parallel_ops.planner.schedules.schedule import micro_batch_problem
+
+# The backward pass comes as two, the gradients of inputs and of weights.
+SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+
+
+class Problem(NamedTuple):
+    """Why a plan cannot run: a kind of reason, a sentence and, for memory, the bytes that are too many."""
+
+    kind: str
+    reason: str
+    excess: float = 0.0
+
+
+def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
+    """Why the plan cannot run, memory apart; ``None`` if it can."""
+    return (
+        next(_sizes(model, cluster, plan), None)
+        or next(_pipeline(model, plan), None)
+        or next(_context(model, plan), None)
+        or next(_experts(model, plan), None)
+    )
+
+
+def memory_problem(cluster: Cluster, plan: Plan, stages: tuple[StageMemory, ...]) -> Problem | None:
+    """Why the plan does not fit in memory, "stage 0 needs 91.2 GiB of 80.0: 11.2 too much"; ``None`` if it does."""
+    gpus = cluster.stage_gpus(plan.pp)
+    return _excess([(stage.total, gpus[stage.stage].memory, stage.stage) for stage in stages])
+
+
+def quick_memory_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
+    """As ``memory_problem``, of the stages that need the most."""
+    return MemoryCheck(model, cluster, plan).problem(plan.recompute, plan.offload)
+
+
+class MemoryCheck:
+    """``quick_memory_problem`` of a plan under any recomputation and offload."""
+
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
+        self._memory = PlanMemory(model, plan)
+        gpus = cluster.stage_gpus(plan.pp)
+        self._stages: list[tuple[int, float]] = []
+        self._deepest: list[tuple[int, float]] = []
+        held: dict[object, list[float]] = {}
+        for stage in deepest_stages(plan):
+            available = gpus[stage].memory
+            kind, in_flight = self._memory.kind(stage)
+            others = held.setdefault((kind, available), [])
+            # What holds no more micro-batches than an earlier stage that is alike needs no more either. Offload makes
+            # the two as good as equal, where rounding decides which comes out larger.
+            if in_flight not in others:
+                self._stages.append((stage, available))
+            if not others or in_flight > max(others):
+                self._deepest.append((stage, available))
+            others.append(in_flight)
+
+    def problem(self, recompute: str, offload: str) -> Problem | None:
+        """Of the plan with ``recompute`` and ``offload`` in place of its own."""
+        stages = self._stages if offload == "optimizer+activations" else self._deepest
+        total = self._memory.total
+        return _excess([(total(stage, recompute, offload), available, stage) for stage, available in stages])
+
+
+def _excess(stages: Sequence[tuple[float, float, int]]) -> Problem | None:
+    """The problem of the stage whose bytes exceed what its GPU has by the most."""
+    needed, available, stage = max(stages, key=lambda found: found[0] - found[1])
+    return excess("memory", stage, needed, available)
+
+
+def excess(kind: str, stage: int, needed: float, available: float) -> Problem | None:
+    """The problem of a stage that needs more bytes than there are; ``None`` if it does not."""
+    if needed <= available:
+        return None
+    more = needed - available
+    # A tenth of a GiB is what is printed; less than half of it would read as none.
+    amount = f"{more / GIB:.1f}" if more >= 0.05 * GIB else "less than 0.1"
+    reason = f"stage {stage} needs {needed / GIB:.1f} GiB of {available / GIB:.1f}: {amount} too much"
+    return Problem(kind, reason, more)
+
+
+def check(model: Model, cluster: Cluster, plan: Plan) -> None:
+    """Raises ``ValueError`` with the reason if the plan cannot run, memory apart."""
+    found = problem(model, cluster, plan)
+    if found:
+        raise ValueError(f"plan {plan.describe()}: {found[1]}")
+
+
+def _sizes(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Problem]:
+    gpus, tp, pp, cp = plan.gpus, plan.tp, plan.pp, plan.cp
+    if gpus != cluster.gpus:
+        yield Problem("size", f"dp * tp * pp * cp is {gpus}, but the cluster has {cluster.gpus} GPUs")
+    for gpu in dict.fromkeys(cluster.stage_gpus(pp)):
+        if not getattr(gpu, plan.dtype):
+            yield Problem("dtype", f"{gpu.name} has no {plan.dtype} matrix products")
+    if tp > cluster.node_size and cluster.topology == "fat-tree":
+        yield Problem("tp leaves the node", f"TP {tp} would leave the node of {cluster.node_size} GPUs")
+    for name in ("heads", "ffn", "hidden"):
+        if getattr(model, name) % tp:
+            yield Problem("tp does not divide", f"TP {tp} does not divide {name} ({getattr(model, name)})")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        yield Problem("tp does not divide", f"TP {tp} does not divide kv_heads ({model.kv_heads})")
+    if plan.sequence_parallel and tp == 1:
+        yield Problem("sequence parallelism without tp", "sequence parallelism shards over TP, which is 1")
+    if plan.sequence_parallel and model.sequence % (tp * cp):
+        yield Problem(
+            "sequence does not divide", f"TP * CP ({tp * cp}) does not divide the sequence ({model.sequence})"
+        )
+
+
+def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
+    chunks, m, kind = plan.pp * plan.virtual_stages, plan.micro_batches, plan.schedule
+    if plan.layers_per_chunk:
+        if sum(plan.layers_per_chunk) != model.layers:
+            yield Problem(
+                "too few layers",
+                f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, not to {model.layers} layers",
+            )
+    elif model.layers < chunks:
+        yield Problem("too few layers", f"{chunks} chunks of layers need as many layers; the model has {model.layers}")
+    if plan.pp == 1:
+        if kind != "1f1b":
+            yield Problem("schedule without pp", f"{kind} needs more than one pipeline stage")
+        return
+    if (reason := micro_batch_problem(kind, plan.pp, m)) is not None:
+        yield Problem("micro-batches", reason)
+    if kind in SPLIT_BACKWARD and plan.zero == 3:
+        yield Problem(
+            "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has given up"
+        )
+    cheap = plan.recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
+    if kind in SPLIT_BACKWARD and plan.recompute != "none" and not cheap:
+        yield Problem(
+            "recomputation with a split backward pass",
+            f"{kind} would recompute activations twice, for I and for W",
+        )
+
+
+def _context(model: Model, plan: Plan) -> Iterator[Problem]:
+    if plan.cp == 1:
+        return
+    if model.sequence % (2 * plan.cp):
+        yield Problem(
+            "sequence does not divide",
+            f"2 * CP ({2 * plan.cp}) chunks of a zigzag do not divide the sequence ({model.sequence})",
+        )
+    if plan.cp_kind == "all-to-all" and model.kv_heads % (plan.tp * plan.cp):
+        yield Problem(
+            "heads", f"all-to-all CP needs TP * CP ({plan.tp * plan.cp}) to divide kv_heads ({model.kv_heads})"
+        )
+
+
+def _experts(model: Model, plan: Plan) -> Iterator[Problem]:
+    if plan.ep == 1:
+        return
+    if not model.experts:
+        yield Problem("ep without experts", f"EP {plan.ep} needs a model with experts")
+    elif model.experts % plan.ep:
+        yield Problem("ep does not divide", f"EP {plan.ep} does not divide experts ({model.experts})")

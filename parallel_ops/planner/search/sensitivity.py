@@ -1,0 +1,45 @@
+"""Which constant the choice of a plan hangs on."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.efficiency import CONSTANTS, Efficiency
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import Sensitivity
+from parallel_ops.planner.step import step_seconds
+
+# How far a constant may be off.
+CHANGE = 0.2
+
+
+def sensitivity(
+    model: Model, cluster: Cluster, plans: Sequence[Plan], constants: Efficiency
+) -> tuple[Sensitivity, ...]:
+    """For each constant, the fastest of ``plans`` when it is 20 % lower and 20 % higher (but at most 1).
+
+    Constants that change the choice come first, then those that change the step time most.
+    """
+    if not plans:
+        return ()
+
+    def fastest(efficiencies: Efficiency) -> tuple[float, Plan]:
+        times = [(step_seconds(model, cluster, plan, efficiencies), index) for index, plan in enumerate(plans)]
+        seconds, index = min(times)
+        return seconds, plans[index]
+
+    usual, best = fastest(constants)
+    found = []
+    for name in CONSTANTS:
+        value = getattr(constants, name)
+        low = replace(constants, **{name: value * (1 - CHANGE)})
+        high = replace(constants, **{name: min(1.0, value * (1 + CHANGE))})
+        spread = step_seconds(model, cluster, best, high) - step_seconds(model, cluster, best, low)
+        choices = fastest(low)[1], fastest(high)[1]
+        found.append(
+            Sensitivity(
+                constant=name, low=choices[0], high=choices[1], changes=choices != (best, best), seconds=spread / usual
+            )
+        )
+    return tuple(sorted(found, key=lambda s: (not s.changes, -abs(s.seconds))))

@@ -1,0 +1,1 @@
+"""Linear layers whose products overlap the communication of tensor parallelism."""

@@ -1,0 +1,395 @@
+"""What all_gather_linear and linear_reduce_scatter share: checks, what ranks agree on, the torch ops, autograd.
+
+Each op gives two functions of a ``GroupCall``: its forward, and its gradients, which hand the factors of the weight
+gradients to a callback as soon as they are there. The first is also a registered op, opaque to ``torch.compile``, to
+dispatch modes and to tensor subclasses. Eager calls with gradients go past it, to one autograd function: torch's
+autograd of ops that take lists of tensors costs the host several times as much.
+
+A backward computes, and sends, only what the running graph task asks for: after ``autograd.grad(y, [x])`` weight
+gradients are as they were, and a backward that a pipeline schedule has split does each half once. A deferred weight
+gradient is such a half too, run when its queue says so.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from parallel_ops._internal.autograd import once_differentiable
+from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.group_checks import check_tensor
+from parallel_ops._internal.groups import group_name, resolve_group
+from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops.comm.consistency import Call, agree, announcing
+from parallel_ops.comm.transport.base import Transport
+from parallel_ops.comm.transport.registry import transport_of
+from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
+
+# (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
+Factors = Callable[[Sequence[Tensor], Tensor], None]
+
+# Entering autocast to leave it costs the host as much as a small product.
+_NOTHING = nullcontext()
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCall:
+    """The arguments of the op that are not tensors."""
+
+    op: str
+    group: str | None
+    sizes: list[int]  # of the sharded dimension, in rank order
+    overlap: int
+    needs: list[bool]  # of x, each weight and each bias: whether a gradient is wanted
+    partial_bias: bool = False  # the gradient of bias is that of this rank's rows
+
+    def needs_weights(self, count: int) -> list[bool]:
+        return self.needs[1 : 1 + count]
+
+    def needs_biases(self, count: int) -> list[bool]:
+        return self.needs[1 + count :]
+
+    def agree(
+        self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
+        weights: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """The ranks make the same call: else all raise.
+
+        Where a measurement chooses the pieces, they must have weights of one shape too: on what is kept of it by shape
+        they would otherwise differ, and wait for each other.
+        """
+        group = resolve_group(self.group)
+        over = transport.capabilities.name
+        # Which parameters want gradients decides what a backward sends.
+        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
+        measured = [tuple(w.shape) for w in weights] if self.overlap == plan.AUTO and x.is_cuda else []
+
+        def text() -> str:
+            even = len(set(self.sizes)) == 1
+            sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
+            overlap = plan.decode(self.overlap)
+            words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
+            return f"{words}, weights of {measured}" if measured else words
+
+        agree(group, Call(self.op, (x.dtype, *same, *options, *measured), text), x.device)
+
+    def transport(self) -> Transport | None:
+        return None if self.group is None else transport_of(resolve_group(self.group))
+
+    def pieces(
+        self, phase: plan.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
+        run: Callable[[int], object],
+    ) -> int:  # fmt: skip
+        """How many messages for each shard of a product ``[rows, inner] @ [inner, columns]``.
+
+        Args:
+            phase: its input is gathered, or its output scattered.
+            like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
+            run: does it with that many, to be timed.
+        """
+        if self.overlap > 0:
+            return self.overlap
+        if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
+            return plan.OFF
+        rows = rows_of(self.sizes, like)
+        sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
+        task = plan.Task(
+            phase=phase,
+            rows=sum(rows),
+            columns=columns,
+            inner=inner,
+            sent=sent[phase] * like.itemsize,
+            size=transport.size,
+            dtype=like.dtype,
+            transport=transport.capabilities.name,
+        )
+        return plan.choose(task, like.device, resolve_group(self.group), run)
+
+    def bulk(self, device: torch.device) -> bool:
+        """Whether whole collectives go behind whole products. On a GPU it costs nothing; on a CPU it gains nothing."""
+        return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
+
+
+def as_list(one_or_several: T | Sequence[T]) -> list[T]:
+    return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
+
+
+def matrix(t: Tensor) -> Tensor:
+    """``[..., N]`` as a contiguous matrix."""
+    return t.flatten(0, -2).contiguous()
+
+
+def rows_of(sizes: Sequence[int], t: Tensor) -> list[int]:
+    """The rows of every rank's matrix, for a tensor ``[s, ..., N]`` of which rank r has ``sizes[r]`` entries."""
+    return [size * math.prod(t.shape[1:-1]) for size in sizes]
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``x W^T + b``."""
+    if bias is None:
+        return torch.mm(x, weight.t()) if out is None else torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t()) if out is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+class LinearOp:
+    """A linear over a group as a torch op.
+
+    Args:
+        name: of the op and its schema.
+        forward: ``(call, x, weights, biases)`` to outputs, which are not views: a pipeline stage detaches its output.
+        gradients: ``(call, grads, x, weights, factors)`` to the gradient of x, ``None`` where it is not wanted, and
+            the output gradients of all rows, as matrices. Calls ``factors`` once where a weight's gradient is wanted.
+            It reads the weights for the gradient of x alone, and x for those of the weights.
+        rows: the first dimension of the outputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        forward: Callable[[GroupCall, Tensor, list[Tensor], list[Tensor]], list[Tensor]],
+        gradients: Callable[
+            [GroupCall, list[Tensor], Tensor, list[Tensor], Factors], tuple[Tensor | None, Sequence[Tensor]]
+        ],
+        rows: Callable[[GroupCall], int],
+    ) -> None:
+        self.name, self._forward, self._gradients, self._rows = name, forward, gradients, rows
+        self._backward_op = register(
+            f"{name}_backward", fake=self._fake_backward, cpu=self._backward, cuda=self._backward
+        )
+        self._op = register(
+            name,
+            fake=self._fake,
+            cpu=self._run,
+            cuda=self._run,
+            setup_context=self._setup_context,
+            backward=self._autograd,
+            autocast=_cast_all,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        main_grads: list[Target] | None,
+        deferred: DeferredWeightGradients | None,
+        group: ProcessGroup | None,
+        overlap: plan.Overlap,
+        split: Callable[[], list[int]],
+        *more: bool,
+    ) -> list[Tensor]:
+        """Checks everything, ``split()`` (the sizes) last, and runs. ``more`` fields of the ``GroupCall``."""
+        group_id = group_name(self.name, group)
+        with announcing(self.name, group, x, *weights, asks=True):
+            _check(self.name, x, weights, biases, group)
+            targets = targets_of(self.name, weights, main_grads, deferred)
+            pieces, sizes = plan.encode(self.name, overlap), split()
+        grad = torch.is_grad_enabled()
+        needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
+        arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, *more)
+        tensors = x, *weights, *biases
+        handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
+        if handled or (any(needs) and _unwatched(tensors)):
+            call = GroupCall(self.name, *arguments)
+            return list(_Linear.apply(self, call, targets, deferred if handled else None, *tensors))
+        return self._op(x, weights, biases, *arguments)
+
+    def gradients(
+        self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: Sequence[Target]
+    ) -> list[Tensor | None]:
+        """Those of x, each weight and each bias that ``call`` wants and that do not go to a target."""
+        needed = call.needs_weights(len(weights))
+        dweights: list[Tensor | None] = [None] * len(weights)
+
+        def products(dys: Sequence[Tensor], inputs: Tensor) -> None:
+            dweights[:] = [add_to(t, dy, inputs) if n else None for t, dy, n in zip(targets, dys, needed, strict=True)]
+
+        with _settled(x):
+            dx, dys = self._gradients(call, grads, x, weights, products)
+            summed = [matrix(g) for g in grads] if call.partial_bias else dys
+            biases = zip(summed, call.needs_biases(len(weights)), strict=False)
+            return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
+
+    def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _settled(x):
+            return self._forward(call, x, weights, biases)
+
+    def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
+        return self._forward(GroupCall(self.name, *arguments), x, weights, biases)
+
+    def _backward(self, x: Tensor, grads: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
+        n = len(weights)
+        all_of_it = self.gradients(GroupCall(self.name, *arguments), grads, x, weights, [None] * n)
+        dx, *others = [x.new_empty(0) if d is None else d for d in all_of_it]
+        return dx, others[:n], others[n:]
+
+    def _fake(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
+        rows = self._rows(GroupCall(self.name, *arguments))
+        return [x.new_empty((rows, *x.shape[1:-1], w.shape[0])) for w in weights]
+
+    def _fake_backward(self, x: Tensor, _: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
+        call, n = GroupCall(self.name, *arguments), len(weights)
+        return (
+            x.new_empty(x.shape if call.needs[0] else 0),
+            [w.new_empty(w.shape if need else 0) for w, need in zip(weights, call.needs_weights(n), strict=True)],
+            [w.new_empty(w.shape[0] if need else 0) for w, need in zip(weights, call.needs_biases(n), strict=False)],
+        )
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        x, weights, _, *ctx.arguments = inputs
+        _save(ctx, GroupCall(self.name, *ctx.arguments), x, weights)
+
+    def _autograd(self, ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+        x, weights = _saved(ctx, grads)
+        dx, dweights, dbiases = self._backward_op(x, grads, weights, *ctx.arguments)
+        n = len(weights)
+        return (
+            dx if ctx.call.needs[0] else None,
+            [d if needed else None for d, needed in zip(dweights, ctx.call.needs_weights(n), strict=True)],
+            [d if needed else None for d, needed in zip(dbiases, ctx.call.needs_biases(n), strict=True)],
+            *(None,) * len(ctx.arguments),
+        )
+
+
+def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], group: ProcessGroup | None) -> None:
+    """Tensors that one product can take, where the group can send them from."""
+    check_floating(op, "x", x)
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x must have at least two dimensions, got {list(x.shape)}")
+    check_tensor(op, x, group)
+    if not weights:
+        raise ValueError(f"{op}: weight must be a tensor or a sequence of at least one")
+    for weight in weights:
+        check_floating(op, "weight", weight)
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{op}: weight must have shape [N, {x.shape[-1]}], the last dimension of x, got {list(weight.shape)}"
+            )
+        check_same_device(op, "weight", weight, "x", x)
+        check_same_dtype(op, "weight", weight, "x", x)
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"{op}: bias must be None or one for each of the {len(weights)} weights, got {len(biases)}")
+    for weight, bias in zip(weights, biases, strict=False):
+        check_floating(op, "bias", bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{op}: bias must have shape [{weight.shape[0]}], one element for each row of weight, "
+                f"got {list(bias.shape)}"
+            )
+        check_same_device(op, "bias", bias, "x", x)
+        check_same_dtype(op, "bias", bias, "x", x)
+
+
+def _settled(x: Tensor) -> AbstractContextManager[None]:
+    """No autocast in here, a backward inside its region included: all dtypes are what they should be."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def _unwatched(tensors: Sequence[Tensor]) -> bool:
+    """Whether nobody wants to see the op or to put something in its place."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
+
+
+def _save(ctx: Any, call: GroupCall, x: Tensor, weights: list[Tensor]) -> None:
+    """Keeps what the backward reads: x for the gradients of the weights, these for that of x, else the shapes alone."""
+    ctx.call, ctx.shapes = call, (x.shape, [w.shape for w in weights])
+    needs_weight = any(call.needs_weights(len(weights)))
+    ctx.save_for_backward(*([x] if needs_weight else []), *(weights if call.needs[0] else []))
+
+
+def _saved(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """x and the weights; in place of what was not kept, which is not read, a number in its shape."""
+    saved, (shape, shapes) = list(ctx.saved_tensors), ctx.shapes
+    x = saved.pop(0) if any(ctx.call.needs_weights(len(shapes))) else _shaped(grads[0], shape)
+    return x, saved or [_shaped(grads[0], s) for s in shapes]
+
+
+def _shaped(like: Tensor, shape: torch.Size) -> Tensor:
+    return like.new_empty(()).expand(shape)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: LinearOp,
+        call: GroupCall,
+        targets: list[Target],
+        deferred: DeferredWeightGradients | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        device, cast = tensors[0].device.type, list(tensors)
+        if torch.is_autocast_enabled(device):
+            cast = list(cast_to_autocast_dtype(torch.get_autocast_dtype(device), tensors))
+        x, weights, biases = cast[0], cast[1 : 1 + len(targets)], cast[1 + len(targets) :]
+        # No tensor but what save_for_backward takes care of: the context lives as long as the loss does.
+        ctx.op, ctx.targets, ctx.deferred = op, targets, deferred
+        ctx.dtypes = [t.dtype for t in tensors]
+        _save(ctx, call, x, weights)
+        return tuple(op.run(call, x, weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return once_differentiable(ctx.op.name, _eager_backward)(ctx, *grads)
+
+
+def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights = _saved(ctx, grads)
+    edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
+    needs = [needed and _runs(node) for needed, (node, _) in edges]
+    call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
+    if ctx.deferred is not None:
+        n, nothing = len(weights), [False] * len(call.needs)
+        of_weights = call.needs_weights(n)
+        later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])
+        call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
+        if any(of_weights):
+            shapes = [_shaped(x, w.shape) for w in weights]
+            ctx.deferred.push(_later(ctx.op, later, list(grads), x, shapes, ctx.targets))
+    gradients = ctx.op.gradients(call, list(grads), x, weights, ctx.targets)
+    gradients += [None] * (len(ctx.dtypes) - len(gradients))
+    return None, None, None, None, *(d if d is None else d.to(t) for d, t in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _runs(node: Any) -> bool:
+    """Whether the running graph task wants the gradient that goes to ``node``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # so it answers for a leaf whose gradient autograd.grad returns
+        return True
+
+
+def _later(
+    op: LinearOp, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: list[Target]
+) -> Callable[[], None]:
+    backward = torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+    def compute() -> None:
+        if backward is not None and (now := torch.cuda.current_stream(x.device)) != backward:
+            now.wait_stream(backward)
+            for t in (x, *grads):  # else their memory could be given away on the stream that they come from
+                t.record_stream(now)
+        op.gradients(call, grads, x, weights, targets)
+
+    return compute
+
+
+def _cast_all(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Autocast rule: x, weights and biases in the autocast dtype (fp64 stays)."""
+    x, weights, biases, *rest = args
+    cast = cast_to_autocast_dtype(dtype, (x, *weights, *biases))
+    n = len(weights)
+    return cast[0], list(cast[1 : 1 + n]), list(cast[1 + n :]), *rest

@@ -1,0 +1,159 @@
+"""A column-parallel linear on input that every rank has whole, with the all-reduce of its gradient hidden.
+
+    y_i     = X W_i^T + b_i
+    dX      = all_reduce(sum over i of dy_i W_i)
+    dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
+
+Forward: nothing is sent. Backward: the all-reduce is a reduce-scatter and a gather of rows. The part of dX that another
+rank owns leaves as soon as it is computed, the own part is computed last (``_overlap``); each rank adds the partials of
+its rows in rank order in fp32 and rounds once; and the sums are gathered while dW is multiplied.
+
+Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
+2023, doi:10.1145/3567955.3567959 (decomposed collectives).
+"""
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm import copy_to_group
+from parallel_ops.comm.consistency import sends
+from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
+from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, as_list, matrix, rows_of
+from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
+from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target
+
+_NAME = "copy_linear"
+
+
+@overload
+def copy_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = "auto",
+    main_grad: Target = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> Tensor: ...
+@overload
+def copy_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor] | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = "auto",
+    main_grad: Sequence[Target] | None = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> tuple[Tensor, ...]: ...
+def copy_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = "auto",
+    main_grad: Target | Sequence[Target] = None,
+    deferred: DeferredWeightGradients | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """``F.linear(copy_to_group(x), weight, bias)``, the all-reduce of its gradient overlapped with the products.
+
+    Args:
+        x: ``[s, H]`` or ``[s, ..., H]``, the same on every rank; float32, float16, bfloat16 or float64.
+        weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several of one ``x``.
+        bias: ``[N]``, or one for each weight; ``None`` for none.
+        group: the ranks that share the output features; ``None`` for one rank.
+        overlap: ``"off"``: one after the other; ``"bulk"``: the sums are gathered behind the product of dW; a number:
+            so many messages for each rank's rows of dX on the way there too; ``"auto"``: what an analytic model and,
+            on a GPU, a measurement find fastest (see ``_overlap_plan``); there the weights must have the same shapes
+            on every rank.
+        main_grad: ``[N, H]``, float32 (float64 for float64) or the weight's dtype, or one for each weight: the weight's
+            gradient is added to it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
+        deferred: the weight's gradient is computed when this queue is told to. Likewise.
+
+    Returns:
+        ``[s, ..., N]``; a tuple for several weights. Under autocast the inputs are cast to the autocast dtype.
+
+    Raises:
+        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
+        options. On CPU every call with a gradient of x is compared, on CUDA the first one of its kind.
+
+    Sharding: x replicated over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of
+    x is complete and the same on every rank; those of weight and bias are complete for this rank's features.
+    """
+    outputs = _op(
+        x,
+        as_list(weight),
+        [] if bias is None else as_list(bias),
+        None if main_grad is None else as_list(main_grad),
+        deferred,
+        group,
+        overlap,
+        # The rows of the gradient that each rank sums: some are empty where there are fewer than ranks.
+        lambda: [end - start for start, end in split((0, x.shape[0]), 1 if group is None else group.size())],
+    )
+    return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
+
+
+def copy_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | None
+) -> Tensor:
+    """The same in plain PyTorch: a product, and in the backward a collective after the products."""
+    return F.linear(copy_to_group(x, group), weight, bias)
+
+
+@sends
+def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    transport = call.transport()
+    if transport is not None and call.needs[0]:  # else nothing will be sent
+        call.agree(transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights)
+    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+    return column_forward(None, x, [x.shape[0]], weights, each, OFF)
+
+
+def _gradients(
+    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
+) -> tuple[Tensor | None, list[Tensor]]:
+    dys, transport = [matrix(g) for g in grads], call.transport()
+    arriving = dx = None
+
+    def partial(span: Span, out: Tensor | None) -> Tensor:
+        total = x.new_empty((span[1] - span[0], x.shape[-1])) if out is None else out
+        torch.mm(dys[0][slice(*span)], weights[0], out=total)
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            total.addmm_(dy[slice(*span)], weight)
+        return total
+
+    if call.needs[0] and transport is None:
+        dx = partial((0, dys[0].shape[0]), None)
+    elif call.needs[0] and transport is not None:
+        rows = rows_of(call.sizes, x)
+
+        def run(pieces: int) -> Tensor:
+            if pieces == OFF:
+                parts, leaving = start_scatter(_NAME, transport, partial((0, sum(rows)), None), rows)
+                leaving.wait()
+            else:
+                parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial)
+            return sum_in_rank_order(parts)
+
+        own = run(call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run))
+        dx, arriving = start_gather(_NAME, transport, own, rows)
+        if not call.bulk(x.device):
+            arriving.wait()
+    if any(call.needs_weights(len(weights))):
+        factors(dys, matrix(x))
+    if arriving is not None:
+        arriving.wait()
+    return None if dx is None else dx.view(x.shape), dys
+
+
+_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=lambda call: sum(call.sizes))

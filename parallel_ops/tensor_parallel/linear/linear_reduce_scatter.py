@@ -1,0 +1,191 @@
+"""A row-parallel linear with sequence-sharded output, with the reduce-scatter hidden behind the product.
+
+    y       = reduce_scatter(x W^T) + b              along the first dimension
+    dx      = dY W                                   dY = all_gather(dy)
+    dW      = dY^T x,       db = sum over rows of dY
+
+Forward: the part of the output that another rank owns leaves as soon as it is computed, and this rank's own part is
+computed last, while the others are on their way (``_overlap``). Each rank receives the partial sums of its rows, in the
+dtype of x, adds them in rank order in fp32, then the bias, and rounds once. Backward: own rows of dY are multiplied
+first, while the next ones arrive; dY is then whole, which dW needs.
+
+Sources: Korthikanti et al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023,
+doi:10.1145/3567955.3567959 (decomposed collectives).
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops._internal.group_checks import check_sizes
+from parallel_ops._internal.groups import group_rank, resolve_group
+from parallel_ops.comm import reduce_scatter
+from parallel_ops.comm.consistency import sends
+from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.comm.transport.base import Transport
+from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
+from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
+from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target
+
+_NAME = "linear_reduce_scatter"
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None,
+    overlap: Overlap = "auto",
+    sizes: Sequence[int] | None = None,
+    main_grad: Target = None,
+    deferred: DeferredWeightGradients | None = None,
+    bias_gradient: Literal["complete", "partial"] = "complete",
+) -> Tensor:
+    """``reduce_scatter(F.linear(x, weight)) + bias``, the reduction overlapped with the product.
+
+    Args:
+        x: ``[s, K]`` or ``[s, ..., K]``, all rows of this rank's input features; float32, float16, bfloat16 or float64.
+        weight: ``[N, K]``, this rank's input features, dtype and device of ``x``.
+        bias: ``[N]``, the same on every rank; added once, after the sum.
+        group: the ranks that share the input features; ``None`` for one rank.
+        overlap: ``"off"`` and ``"bulk"``: multiply, then reduce (there is nothing whole to hide); a number: so many
+            messages for each shard, forward and backward; ``"auto"``: what an analytic model and, on a GPU, a
+            measurement find fastest (see ``_overlap_plan``); there the weight must have one shape on every rank.
+        sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
+        main_grad: ``[N, K]``, float32 (float64 for float64) or the weight's dtype: the weight's gradient is added to
+            it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
+        deferred: the weight's gradient is computed, that of y gathered for it, when this queue is told to. Likewise.
+        bias_gradient: ``"partial"``: that of this rank's rows, for who sums it over the ranks with those of other
+            parameters, as Megatron-LM does.
+
+    Returns:
+        ``[s_r, ..., N]``, this rank's rows. Under autocast the inputs are cast to the autocast dtype.
+
+    Raises:
+        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
+        options. On CPU every call is compared, on CUDA the first one of its kind.
+
+    Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
+    for this rank's features, that of bias is complete and the same on every rank, unless it is to be partial.
+    """
+
+    def split() -> list[int]:
+        if bias_gradient not in ("complete", "partial"):
+            raise ValueError(f"{_NAME}: bias_gradient must be 'complete' or 'partial', got {bias_gradient!r}")
+        return check_sizes(_NAME, "sizes", sizes, group, 0, whole=x)
+
+    (y,) = _op(
+        x,
+        [weight],
+        [] if bias is None else [bias],
+        None if main_grad is None else [main_grad],
+        deferred,
+        group,
+        overlap,
+        split,
+        bias_gradient == "partial",
+    )
+    return y
+
+
+def linear_reduce_scatter_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """The same in plain PyTorch: a product, then a collective. The gradient of bias is that of this rank's rows."""
+    y = reduce_scatter(F.linear(x, weight), group, sizes=sizes)
+    return y if bias is None else y + bias
+
+
+def row_forward(
+    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int
+) -> Tensor:
+    """``y = reduce_scatter(x W^T) + b``, the scatter in so many pieces or, with ``OFF``, after the product."""
+    h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
+    if transport is None:
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        multiply(h, weight, bias, y.flatten(0, -2))
+        return y
+    if pieces == OFF:
+        parts, leaving = start_scatter(_NAME, transport, multiply(h, weight, None), rows)
+        leaving.wait()
+    else:
+        like = x.new_empty((0, weight.shape[0]))
+        parts = scatter(
+            _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
+        )
+    shape = (sizes[transport.rank], *inner, weight.shape[0])
+    return sum_in_rank_order([part.view(shape) for part in parts], bias)
+
+
+def row_backward(
+    transport: Transport | None, grad: Tensor, sizes: Sequence[int], weight: Tensor, pieces: int, *, needs_x: bool
+) -> tuple[Tensor | None, Tensor]:
+    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first only where it is wanted."""
+    dx = grad.new_empty((sum(sizes), *grad.shape[1:-1], weight.shape[1])) if needs_x else None
+    dy, rows = matrix(grad), rows_of(sizes, grad)
+
+    def consume(span: Span, dy: Tensor) -> None:
+        if dx is not None and dy.shape[0]:
+            torch.mm(dy, weight, out=dx.flatten(0, -2)[slice(*span)])
+
+    if transport is None:
+        consume((0, sum(rows)), dy)
+        return dx, dy
+    if pieces == OFF or dx is None:
+        whole, arriving = start_gather(_NAME, transport, dy, rows)
+        arriving.wait()
+        consume((0, sum(rows)), whole)
+    else:
+        whole = gather(_NAME, transport, dy, rows, pieces, consume)
+    return dx, whole
+
+
+def _rows(call: GroupCall) -> int:
+    return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
+
+
+@sends
+def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    (weight,), bias, transport = weights, biases[0] if biases else None, call.transport()
+
+    def run(pieces: int) -> Tensor:
+        return row_forward(transport, x, call.sizes, weight, bias, pieces)
+
+    if transport is None:
+        return [run(OFF)]
+    same = (x.shape[:-1], weight.shape[0], len(biases))
+    call.agree(transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
+    return [run(call.pieces("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
+
+
+def _gradients(
+    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
+) -> tuple[Tensor | None, list[Tensor]]:
+    (grad,), (weight,), transport = grads, weights, call.transport()
+    if not any(call.needs[:2] if call.partial_bias else call.needs):
+        return None, []
+
+    def run(pieces: int) -> tuple[Tensor | None, Tensor]:
+        return row_backward(transport, grad, call.sizes, weight, pieces, needs_x=call.needs[0])
+
+    pieces = OFF
+    if transport is not None and call.needs[0]:
+        pieces = call.pieces("gather", transport, grad, weight.shape[1], weight.shape[0], run)
+    dx, whole = run(pieces)
+    if call.needs[1]:
+        factors([whole], matrix(x))
+    return dx, [whole]
+
+
+_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=_rows)

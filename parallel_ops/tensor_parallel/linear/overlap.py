@@ -1,0 +1,162 @@
+"""The two schedules that hide communication behind products of matrices, over any transport.
+
+    gather     whole = rows of all ranks        step k: piece j of rank r + k arrives, own rows are there at once
+    scatter    own   = sum over ranks of parts  step k: the part for rank r + k leaves, the own part is made last
+
+In step k every rank sends to one rank and receives from one, so that the exchanges of a step form a permutation: no
+rank is waited for by two, and each exchange is one grouped call that cannot deadlock. A shard goes in ``pieces``
+messages, the same number on every rank. While a piece is multiplied, the next ``IN_FLIGHT`` are on their way.
+
+Whoever produces is enqueued before whoever consumes: an exchange is posted, then waited for, then its rows are read,
+in the program order of one host thread. No kernel ever spins on a flag, so the order is right whatever the number of
+hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is. With one queue an exchange that waits for the one before it holds up
+every product that was enqueued after it, so there the next one is posted only when a piece has arrived.
+
+A sum over ranks is never formed on the way: every partial is sent once, to the rank that owns its rows, and that rank
+adds them in rank order in fp32 (fp64 for fp64). The result does not depend on arrival, so it has the same bits as the
+unfused computation with the same pieces, on every run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
+from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, in_flight
+
+Span = tuple[int, int]
+
+
+def spans(sizes: Sequence[int]) -> list[Span]:
+    """Where each rank's rows start and stop."""
+    ends = [0, *accumulate(sizes)]
+    return list(pairwise(ends))
+
+
+def split(span: Span, pieces: int) -> list[Span]:
+    """``span`` in ``pieces`` parts, as equal as can be; some are empty where there are fewer rows."""
+    start, rows = span[0], span[1] - span[0]
+    return [(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
+
+
+def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
+    """The spans of the whole in the order in which ``gather`` hands them out on ``rank``."""
+    for k in range(len(sizes)):
+        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+
+
+def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
+    """The spans of the whole in the order in which ``scatter`` asks for them on ``rank``."""
+    for k in (*range(1, len(sizes)), 0):
+        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+
+
+def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Handle]:
+    """The rows of all ranks, on their way; whole once the handle was waited for, which may be done again."""
+    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    if len(set(sizes)) == 1 and (handle := transport.collective(op, whole, shard)) is not None:
+        return whole, handle
+    where, rank = spans(sizes), transport.rank
+    whole[slice(*where[rank])].copy_(shard)
+    others = [(rank + k) % transport.size for k in range(1, transport.size)]
+    sends = [Send(shard, peer) for peer in others]
+    receives = [Receive(whole[slice(*where[peer])], peer) for peer in others]
+    return whole, Exchange(op, transport, sends, receives)
+
+
+def gather(
+    op: str,
+    transport: Transport,
+    shard: Tensor,
+    sizes: Sequence[int],
+    pieces: int,
+    consume: Callable[[Span, Tensor], None],
+) -> Tensor:
+    """The rows of all ranks; ``consume(span, rows)`` is called for each piece when its rows are there.
+
+    Args:
+        shard: ``[sizes[rank], H]``, contiguous.
+        pieces: messages for each shard.
+    """
+    rank, size = transport.rank, transport.size
+    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    where = spans(sizes)
+    first = where[rank][0]
+    whole[slice(*where[rank])].copy_(shard)
+    mine = split(where[rank], pieces)
+    posted: deque[tuple[Span, Exchange]] = deque()
+    steps = ((k, j) for k in range(1, size) for j in range(pieces))
+
+    def post() -> None:
+        for k, j in steps:
+            to, source = (rank - k) % size, (rank + k) % size
+            span = split(where[source], pieces)[j]
+            leaving = Send(shard[mine[j][0] - first : mine[j][1] - first], to)
+            arriving = Receive(whole[slice(*span)], source)
+            posted.append((span, Exchange(op, transport, [leaving], [arriving])))
+            return
+
+    for _ in range(in_flight(transport)):
+        post()
+    for span in mine:
+        consume(span, whole[slice(*span)])
+    while posted:
+        span, exchange = posted.popleft()
+        exchange.wait()
+        post()
+        consume(span, whole[slice(*span)])
+    return whole
+
+
+def scatter(
+    op: str,
+    transport: Transport,
+    sizes: Sequence[int],
+    pieces: int,
+    like: Tensor,
+    produce: Callable[[Span, Tensor | None], Tensor],
+) -> list[Tensor]:
+    """What all ranks computed for this rank's rows, in rank order.
+
+    Args:
+        like: ``[any, N]``: dtype, device and columns of a part.
+        produce: ``produce(span, out)`` computes this rank's part for the rows of ``span``, into ``out`` if given.
+    """
+    rank, size = transport.rank, transport.size
+    where = spans(sizes)
+    first = where[rank][0]
+    landing = like.new_empty((size, sizes[rank], *like.shape[1:]))
+    mine = split(where[rank], pieces)
+    posted: deque[Exchange] = deque()
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        for j, span in enumerate(split(where[to], pieces)):
+            leaving = Send(produce(span, None), to)
+            arriving = Receive(landing[source, mine[j][0] - first : mine[j][1] - first], source)
+            posted.append(Exchange(op, transport, [leaving], [arriving]))
+            if len(posted) > IN_FLIGHT:
+                posted.popleft().wait()
+    for span in mine:
+        produce(span, landing[rank, span[0] - first : span[1] - first])
+    for exchange in posted:
+        exchange.wait()
+    return list(landing)
+
+
+def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Handle]:
+    """What all ranks hold for this rank's rows, in rank order, once the handle was waited for, which may be done again.
+
+    Args:
+        parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows. Must not change before the wait.
+    """
+    rank, where = transport.rank, spans(sizes)
+    landing = parts.new_empty((transport.size, sizes[rank], *parts.shape[1:]))
+    if len(set(sizes)) == 1 and (handle := transport.collective(op, landing, parts)) is not None:
+        return list(landing), handle
+    landing[rank].copy_(parts[slice(*where[rank])])
+    others = [(rank + k) % transport.size for k in range(1, transport.size)]
+    sends = [Send(parts[slice(*where[peer])], peer) for peer in others]
+    receives = [Receive(landing[peer], peer) for peer in others]
+    return list(landing), Exchange(op, transport, sends, receives)

@@ -1,0 +1,217 @@
+"""The last linear and its cross-entropy in one op: the logits never exist, but for a chunk of rows at a time.
+
+    for each chunk of rows h of hidden:
+        z       = h W^T + b                     this rank's columns, in the buffer that all chunks share
+        loss    = cross-entropy of z            statistics, one all-gather, combination: see cross_entropy.py
+        dz      over z                          the local gradient kernel, in place
+        dh      = dz W                          summed over the ranks
+        dW, db += dz^T h, sum of dz             in fp32: chunk after chunk in bf16 would lose the late ones
+
+Without a group loss and dz are one kernel. For ``"mean"`` and ``"sum"`` every row's loss has the same factor, so the
+gradients of the sum are computed here, in the forward pass, while the chunk is at hand, and backward only scales them
+by the incoming gradient over the divisor (tensors: nothing waits for a device; the mean's own gradients would be too
+small for fp16, whose loss scale comes with the incoming gradient). That is three products of matrices, as many as the
+unfused composite needs. For ``"none"`` the factors are known in backward only: forward keeps the row's maximum and log
+sum of exponentials, and backward makes each chunk of logits again, a fourth product.
+
+With sequence-parallel input each rank holds a part of the rows: a chunk is gathered from all ranks, and its dh goes
+back to them by a reduce-scatter.
+
+Memory beyond inputs and gradients: the chunk, and dW in fp32. Chunk sizes and their order are set by the shapes, so
+results do not change from run to run. Sources: Wijmans et al., arXiv:2411.09009; Hsu et al., arXiv:2410.10989 (chunks).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
+from parallel_ops._internal.groups import group_name
+from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops.comm.consistency import announcing
+from parallel_ops.ops.cross_entropy import kernels as local
+from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference
+from parallel_ops.ops.cross_entropy.options import (
+    NONE,
+    REDUCTIONS,
+    LossOptions,
+    check_class_weight,
+    check_reduction,
+    check_target,
+)
+from parallel_ops.tensor_parallel.loss.linear_loss import NAME as _NAME
+from parallel_ops.tensor_parallel.loss.linear_loss import backward, fake, fake_backward, forward
+from parallel_ops.tensor_parallel.loss.logit_chunks import LinearCall
+
+# Each chunk reads the weight twice and reads and writes its gradient, and must have rows enough to hide that behind the
+# products: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
+# Xeon, 2,048 rows, hidden size 512: 64 MiB as fast as the whole logits at once, 16 MiB 25% slower, in bf16 2x).
+_CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    ignore_out_of_range: bool = False,
+    reduction: str = "mean",
+    sequence_parallel: bool = False,
+    chunk_bytes: int | None = None,
+    return_statistics: bool = False,
+) -> Any:
+    """``vocab_parallel_cross_entropy(F.linear(hidden, weight, bias), target, ...)`` without the logits.
+
+    Args:
+        hidden: ``[..., H]``, float32, float16, bfloat16 or float64; with ``sequence_parallel`` this rank's part
+            ``[s / P, ..., H]``, equal parts in rank order.
+        weight: ``[V_r, H]``, this rank's rows of the output embedding, dtype of ``hidden``.
+        target: ``[...]``, or the whole ``[s, ...]`` with ``sequence_parallel``; int64 or int32, the same on every rank.
+        bias: ``[V_r]``. -inf marks a column that is not there (padding of the vocabulary).
+        class_weight: ``[V_r]``, this rank's part, of any of these dtypes.
+        group, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, return_statistics: as in
+            ``vocab_parallel_cross_entropy``.
+        sequence_parallel: ``hidden`` is sharded on its first dimension over ``group``.
+        chunk_bytes: the size of the chunk of logits on the rank with the most columns (at least one row, or one row of
+            each rank); by default 256 MiB on CUDA and 64 MiB on CPU.
+
+    Returns:
+        A scalar, or a loss for each target for ``reduction="none"``; float32, or float64 for float64 tensors. A tuple
+        with ``return_statistics``. All ranks get the same bits. Under autocast hidden, weight and bias are cast to the
+        autocast dtype.
+
+    Raises: as ``vocab_parallel_cross_entropy``.
+
+    Sharding: hidden replicated over group, or S(0) with ``sequence_parallel``; weight, bias and class_weight S(0);
+    target, loss and statistics replicated. The gradient of hidden is complete on every rank, sharded as hidden is; the
+    incoming gradient must be the same on every rank.
+    """
+    name = group_name(_NAME, group)
+    checked = (hidden, weight, target, bias, class_weight, group, sequence_parallel, reduction, chunk_bytes)
+    if group is None:
+        parts, size = _check(*checked)
+        o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
+    else:
+        with announcing(_NAME, group, hidden, weight, target, asks=True):
+            parts, size = _check(*checked)
+            o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    options = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range, REDUCTIONS.index(reduction))
+    try:
+        loss, column, saved, *_ = _op(
+            hidden, weight, bias, target, class_weight, name, *options, parts, size, needs,
+            all_outputs=return_statistics,
+        )  # fmt: skip
+    except RuntimeError:  # the kernel met a target outside the vocabulary, or something else is wrong
+        if name is None and not ignore_out_of_range:
+            check_target_values(_NAME, target, weight.shape[0], o.ignore_index)
+        raise
+    return (loss, local.statistics_of(column, saved, target.shape)) if return_statistics else loss
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The same on one rank in plain PyTorch."""
+    return cross_entropy_reference(F.linear(hidden, weight, bias), target, **options)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
+    group: ProcessGroup | None, sequence_parallel: bool, reduction: str, chunk_bytes: int | None,
+) -> tuple[int, int]:  # fmt: skip
+    """(ranks that hold a part of the rows each, bytes of a chunk)."""
+    check_floating(_NAME, "hidden", hidden)
+    if hidden.dim() == 0:
+        raise ValueError(f"{_NAME}: hidden must have at least one dimension, got a scalar")
+    check_floating(_NAME, "weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{_NAME}: weight must have shape [V, {hidden.shape[-1]}], the last dimension of hidden, "
+            f"got {list(weight.shape)}"
+        )
+    check_same_device(_NAME, "weight", weight, "hidden", hidden)
+    check_same_dtype(_NAME, "weight", weight, "hidden", hidden)
+    if bias is not None:
+        check_floating(_NAME, "bias", bias)
+        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"{_NAME}: bias must have shape [{weight.shape[0]}], one element for each row of weight, "
+                f"got {list(bias.shape)}"
+            )
+        check_same_device(_NAME, "bias", bias, "hidden", hidden)
+        check_same_dtype(_NAME, "bias", bias, "hidden", hidden)
+    parts = group.size() if group is not None and sequence_parallel else 1
+    if sequence_parallel and hidden.dim() < 2:
+        raise ValueError(f"{_NAME}: hidden must be [s / P, ..., H] with sequence_parallel, got {list(hidden.shape)}")
+    shape = torch.Size((parts * hidden.shape[0], *hidden.shape[1:-1])) if parts > 1 else hidden.shape[:-1]
+    check_target(_NAME, target, shape, "that of the whole hidden without its last dimension")
+    check_same_device(_NAME, "target", target, "hidden", hidden)
+    check_class_weight(_NAME, class_weight, weight.shape[:1], "one element for each row of weight", "hidden", hidden)
+    check_reduction(_NAME, reduction)
+    size = _CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "cuda"] if chunk_bytes is None else chunk_bytes
+    if size < 1:
+        raise ValueError(f"{_NAME}: chunk_bytes must be at least 1, got {chunk_bytes}")
+    return parts, size
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, bias, _, class_weight, *ctx.arguments = inputs
+    _, column, saved, divisor, *gradients = output
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else zeros of the size of the weight gradient, for nobody
+    call = LinearCall(*ctx.arguments)
+    ctx.needs, ctx.per_row, ctx.dtype = call.needs, call.reduction == NONE, weight.dtype
+    kept = (hidden, weight, bias, class_weight, column, saved) if ctx.per_row else (divisor, *gradients)
+    ctx.save_for_backward(*kept)
+
+
+def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * (5 + len(ctx.arguments))
+    if ctx.per_row:
+        gradients, scale = _backward_op(grad, *ctx.saved_tensors, *ctx.arguments), None
+    else:
+        divisor, *gradients = ctx.saved_tensors
+        scale = grad / divisor
+    scaled = [
+        _finished(g, scale, ctx.dtype) if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)
+    ]
+    return (*scaled, *(None,) * (2 + len(ctx.arguments)))
+
+
+def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``scale * gradient``, rounded once to ``dtype``."""
+    if scale is None:
+        return gradient.to(dtype)
+    if gradient.dtype is dtype:
+        return gradient * scale
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *cast_to_autocast_dtype(dtype, args[:3]), *args[3:]
+
+
+_backward_op = register(f"{_NAME}_backward", fake=fake_backward, cpu=backward, cuda=backward)
+_op = register(
+    _NAME,
+    fake=fake,
+    cpu=forward,
+    cuda=forward,
+    setup_context=_setup_context,
+    backward=_autograd,
+    differentiable=1,
+    autocast=_autocast,
+)

@@ -1,0 +1,88 @@
+"""How the ranks of a group share a vocabulary: agreed upon before the statistics of a vocab-parallel loss are gathered.
+
+A rank must know where its shard starts before it can tell whose a target is. So with what must be the same everywhere
+(rows and options) goes the size of its shard, and on CPU the target that is furthest outside any vocabulary. On CUDA,
+where a call of a known kind is not compared again, the layout is remembered by the size of this rank's shard. One that
+changes its size on some ranks of a group only, after that, goes unnoticed by the others: use another group for it.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm.consistency import Call, agree, agreed_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shard sizes of a group, in rank order, seen from one rank."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.sizes)
+
+
+_NONE = (-1, 0)
+
+# By the size of this rank's shard: a model may have several vocabularies.
+_layouts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Layout]] = weakref.WeakKeyDictionary()
+
+
+def known_layout(group: ProcessGroup, cols: int) -> Layout:
+    """The layout that the forward of this rank's shard of ``cols`` columns agreed upon."""
+    return _layouts[group][cols]
+
+
+def agreed_layout(
+    op: str, group: ProcessGroup, cols: int, target: Tensor, ignore_index: int, options: tuple[object, ...]
+) -> Layout:
+    """The layout of the group for this rank's shard of ``cols`` columns.
+
+    Args:
+        options: what must be the same on every rank, besides the number of rows.
+
+    Raises:
+        ValueError: on every rank, where they make different calls or, on CPU, a target is outside the vocabulary (on
+        CUDA the loss of such a row is NaN instead).
+    """
+    furthest = _furthest(target, ignore_index) if target.device.type == "cpu" else _NONE
+    layouts, same = _layouts.setdefault(group, {}), (target.numel(), ignore_index, *options)
+    call = Call(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
+    answers = agree(group, call, target.device, known=cols in layouts)
+    if answers is not None:
+        layouts[cols] = layout = Layout(tuple(own[0] for own in answers), group.rank())
+        for rank, (_, *of_rank) in enumerate(answers):
+            if _outside(of_rank, layout):
+                raise agreed_error(group, _bad_target(op, of_rank, layout, f" (on rank {rank})"))
+    return layouts[cols]
+
+
+def _furthest(target: Tensor, ignore_index: int) -> Sequence[int]:
+    """(row, target) of one that is in no vocabulary, or else of the largest; ``_NONE`` if none counts."""
+    flat = target.flatten().long()
+    # A negative one counts as more than the largest that there may be.
+    size = torch.where(flat < 0, torch.iinfo(torch.int64).max, flat).masked_fill(flat == ignore_index, -1)
+    row = int(size.argmax()) if size.numel() else -1
+    return _NONE if row < 0 or size[row] < 0 else (row, int(flat[row]))
+
+
+def _outside(furthest: Sequence[int], layout: Layout) -> bool:
+    row, value = furthest
+    return row >= 0 and not 0 <= value < layout.vocab
+
+
+def _bad_target(op: str, furthest: Sequence[int], layout: Layout, where: str) -> str:
+    row, value = furthest
+    inside = f"the vocabulary [0, {layout.vocab})"
+    return f"{op}: target {value} in row {row}{where} is outside {inside} and is not ignore_index"

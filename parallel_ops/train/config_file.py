@@ -1,0 +1,124 @@
+"""Settings from a TOML file and changes to it, and what is wrong with them in words."""
+
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from parallel_ops.planner.plan import parse_fields
+from parallel_ops.train.config import Settings
+from parallel_ops.train.config_sections import Section
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_settings(path: Path | str, changes: Iterable[str] = ()) -> Settings:
+    """The settings of a TOML file.
+
+    Args:
+        changes: to keys of the file, ``"parallel.tp=2"``, as ``set_key`` takes them.
+
+    Raises:
+        OSError: as the file system says. ValueError: naming the file and every key that is wrong, in one line.
+    """
+    return settings_of(with_changes(read_toml(path), changes), str(path))
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises:
+        OSError: as the file system says. ValueError: it is not TOML.
+    """
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def with_changes(data: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Nested mappings with other values; see ``set_key``."""
+    for change in changes:
+        data = set_key(data, change)
+    return dict(data)
+
+
+def settings_of(data: Mapping[str, Any], name: str = "Settings") -> Settings:
+    """The settings of nested mappings; ``name`` is what messages begin with.
+
+    Raises:
+        ValueError: naming every key that is wrong, in one line.
+    """
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {describe_errors(error)}") from None
+
+
+def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
+    """A copy of nested mappings with ``section.key=value``; ``parallel=dp=2,tp=2`` sets a whole section.
+
+    The value is one of TOML; what is none is a string, so ``checkpoint.folder=runs/a`` needs no quotes.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    place, equals, text = change.partition("=")
+    names = [name.strip() for name in place.split(".")]
+    if not equals or not all(names) or len(names) > 2 or (len(names) == 1 and names != ["parallel"]):
+        raise ValueError(f"--set takes section.key=value, got {change!r}")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    if len(names) == 1:
+        return {**data, names[0]: value}
+    section, key = names
+    own = data.get(section, {})
+    if section == "parallel" and isinstance(own, str):
+        own = parse_fields(own, "parallel")
+    if not isinstance(own, Mapping):
+        raise ValueError(f"--set: {section} is no section, but {own!r}")
+    if section == "parallel" and key in ("dtype", "recompute"):
+        # Where the file has them.
+        return set_key(data, f"{'precision.dtype' if key == 'dtype' else 'recompute.kind'}={json.dumps(value)}")
+    return {**data, section: {**own, key: value}}
+
+
+def describe_errors(error: ValidationError) -> str:
+    """What is wrong, key by key, in one line."""
+    return "; ".join(dict.fromkeys(_describe(found) for found in error.errors(include_url=False)))
+
+
+def _describe(found: Any) -> str:
+    place = [str(part) for part in found["loc"] if part != "function-after"]
+    name = ".".join(place)
+    if found["type"] == "extra_forbidden":
+        known = _known(place[:-1])
+        near = difflib.get_close_matches(place[-1].lower(), known, n=3, cutoff=0.5)
+        hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+        return f"unknown key {name}; {hint}"
+    if found["type"] == "missing":
+        return f"{name} is missing"
+    message = found["msg"]
+    if found["type"] == "parallel_ops":
+        return f"{name} {message}" if len(place) > 1 else str(message)
+    given = "" if isinstance(found["input"], dict) else f", got {found['input']!r}"
+    return f"{name}: {message[:1].lower()}{message[1:]}{given}"
+
+
+def _known(place: list[str]) -> list[str]:
+    """The keys of a section, or the sections."""
+    if not place:
+        return list(Settings.model_fields)
+    known = Settings.model_fields[place[0]].annotation
+    names = list(known.model_fields) if isinstance(known, type) and issubclass(known, Section) else []
+    return [*names, "dtype", "recompute"] if place[0] == "parallel" else names

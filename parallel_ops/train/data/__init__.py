@@ -1,0 +1,1 @@
+"""Token files and datasets, packed into samples, read as batches."""

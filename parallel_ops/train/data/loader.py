@@ -1,0 +1,62 @@
+"""Reads the micro-batches of a step while the step before it is computed."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from parallel_ops.train.data.packing import Batch, Samples, shares
+
+
+class Loader:
+    """The micro-batches of one data-parallel rank.
+
+    Args:
+        vocabulary: how many tokens the model knows; ``None`` for not to check.
+        pinned: in memory from which a GPU copies beside its work.
+    """
+
+    def __init__(
+        self, samples: Samples, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
+        vocabulary: int | None = None, pinned: bool = False,
+    ) -> None:  # fmt: skip
+        self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
+        self._sizes = {
+            "global_batch": global_batch, "micro_batch": micro_batch, "replicas": replicas, "replica": replica,
+        }  # fmt: skip
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def step(self, taken: int) -> list[Batch]:
+        """Those of the step after ``taken`` samples; the next step's are read from now on.
+
+        Raises:
+            ValueError: a token that the model does not know. OSError: as the file system says.
+        """
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader")
+        if self._ahead is None or self._ahead[0] != taken:
+            self._ahead = taken, self._reader.submit(self._read, taken)
+        batches = self._ahead[1].result()
+        self._ahead = taken + self.global_batch, self._reader.submit(self._read, taken + self.global_batch)
+        return batches
+
+    def close(self) -> None:
+        """Ends the thread that reads; another ``step`` starts it again."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+        self._reader = self._ahead = None
+
+    def _read(self, taken: int) -> list[Batch]:
+        return [self._batch(numbers) for numbers in shares(taken, **self._sizes)]
+
+    def _batch(self, numbers: range) -> Batch:
+        batch = self.samples.batch(numbers)
+        if self.vocabulary is not None:
+            # The targets of a batch may all be ignored.
+            for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
+                if not 0 <= found < self.vocabulary:
+                    raise ValueError(
+                        f"data: token {found}, in samples {numbers[0]} to {numbers[-1]}, is outside the model's "
+                        f"vocabulary of {self.vocabulary}"
+                    )
+        if not self.pinned:
+            return batch
+        return batch.pinned()

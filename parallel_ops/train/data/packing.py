@@ -1,0 +1,115 @@
+"""Which tokens a step trains on: sequences cut from shuffled, packed documents, the same whatever the ranks.
+
+An epoch is every document once, in an order drawn from seed and epoch, one behind the other, cut into sequences of
+``seq_length`` tokens and one more, the last target. Sample n is the n-th of these, epoch after epoch. A step takes the
+next ``global_batch`` samples, and a data-parallel rank its share of them: so where a run is says one number, how many
+samples it has taken, and a run that goes on with other ranks sees the same samples.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parallel_ops.models.context import IGNORED
+from parallel_ops.train.data.tokens import TokenStream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Micro-batch of one rank.
+
+    Attributes:
+        tokens, targets: ``[s, b]`` int64; -100 where the next token is in another document.
+        positions, cu_seqlens: with documents kept apart, of the one packed row (``b = 1``): where each token stands in
+            its document, int64 ``[s]``, and where documents begin, int32 ``[documents + 1]``.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed = {name: None if t is None else change(t) for name, t in vars(self).items()}
+        return Batch(**changed)  # type: ignore[arg-type]
+
+
+class Samples:
+    """Sequences of a stream of documents.
+
+    Args:
+        seq_length: tokens of a sequence.
+        seed: of the order of documents. apart: no token sees one of another document, and none is trained to predict
+            the first token of the next; a micro-batch is then one row of all its sequences.
+
+    Raises:
+        ValueError: a stream that is shorter than one sequence and its last target.
+    """
+
+    def __init__(self, stream: TokenStream, *, seq_length: int, seed: int, apart: bool = False) -> None:
+        if len(stream) < seq_length + 1:
+            raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
+        self.stream, self.seq_length, self.seed, self.apart = stream, seq_length, seed, apart
+        self.in_epoch = (len(stream) - 1) // seq_length
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, np.int64)
+        self._ends: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def sample(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``seq_length + 1`` tokens, and where documents begin among them, from 0 on."""
+        epoch, own = divmod(number, self.in_epoch)
+        self._shuffle(epoch)
+        start, left = own * self.seq_length, self.seq_length + 1
+        place = int(np.searchsorted(self._ends, start, side="right"))
+        pieces, begins, done = [], [], 0
+        while left:
+            document = int(self._order[place])
+            length = int(self.stream.lengths[document])
+            inside = start + done - (int(self._ends[place]) - length)
+            piece = self.stream.document(document, inside, left)
+            if len(piece):
+                begins.append(done)
+            pieces.append(piece.astype(np.int64))
+            done, left, place = done + len(piece), left - len(piece), place + 1
+        return np.concatenate(pieces), np.array(begins, np.int64)
+
+    def batch(self, numbers: range) -> Batch:
+        """Samples of these numbers as one micro-batch."""
+        found = [self.sample(number) for number in numbers]
+        rows = torch.from_numpy(np.stack([tokens for tokens, _ in found], axis=1))
+        tokens, targets = rows[:-1], rows[1:].clone()
+        if not self.apart:
+            return Batch(tokens, targets)
+        s = self.seq_length
+        for column, (_, begins) in enumerate(found):
+            targets[begins[begins > 0] - 1, column] = IGNORED
+        starts = np.concatenate([begins[begins < s] + s * row for row, (_, begins) in enumerate(found)])
+        bounds = torch.from_numpy(np.append(starts, s * len(found)))
+        places = torch.arange(s * len(found))
+        positions = places - bounds[torch.searchsorted(bounds, places, right=True) - 1]
+        tokens, targets = (t.t().reshape(-1, 1) for t in (tokens, targets))
+        return Batch(tokens, targets, positions, bounds.to(torch.int32))
+
+    def _shuffle(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(self.stream.documents)
+        self._ends = np.cumsum(self.stream.lengths[self._order])
+
+
+def shares(taken: int, *, global_batch: int, micro_batch: int, replicas: int, replica: int) -> list[range]:
+    """The samples of a step's micro-batches on one data-parallel rank, after so many were taken."""
+    own = global_batch // replicas
+    first = taken + replica * own
+    return [range(first + i, first + i + micro_batch) for i in range(0, own, micro_batch)]

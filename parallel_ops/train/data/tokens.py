@@ -1,0 +1,174 @@
+"""Token files on disk, read as one long stream of documents. Nothing is loaded: files are memory-mapped.
+
+    name.bin beside name.idx    Megatron-LM's indexed dataset: documents, and the type of the tokens, are in the index
+    name.bin                    raw tokens; their type is given, documents end with a token that is given
+    name.npy                    a one-dimensional array of integers; likewise
+    a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: a document a row; see ``datasets``
+
+Another folder stands for all of these files in it, in sorted order.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel_ops.train.data import datasets
+
+# Megatron-LM's codes; the others are of floating-point types.
+_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_MAGIC = b"MMIDIDX\x00\x00"
+_SUFFIXES = (".bin", ".npy")
+
+
+class Documents(Protocol):
+    """Documents that are read one at a time.
+
+    Attributes:
+        lengths: of every document, int64 ``[documents]``.
+    """
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """Tokens of a document, from ``start`` on, at most ``length``."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One file, mapped.
+
+    Attributes:
+        tokens: all of its tokens.
+        ends: where its documents end, int64, ascending; the last one where the tokens do.
+    """
+
+    path: Path
+    tokens: NDArray[np.integer]
+    ends: NDArray[np.int64]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """A view of the file."""
+        begin, last = (int(self.ends[number - 1]) if number else 0) + start, int(self.ends[number])
+        return self.tokens[begin : last if length is None else min(last, begin + length)]
+
+
+class TokenStream:
+    """Files one after the other: documents ``0`` to ``documents - 1``.
+
+    Args:
+        paths: files or folders.
+        dtype: of raw tokens, as NumPy names it. end: the token that ends a document in files without an index, kept as
+            its last; ``None`` for one document a file.
+        column: of datasets, the one that has the tokens.
+
+    Raises:
+        FileNotFoundError, PermissionError: as the file system says. ValueError: a file that is not what its name says,
+        is cut off, or has no tokens; each names the file. ImportError: see ``datasets.Dataset``.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, dtype: str = "uint16", end: int | None = None, column: str = "input_ids"
+    ) -> None:
+        self.files: list[Documents] = []
+        for path in paths:
+            if datasets.is_dataset(path):
+                self.files.append(datasets.Dataset(path, column))
+            else:
+                self.files += [_open(file, dtype, end) for file in _files(path, dtype)]
+        if not self.files:
+            raise ValueError(f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}")
+        self._index()
+
+    @classmethod
+    def of(cls, files: Sequence[Documents]) -> "TokenStream":
+        """Of what is open already."""
+        stream = cls.__new__(cls)
+        stream.files = list(files)
+        stream._index()
+        return stream
+
+    def _index(self) -> None:
+        each = [file.lengths for file in self.files]
+        self._firsts = np.cumsum([0, *map(len, each)])
+        self.lengths: NDArray[np.int64] = np.concatenate(each)
+        self._tokens = int(self.lengths.sum())
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
+
+    def __len__(self) -> int:
+        """Tokens in all."""
+        return self._tokens
+
+    def document(self, number: int, start: int = 0, length: int | None = None) -> NDArray[np.integer]:
+        """Tokens of a document, from ``start`` on, at most ``length``."""
+        which = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self.files[which].document(number - int(self._firsts[which]), start, length)
+
+
+def _files(path: Path, dtype: str) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.suffix not in _SUFFIXES and dtype != "uint8":
+        raise ValueError(
+            f"{path} must end in {' or '.join(_SUFFIXES)}; with the dtype uint8 the bytes of any file are tokens"
+        )
+    return [path]
+
+
+def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
+    index = path.with_suffix(".idx")
+    if path.suffix == ".bin" and index.exists():
+        tokens, ends = _indexed(path, index)
+    else:
+        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{path} must hold one dimension of integers, got {list(tokens.shape)} {tokens.dtype}")
+        ends = np.array([], np.int64) if end is None else np.flatnonzero(tokens == end) + 1
+        if not len(ends) or ends[-1] != len(tokens):
+            ends = np.append(ends, len(tokens))
+    if not len(tokens):
+        raise ValueError(f"{path} has no tokens in it")
+    return TokenFile(path, tokens, ends.astype(np.int64))
+
+
+def _raw(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.integer]:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(f"{path} has {size} bytes, which is no multiple of {dtype.itemsize}, the size of {dtype}")
+    mapped: NDArray[np.integer] = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    return mapped
+
+
+def _indexed(path: Path, index: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Tokens and ends of documents of Megatron-LM's format, whose sequences follow one another."""
+    content = index.read_bytes()
+    head = len(_MAGIC) + struct.calcsize("<QBQQ")
+    if not content.startswith(_MAGIC) or len(content) < head:
+        raise ValueError(f"{index} is not an index of Megatron-LM's")
+    version, code, sequences, documents = struct.unpack_from("<QBQQ", content, len(_MAGIC))
+    if version != 1 or code not in _CODES:
+        raise ValueError(f"{index} has version {version} and type code {code}; known are version 1 and {list(_CODES)}")
+    if len(content) < head + sequences * 12 + documents * 8:
+        raise ValueError(f"{index} is cut off: {len(content)} bytes for {sequences} sequences, {documents} documents")
+    lengths = np.frombuffer(content, "<i4", sequences, head)
+    firsts = np.frombuffer(content, "<i8", documents, head + sequences * 12)
+    tokens, ends = _raw(path, np.dtype(_CODES[code])), np.cumsum(lengths, dtype=np.int64)
+    if sequences and ends[-1] != len(tokens):
+        raise ValueError(f"{path} has {len(tokens)} tokens, and {index} speaks of {ends[-1]}")
+    # Documents by the sequence that each begins with; the first is 0, the last entry is how many sequences there are.
+    inner = firsts[(firsts > 0) & (firsts <= sequences)]
+    return tokens, ends[inner - 1] if len(inner) else ends

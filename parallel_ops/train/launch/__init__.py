@@ -1,0 +1,1 @@
+"""The command `parallel-ops train`: its processes, signals and exit codes."""

@@ -1,0 +1,124 @@
+"""What ``parallel-ops train`` does."""
+
+import os
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parallel_ops._internal.command_line import fail
+from parallel_ops.planner.results import DEVICE_MEMORY
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError
+from parallel_ops.train.config import Settings
+from parallel_ops.train.config_file import read_toml, settings_of, with_changes
+from parallel_ops.train.deepspeed import with_deepspeed
+from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
+from parallel_ops.train.launch.worker import Start, under_torchrun
+from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
+
+
+def settings_for(file: Path, changes: list[str], deepspeed: Path | None, processes: int | None) -> Settings:
+    """The settings of a file, with what a DeepSpeed JSON and the command line change, for so many processes.
+
+    Raises:
+        ValueError, OSError: naming what is wrong.
+    """
+    data = with_changes(read_toml(file), changes)
+    if deepspeed is not None:
+        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
+        data = with_deepspeed(data, deepspeed, ranks)
+    settings = settings_of(data, str(file))
+    if processes is None or processes == settings.plan.gpus:
+        return settings
+    if under_torchrun():
+        raise ValueError("--processes: torchrun has started them; leave it out")
+    found = replan(settings, processes, Device.here(settings, processes))
+    _say(launch.described_change(settings, found))
+    return found
+
+
+def train(settings: Settings, *, resume: bool, elastic: bool, max_restarts: int, strict: bool) -> int:
+    """Trains; returns the exit code. A run that failed has said so.
+
+    Raises:
+        ValueError, OSError: wrong settings or files, before anything is started.
+    """
+    start = Start(resume=resume, elastic=elastic, max_restarts=max_restarts)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.plan.gpus))
+    _check_memory(settings, Device.here(settings, ranks), strict)
+    try:
+        launch.check(settings, start)
+    except (CheckpointError, ImportError) as error:
+        fail(error)
+    try:
+        stopped = launch.run(settings, start)
+    except Failure as failure:
+        print(failure.trace, end="", file=sys.stderr)
+        fail(failure, FAILED)
+    except PLAIN as error:
+        fail(error, FAILED)
+    code = launch.exit_code(stopped)
+    result = stopped.result
+    if stopped.signal and _first():
+        saved = f"; {result.checkpoint} has it, go on with --resume" if result and result.checkpoint else ""
+        _say(f"stopped by {stopped.signal}" + (f" after step {result.step}{saved}" if result else " before it began"))
+    return code
+
+
+def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
+    """Prints what a run would be.
+
+    Raises:
+        ValueError: an unknown cluster, a plan that cannot run there, or with ``strict`` one that does not fit here.
+    """
+    plan, config = settings.plan, settings.config
+    machine = cluster_of(cluster, plan)
+    expected = forecast(settings, machine)
+    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
+    console.print(f"plan   {plan.text or 'one rank'}", highlight=False)
+    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    console.print(f"mesh   {shape or '1'}: {plan.gpus} ranks, neighbours in the last dimension", highlight=False)
+    console.print(
+        f"step   {plan.global_batch} x {settings.seq_length:,} tokens: {plan.micro_batches} micro-batches of "
+        f"{plan.micro_batch} on each of {plan.dp} data-parallel ranks", highlight=False,
+    )  # fmt: skip
+    console.print(f"model  {config.layers} layers, hidden {config.hidden}, {expected.model.parameters:,} parameters\n",
+                  highlight=False)  # fmt: skip
+    found = rank_memory(settings)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("each rank holds")
+    table.add_column("bytes", justify="right")
+    for name in DEVICE_MEMORY:
+        if size := getattr(found, name):
+            table.add_row(name, f"{size:,.0f}")
+    table.add_row("all", f"{found.total:,.0f}")
+    if found.host:
+        table.add_row("in host memory", f"{found.host:,.0f}")
+    console.print(table)
+    console.print(
+        f"\non {machine.name} the planner expects a step of {expected.step:.4g} s, {expected.tokens_per_second:,.0f} "
+        f"tokens/s, MFU {expected.mfu:.1%}; {expected.band.sentence()}",
+        highlight=False,
+    )
+    _check_memory(settings, Device.here(settings, plan.gpus), strict)
+
+
+def _check_memory(settings: Settings, device: Device, strict: bool) -> None:
+    if (reason := memory_problem(settings, device)) is None:
+        return
+    if strict:
+        raise ValueError(f"{reason} (--strict)")
+    if _first():
+        _say(f"warning: {reason}")
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

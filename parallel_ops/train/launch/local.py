@@ -1,0 +1,199 @@
+"""Processes that are started here, one a rank, by torch's elastic agent.
+
+They never see Ctrl-C: this process passes it on as a wish to stop, and they save a checkpoint. They end with this
+process, however it ends. The first rank that failed by itself says what went wrong; the others, which lost it, are not
+heard.
+"""
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from parallel_ops.comm.errors import PeerError
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError
+from parallel_ops.train.config import Settings
+from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.worker import Start, train
+from parallel_ops.train.planner_bridge import uses_cuda
+from parallel_ops.train.results import NotFinite, Result
+
+FAILED = 1
+# Errors that say all there is to say.
+PLAIN = (ValueError, OSError, CheckpointError, NotFinite)
+# Of what torch says then.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket")
+
+
+class Failure(RuntimeError):
+    """A run that failed in another process.
+
+    Attributes:
+        trace: the traceback there; empty where the message says it all.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class Stopped(NamedTuple):
+    """How a run ended, for the exit code: see ``Result``."""
+
+    result: Result | None
+    signal: str | None
+
+
+def run_here(settings: Settings, start: Start) -> Stopped:
+    """Trains in as many processes as the plan has ranks.
+
+    Raises:
+        ValueError: there are not so many GPUs. Failure: a process failed.
+    """
+    ranks = settings.plan.gpus
+    if uses_cuda(settings) and torch.cuda.device_count() < ranks:
+        raise ValueError(
+            f"parallel: the plan has {ranks} ranks, and this torch sees {torch.cuda.device_count()} GPUs; change the "
+            "plan, set run.device=cpu, or start it with torchrun on several nodes"
+        )
+    for name in ("distributed.elastic", "distributed.launcher", "multiprocessing.spawn"):
+        # What failed is said once, here.
+        logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="parallel_ops-") as folder:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=Path(folder).name, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=start.max_restarts, monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )  # fmt: skip
+        threads = max(1, torch.get_num_threads() // ranks)
+        agent = _Agent(config, (settings, start, folder, threads))
+        stopped = agent.wait(Path(folder))
+        if agent.error is None:
+            result = None if agent.results is None else agent.results[0]
+            return Stopped(result, stopped or (result.stopped if result else None))
+        if stopped and not _words(Path(folder)):
+            return Stopped(None, stopped)  # before there was anything to save
+        if isinstance(agent.error, ChildFailedError):
+            raise _first_failure(agent.error, Path(folder)) from None
+        raise agent.error
+
+
+class _Agent:
+    """The elastic agent in a thread that blocks Ctrl-C, as its processes then do: the main thread has the signals."""
+
+    def __init__(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
+        self.results: dict[int, Any] | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(config, arguments), name="elastic agent", daemon=True)
+
+    def _run(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
+        resource_tracker.ensure_running()  # which would let the signal in again
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.results = elastic_launch(config, _rank)(*arguments)
+        except BaseException as error:
+            self.error = error
+
+    def wait(self, folder: Path) -> str | None:
+        """Until all processes have ended. The first signal to stop is passed on to them, as SIGTERM; the second ends
+        them. Returns the first one's name."""
+        asked: list[str] = []
+
+        def note(number: int, _: Any) -> None:
+            asked.append(signal.Signals(number).name)
+            (folder / "stop").touch()  # for who begins after this
+            for child in multiprocessing.active_children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            self._thread.start()
+            while self._thread.is_alive():
+                self._thread.join(0.2)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return asked[0] if asked else None
+
+
+def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
+    """One of the processes that were started here."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    if Path(folder, "stop").exists():
+        return None
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+        start = replace(start, resume=True)
+    try:
+        return train(settings, start, Stopping())
+    except Exception as error:
+        said = {
+            "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+            "rank": int(os.environ["RANK"]),
+            "time": time.time(),
+            "lost": is_lost(error),
+            "message": _in_words(error),
+            "trace": "" if isinstance(error, PLAIN) else traceback.format_exc(),
+        }
+        Path(folder, f"failed-{said['attempt']}-{said['rank']}.json").write_text(json.dumps(said), encoding="utf-8")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by the interpreter's way out, which would wait for collectives that nobody answers.
+        os._exit(FAILED)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether this is what a rank raises when it has lost another one."""
+    if isinstance(error, PeerError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(FAILED)
+
+
+def _words(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks said that failed in the last attempt, those first that did so by themselves, then by time."""
+    said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*.json")]
+    last = max((found["attempt"] for found in said), default=0)
+    return sorted((f for f in said if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
+
+
+def _first_failure(error: ChildFailedError, folder: Path) -> Failure:
+    said = _words(folder)
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0 and (not said or said[0]["lost"]):
+        return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+    if not said:
+        return Failure(f"rank {rank} ended with exit code {failure.exitcode}")
+    alike = {found["message"] for found in said if not found["lost"]}
+    where = "" if len(alike) == 1 and len(said) > 1 and not said[0]["trace"] else f"rank {said[0]['rank']}: "
+    return Failure(f"{where}{said[0]['message']}", said[0]["trace"])

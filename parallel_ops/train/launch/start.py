@@ -1,0 +1,119 @@
+"""Starts a run: in this process, in processes that it starts here, or as one rank of those that torchrun started.
+
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 wrong settings or files, before any
+process group; 130 stopped by Ctrl-C, with a checkpoint.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from parallel_ops._internal.command_line import INTERRUPTED
+from parallel_ops.train import metrics
+from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError
+from parallel_ops.train.checkpoint.resume import described_as, shape_of
+from parallel_ops.train.config import Settings
+from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.launch.local import Failure, Stopped, is_lost, run_here
+from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.worker import Start, train, under_torchrun
+from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
+
+# Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
+_NOTICE = 2.0
+# With a shared store an agent keeps its first address, and a node that joins waits for a new one (torch 2.13).
+_SHARED = "note: nodes can join later only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+
+
+def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
+    """The settings for the ranks that there are.
+
+    Raises:
+        ValueError: the plan is for others, and may not or cannot be chosen anew.
+    """
+    plan = settings.plan
+    if plan.gpus == ranks:
+        return settings
+    sizes = " * ".join(f"{name}={getattr(plan, name)}" for name in ("dp", "cp", "tp"))
+    if not (start.elastic or start.resume):
+        raise ValueError(
+            f"parallel: {sizes} is {plan.gpus} ranks, but there are {ranks}; change the plan, or let it be chosen anew "
+            "with --elastic"
+        )
+    return replan(settings, ranks, Device.here(settings, ranks))
+
+
+def described_change(before: Settings, after: Settings) -> str:
+    """What a plan that was chosen anew is, in words."""
+    return f"plan for {after.plan.gpus} ranks: {after.plan.describe()} in the place of {before.plan.describe()}"
+
+
+def check(settings: Settings, start: Start) -> None:
+    """Looks at what a run would read and write, before any process group.
+
+    Raises:
+        ValueError, OSError, ImportError, CheckpointError: data that is not there or too short, files that cannot be
+        written, no such device; a folder with checkpoints and no ``resume``, or with those of another model.
+    """
+    data, folder = settings.data, settings.checkpoint.folder
+    uses_cuda(settings)
+    stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
+    Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
+    metrics.check(settings.logging)
+    if start.resume and folder is None:
+        raise ValueError("--resume needs checkpoint.folder, where checkpoints are")
+    there = {} if folder is None else checkpoints.steps_in(folder)
+    if there and not start.resume:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of step {max(there)} already: go on from it with --resume, or name another "
+            "folder"
+        )
+    if there:
+        described_as(there[max(there)], shape_of(settings.config))
+
+
+def run(settings: Settings, start: Start) -> Stopped:
+    """Trains: under torchrun as one of its ranks, else in as many processes as the plan has ranks.
+
+    Raises:
+        Failure: another process failed. Otherwise what ``Trainer`` raises.
+    """
+    if under_torchrun():
+        told: Callable[[Settings, Start], Any] = record(_under_torchrun)  # torchrun learns what went wrong
+        return told(settings, start)
+    if settings.plan.gpus == 1:
+        result = train(settings, start, Stopping())
+        return Stopped(result, result.stopped)
+    return run_here(settings, start)
+
+
+def _under_torchrun(settings: Settings, start: Start) -> Stopped:
+    found, stopping = fitted(settings, int(os.environ["WORLD_SIZE"]), start), Stopping()
+    if found is not settings and os.environ["RANK"] == "0":
+        print(described_change(settings, found), file=sys.stderr, flush=True)
+    if start.elastic and os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        print(_SHARED, file=sys.stderr, flush=True)
+    try:
+        result = train(found, start, stopping)
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise Failure(f"rank {os.environ['RANK']} has lost another: {str(error).partition(chr(10))[0]}") from None
+    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if start.elastic and result.stopped and stopping.asked is None and restarts < most:
+        # A node is to go: its agent ends with it, and this one starts again with those that are left, since this rank
+        # has failed. Where a node comes, the agent stops this rank too, a moment later, which is no failure.
+        time.sleep(_NOTICE)
+        raise Failure(f"{result.stopped} on another node after step {result.step}: to go on without it")
+    return Stopped(result, result.stopped)
+
+
+def exit_code(stopped: Stopped) -> int:
+    """What the process ends with."""
+    return INTERRUPTED if stopped.signal == "SIGINT" else 0

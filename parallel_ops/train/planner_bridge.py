@@ -1,0 +1,186 @@
+"""What the planner says of a run before it starts: memory of a rank, a step, and plans for other numbers of ranks."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from parallel_ops.models import TransformerConfig
+from parallel_ops.planner import presets
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.memory.memory import memory
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import GIB, Estimate, StageMemory
+from parallel_ops.train.config import Settings
+from parallel_ops.train.config_file import settings_of
+
+# What the command line assumes where there is no GPU.
+ASSUMED = "h100"
+
+
+def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
+    """The model as the planner knows it, with training sequences of ``sequence`` tokens. Windows, norms of queries and
+    keys, and rows of a table of positions beyond the sequence are not part of it."""
+    biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
+    return Model(
+        name=name,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        vocab=config.vocab_size,
+        sequence=sequence,
+        kv_heads=config.key_heads,
+        head_dim=config.head_size,
+        ffn=config.ffn_width,
+        gated=config.activation == "swiglu",
+        bias=biases[config.bias, config.bias if config.qkv_bias is None else config.qkv_bias],
+        norm="rms" if config.norm == "rms_norm" else "layer",
+        positions=config.positions,
+        tied_embeddings=config.tied_embeddings,
+        dropout=config.dropout > 0 or config.attention_dropout > 0,
+    )
+
+
+def model_of(settings: Settings) -> Model:
+    """The model of a run as the planner knows it."""
+    folder = settings.model.folder
+    return planner_model(settings.config, settings.seq_length, "model" if folder is None else folder.name)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What each rank has: bytes of memory, and whether it is a GPU."""
+
+    name: str
+    memory: float
+    gpu: bool
+
+    @classmethod
+    def here(cls, settings: Settings, ranks: int) -> "Device":
+        """That of this machine, which ``ranks`` ranks share if it is none of theirs."""
+        if uses_cuda(settings):
+            found = torch.cuda.get_device_properties(torch.cuda.current_device())
+            return cls(found.name, float(found.total_memory), True)
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(f"this machine's memory, shared by {ranks} ranks" if ranks > 1 else "this machine's memory",
+                   whole / ranks, False)  # fmt: skip
+
+
+def uses_cuda(settings: Settings) -> bool:
+    """Whether a run is on GPUs.
+
+    Raises:
+        ValueError: it is to be, and there is none.
+    """
+    there = torch.cuda.is_available()
+    if settings.run.device == "cuda" and not there:
+        raise ValueError("run.device is 'cuda', but this torch sees no CUDA GPU")
+    return there and settings.run.device != "cpu"
+
+
+def rank_memory(settings: Settings, plan: Plan | None = None) -> StageMemory:
+    """What the planner counts on each rank, with ``plan`` in the place of the settings' own."""
+    return memory(model_of(settings), plan or settings.plan)[0]
+
+
+def memory_problem(settings: Settings, device: Device, plan: Plan | None = None) -> str | None:
+    """Why a plan does not fit in a rank's memory by the planner's count, in numbers; ``None`` if it does."""
+    found = rank_memory(settings, plan)
+    needed = found.total if device.gpu else found.total - found.runtime  # drivers and NCCL
+    needed += 0.0 if device.gpu else found.host
+    if needed <= device.memory:
+        return None
+    more = (needed - device.memory) / GIB
+    states = found.states / GIB
+    return (
+        f"each rank needs {needed / GIB:.2f} GiB, of which parameters, gradients and optimizer are {states:.2f}, and "
+        f"{device.name} has {device.memory / GIB:.2f}: {more:.2f} too much by the planner's count"
+    )
+
+
+def cluster_of(name: str | None, plan: Plan) -> Cluster:
+    """The cluster of a preset's name with as many GPUs as a plan has; without a name that of the GPU that is here, or
+    ``ASSUMED``.
+
+    Raises:
+        ValueError: an unknown name, with the nearest ones.
+    """
+    found = presets.cluster(name or gpu_here() or ASSUMED)
+    if name and re.fullmatch(r".+x\d+", name):
+        return found
+    if plan.gpus > found.gpus_per_node and plan.gpus % found.gpus_per_node:
+        raise ValueError(f"the plan has {plan.gpus} ranks, which do not fill nodes of {found.gpus_per_node} GPUs")
+    return replace(found, gpus=plan.gpus, name=f"{found.gpu.name}x{plan.gpus}")
+
+
+def gpu_here() -> str | None:
+    """The preset of this machine's GPU; ``None`` for none, or one that is not known."""
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties(0)
+    name = here.name.lower().replace(" ", "")
+    known = [gpu for gpu in presets.gpus() if gpu in presets.clusters() and gpu.partition("-")[0] in name]
+    return min(known, key=lambda gpu: abs(presets.gpu(gpu).memory - here.total_memory), default=None)
+
+
+def forecast(settings: Settings, cluster: Cluster) -> Estimate:
+    """A step of the plan on a cluster.
+
+    Raises:
+        ValueError: it cannot run there, with the reason.
+    """
+    return estimate(model_of(settings), cluster, settings.plan)
+
+
+def replan(settings: Settings, ranks: int, device: Device) -> Settings:
+    """The run on another number of ranks: the same model and global batch, with ``dp`` what the ranks leave.
+
+    ``tp`` and ``cp`` stay where they can, else the largest that the ranks allow, ``cp`` given up before ``tp``; so does
+    the number of ranks that share a replica's shards. Where that does not fit in memory, ZeRO goes up.
+
+    Raises:
+        ValueError: no plan of so many ranks can run, with a reason for each that was tried.
+    """
+    reasons = []
+    for changes in _candidates(settings.plan, ranks):
+        text = ", ".join(f"{name}={value}" for name, value in changes.items())
+        try:
+            found = changed(settings, changes)
+        except ValueError as error:
+            reasons.append(f"{text}: {error}")
+            continue
+        if (reason := memory_problem(found, device)) is not None:
+            reasons.append(f"{text}: {reason}")
+        else:
+            return found
+    raise ValueError(f"no plan like {settings.plan.text} runs on {ranks} ranks: {'; '.join(reasons)}")
+
+
+def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, int | bool]]:
+    """Sizes for a number of ranks, the likest first."""
+    shares = [
+        (tp, cp)
+        for tp in range(plan.tp, 0, -1)
+        for cp in range(plan.cp, 0, -1)
+        if plan.tp % tp == 0 and plan.cp % cp == 0 and ranks % (tp * cp) == 0
+    ]
+    for zero in range(plan.zero, 4):
+        for tp, cp in shares:
+            dp = ranks // (tp * cp)
+            replicas = dp // plan.dp_shard if dp % plan.dp_shard == 0 else 1
+            found: dict[str, int | bool] = {"dp": dp, "dp_replicate": replicas, "tp": tp, "cp": cp, "zero": zero}
+            yield found | ({"sequence_parallel": False} if tp == 1 else {})
+
+
+def changed(settings: Settings, changes: dict[str, int | bool]) -> Settings:
+    """The settings with other fields of the plan.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    given = settings.model_dump(exclude_unset=True)
+    return settings_of({**given, "parallel": {**given.get("parallel", {}), **changes}}, "plan")

@@ -1,0 +1,204 @@
+"""The main job's tensor-parallel run: the same losses as on one process."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from benchmarks.demo import cli, worker
+from benchmarks.demo.compare import names_of, train
+from benchmarks.demo.config import TrainConfig
+from benchmarks.demo.runs import ALONE
+from parallel_ops.models import TransformerConfig
+from support import training
+from support.distributed import ranks
+
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+def run(arguments, tmp_path, text, launcher=()):
+    command = [sys.executable, *launcher, "-m", "benchmarks.demo", *TINY, "--steps", "5", "--text", str(text)]
+    command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    return done, json.loads((tmp_path / "p.json").read_text())
+
+
+def check(result, names):
+    for name in names:
+        assert len(result[name]["losses"]) == 5
+        assert result[name]["losses"][-1] < result[name]["losses"][0]
+    for name in names[1:]:
+        assert result[name]["largest_loss_difference"] < 1e-4
+
+
+def test_all_runs_have_one_loss_curve(tmp_path, text):
+    done, result = run(["--tp", "2", "--sequence-parallel", "--all", "--runs", "plain,fused"], tmp_path, text)
+    assert done.stderr == ""
+    names = ["plain", "fused", "tp2", "dp2-tp2-zero3"]
+    assert done.stdout.split()[:4] == names
+    check(result, names)
+
+
+def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_path, text):
+    _, result = run(["--tp", "2", "--cp", "2", "--sequence-parallel", "--runs", "fused"], tmp_path, text)
+    check(result, ["fused", "tp2-cp2"])
+
+
+def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
+    done, result = run(["--runs", "fused"], tmp_path, text, launcher=TORCHRUN)
+    assert done.stdout.count("loss at the end") == 1
+    check(result, ["fused", "tp2"])
+    assert done.stdout.count("written to") == 1
+
+
+class TestPlaces:
+    """Where the ranks of torchrun are: this one is the second of two on the second of two nodes."""
+
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch):
+        for name, value in {"WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+
+    def test_every_run_has_the_same_threads_in_all(self, monkeypatch):
+        # torchrun sets OMP_NUM_THREADS to 1 by itself.
+        for set_to, in_all in ((1, 8), (3, 6)):
+            monkeypatch.setattr(torch, "get_num_threads", lambda set_to=set_to: set_to)
+            assert worker.cpu_threads() == in_all
+            assert worker.torchrun_place() == worker.Place(rank=3, local_rank=1, threads=in_all // 2)
+        monkeypatch.delenv("WORLD_SIZE")
+        assert worker.cpu_threads() == 3
+
+    def test_the_gpu_is_that_of_the_local_rank(self, monkeypatch):
+        taken, joined = [], []
+        real = dist.init_process_group
+
+        def join(backend, **options):
+            joined.append((backend, options["rank"], options["world_size"]))
+            real("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(dist, "init_process_group", join)
+        monkeypatch.setattr(worker, "ParallelMesh", lambda **sizes: sizes)
+        with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, mesh):
+            assert (config.device, mesh) == ("cuda:1", {"dp_shard": 1, "tp": 2, "cp": 1})
+        assert taken == ["cuda:1"]
+        assert joined == [("nccl", 3, 2)]
+
+    def test_each_node_needs_gpus_for_its_own_ranks(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        assert cli._ranks(cli.Device.auto, 1) == (4, 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(ValueError, match="torchrun started 2 processes here, but this torch sees 1 GPUs"):
+            cli._ranks(cli.Device.auto, 1)
+
+    def test_rank_0_alone_writes(self, monkeypatch, text):
+        monkeypatch.setattr(cli, "_train", lambda *_: [])
+        arguments = [*TINY, "--heads", "4", "--text", str(text), "--output", "missing/demo.png"]
+        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+        monkeypatch.setenv("RANK", "0")
+        assert "missing does not exist" in CliRunner().invoke(cli.app, arguments).stderr
+
+
+def test_a_run_takes_the_threads_that_it_is_given(text):
+    near, far = multiprocessing.Pipe()
+    near.close()
+    before = torch.get_num_threads()
+    try:
+        worker._serve(TrainConfig(model=MODEL, text=text), "plain", far, 0, "", before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
+    model = dataclasses.replace(MODEL, heads=4, dropout=0.2, activation="swiglu", norm="rms_norm", positions="rotary")
+    losses = []
+    for tp, sequence_parallel in ((2, False), (2, True), (4, True)):
+        config = TrainConfig(
+            model=model, text=text, steps=4, batch=2, lr=1e-2, clip=0.1, tp=tp, sequence_parallel=sequence_parallel
+        )
+        each = ranks(tp).run(training.train_losses, config)
+        assert all(e == each[0] for e in each)
+        losses.append(each[0])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_the_tensor_parallel_run_has_a_name_of_its_own():
+    assert names_of(TrainConfig(model=MODEL, tp=2)) == [*ALONE, "tp2"]
+    assert names_of(TrainConfig(model=MODEL, cp=4), []) == ["cp4"]
+    assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
+    assert TrainConfig(model=MODEL, dp=2, tp=2, zero=3).parallel == "dp2-tp2-zero3"
+
+
+def test_a_rank_that_dies_ends_the_run(text):
+    config = TrainConfig(model=MODEL, text=text, steps=2, device="meta:nowhere", tp=2)
+    with pytest.raises(RuntimeError, match=r"the tp2 run ended early on rank [01] \(exit code 1\)"):
+        train(config, ["tp2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "0"], "tp must be at least 1, got 0"),
+        (["--all", "--batch", "3"], "batch must be a multiple of dp=2, got 3"),
+        (["--tp", "3"], "heads must be a multiple of tp=3, got 2"),
+        (["--tp", "2", "--ffn-hidden", "5"], "ffn_width must be a multiple of tp=2, got 5"),
+        (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
+        (
+            ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],
+            "seq_length must be a multiple of tp=2 * cp=4, got 36",
+        ),
+        (["--cp", "0"], "cp must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    result = CliRunner().invoke(cli.app, [*TINY, *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_torchrun_and_tp_must_agree(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(cli.app, [*TINY, "--tp", "2"])
+    assert result.exit_code == 2
+    assert "--tp 2: torchrun started 4 processes" in result.stderr
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--tp 2: needs 2 GPUs, and this torch sees 1"):
+        cli._ranks(cli.Device.cuda, 2)
+    assert cli._ranks(cli.Device.auto, 2) == (1, 1)
+    assert cli._ranks(cli.Device.cpu, 2) == (2, 1)

@@ -1,0 +1,278 @@
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.demo.baseline import PlainTransformer
+from benchmarks.demo.compare import train
+from benchmarks.demo.config import TrainConfig
+from benchmarks.demo.data import load_text
+from benchmarks.demo.runs import ALONE, DemoTrainer
+from parallel_ops.models import Transformer, TransformerConfig
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from benchmarks.demo import cli, report
+from benchmarks.demo.compare import Run
+
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
+TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+def content(path=None):
+    return bytes(load_text(path).tolist())
+
+
+class TestText:
+    def test_a_file_is_its_bytes(self, tmp_path):
+        for data in ("naïve Ωμέγα 日本語 🙂".encode(), bytes(range(256)) * 3, b"x"):
+            (tmp_path / "t").write_bytes(data)
+            assert content(tmp_path / "t") == data
+
+    def test_a_folder_is_its_files_in_sorted_order(self, tmp_path):
+        for name, data in {"b.txt": "2", "a/z.txt": "1", "c.bin": "3", ".hidden": "x", ".git/HEAD": "x"}.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(data)
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        assert content(tmp_path) == b"123"
+
+    def test_the_default_is_the_standard_library_without_its_tests(self):
+        text = content()
+        assert text == content()
+        assert 3e6 < len(text) < 1e8
+        assert b"class ChainMap" in text
+
+    def test_what_cannot_be_read_is_named(self, tmp_path):
+        (tmp_path / "empty").touch()
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(ValueError, match="empty has no text"):
+            load_text(tmp_path / "empty")
+        with pytest.raises(ValueError, match="folder has no text"):
+            load_text(tmp_path / "folder")
+        with pytest.raises(FileNotFoundError, match="missing does not exist"):
+            load_text(tmp_path / "missing")
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ValueError, match="pipe is neither a file nor a folder"):
+            load_text(tmp_path / "pipe")
+
+
+class TestTrainer:
+    @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+    def test_the_loss_falls_and_both_curves_agree(self, text, activation):
+        model = dataclasses.replace(MODEL, activation=activation)
+        config = TrainConfig(model=model, text=text, steps=25, batch=4, lr=1e-2)
+        plain, fused = ([trainer.step().loss for _ in range(25)] for trainer in _trainers(config))
+        assert plain[0] == pytest.approx(math.log(256), rel=0.05)
+        assert plain[-1] < 0.65 * plain[0]
+        assert fused == pytest.approx(plain, abs=1e-3)
+
+    def test_the_same_run_gives_the_same_losses(self, text):
+        config = TrainConfig(model=dataclasses.replace(MODEL, dropout=0.1), text=text, steps=3, batch=2)
+        runs = []
+        for _ in range(2):
+            trainer = DemoTrainer(config)
+            runs.append([trainer.step().loss for _ in range(3)])
+        assert runs[0] == runs[1]
+
+    def test_bfloat16_trains(self, text):
+        config = TrainConfig(model=MODEL, text=text, steps=8, batch=4, lr=1e-2, dtype="bfloat16")
+        for trainer in _trainers(config):
+            losses = [trainer.step().loss for _ in range(8)]
+            assert losses[-1] < 0.9 * losses[0]
+            assert next(trainer.trainer.model.parameters()).dtype is torch.float32
+
+    @pytest.mark.parametrize(
+        "change", [{"steps": 0}, {"batch": 0}, {"lr": 0.0}, {"lr": math.inf}, {"seed": -1}, {"dtype": "float16"}]
+    )
+    def test_bad_configurations_are_named(self, change):
+        with pytest.raises(ValueError, match=f"TrainConfig: {next(iter(change))} must be"):
+            TrainConfig(model=MODEL, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dropout": 0.0, "tied_embeddings": False, "qkv_bias": False},
+        {"positions": "rotary", "activation": "swiglu", "norm": "rms_norm", "bias": False, "heads": 4, "kv_heads": 2},
+        {"positions": "rotary", "qk_norm": True, "head_dim": 6, "activation": "gelu_exact"},
+    ],
+)
+def test_the_plain_transformer_is_the_same_model(change):
+    config = dataclasses.replace(MODEL, **change)
+    torch.manual_seed(0)
+    ours, plain = Transformer(config).double(), PlainTransformer(config).double()
+    plain.load_state_dict(ours.state_dict())
+    tokens, targets = torch.randint(256, (2, 9, 3)).unbind()
+    torch.testing.assert_close(ours(tokens), plain(tokens), rtol=1e-6, atol=1e-6)  # the angles are fp32
+    for model in (ours, plain):
+        model(tokens, targets).backward()
+    grads = dict(plain.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+def _trainers(config):
+    return [DemoTrainer(config, kind) for kind in ("plain", "fused")]
+
+
+def test_a_run_that_dies_is_reported_and_the_other_is_ended(text):
+    config = TrainConfig(model=MODEL, text=text, steps=2, device="meta:nowhere")
+    with pytest.raises(RuntimeError, match=r"the plain run ended early \(exit code 1\)"):
+        train(config, ["plain"])
+
+
+def test_command_end_to_end(text, tmp_path):
+    """A real process: one table on stdout, nothing on stderr, a picture and a JSON file."""
+    command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "6", "--text", str(text)]
+    command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for row in (
+        "loss at the start",
+        "median step time",
+        "peak memory",
+        "largest loss difference",
+        "speed-up",
+        "matrix products",
+    ):
+        assert row in done.stdout
+    assert "\x1b" not in done.stdout
+    assert done.stdout.endswith(f"written to {tmp_path / 'p.png'} and {tmp_path / 'p.json'}\n")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "p.json").read_text())
+    assert len(result["matrix_products_seconds"]) == 6
+    for name in ALONE:
+        assert len(result[name]["losses"]) == len(result[name]["seconds"]) == 6
+        assert result[name]["losses"][-1] < result[name]["losses"][0]
+    if sys.platform == "linux":
+        assert all(2**25 < result[name]["peak_memory_bytes"] < 2**33 for name in ALONE)
+    assert result["fused"]["largest_loss_difference"] < 1e-3
+    assert result["fused"]["speed_up"] > 0
+
+
+class TestCommandErrors:
+    def run(self, *arguments):
+        return CliRunner().invoke(cli.app, [*TINY, *map(str, arguments)])
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--text", "missing"], "missing does not exist"),
+            (["--text", "empty"], "empty has no text in it"),
+            (["--text", "short"], "the text has 5 bytes, but a sequence needs 33"),
+            (["--heads", "3"], "hidden (32) must be a multiple of heads (3)"),
+            (["--steps", "0"], "steps must be at least 1, got 0"),
+            (
+                ["--runs", "plain,fast"],
+                "--runs: there is no run 'fast'; choose from plain, compiled, fused, ",
+            ),
+            (["--runs", "plain,plain"], "--runs: plain,plain has one of them twice"),
+            (["--dropout", "1"], "dropout must be at least 0 and below 1, got 1.0"),
+            (["--lr", "nan"], "lr must be a positive number, got nan"),
+            (["--text", ""], "--text is empty"),
+            (["--output", "missing/demo.png"], "missing does not exist; create it"),
+            (["--output", "demo.txt"], "--output must end in .png, .pdf, .svg, got demo.txt"),
+            (["--json", "folder"], "folder is a folder; name a file in it"),
+        ],
+    )
+    def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, arguments, message):
+        (tmp_path / "empty").touch()
+        (tmp_path / "short").write_text("short")
+        (tmp_path / "folder").mkdir()
+        monkeypatch.chdir(tmp_path)
+        result = self.run(*arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert not (tmp_path / "demo.png").exists()
+
+    def test_an_unreadable_folder(self, tmp_path, monkeypatch):
+        def refuse(path):
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        result = self.run("--text", tmp_path)
+        assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}: Permission denied\n")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+    def test_no_gpu(self):
+        result = self.run("--device", "cuda")
+        assert (result.exit_code, result.stderr) == (2, "error: --device cuda: this torch sees no CUDA GPU\n")
+
+    @pytest.mark.parametrize(
+        ("error", "code", "message"),
+        [(KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("the fused run ended early"), 1, "ended early")],
+    )
+    def test_a_run_that_stops(self, text, tmp_path, monkeypatch, error, code, message):
+        def stop(*_, **__):
+            raise error
+
+        monkeypatch.setattr(cli, "train", stop)
+        result = self.run("--text", text, "--output", tmp_path / "p.png")
+        assert result.exit_code == code
+        assert result.stderr.count("\n") == 1
+        assert message in result.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--no-such-option"], "No such option: --no-such-option"),
+            (["--steps", "many"], "Invalid value for '--steps'"),
+            (["--norm", "group_norm"], "Invalid value for '--norm'"),
+            (["more"], "unexpected extra argument"),
+        ],
+    )
+    def test_usage_errors_are_one_line_too(self, monkeypatch, capsys, arguments, message):
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith("error: ") and message in err
+
+
+class TestReport:
+    CONFIG = TrainConfig(model=MODEL, steps=3)
+
+    def runs(self, *losses):
+        plain = Run("plain", [5.0, 4.0, 3.0], [0.2, 0.3, 0.9], 2**30)
+        return [plain, Run("fused", list(losses), [0.1, 0.2, 0.2], None)]
+
+    def test_comparison(self):
+        plain, fused = self.runs(5.0, 4.5, 3.25)
+        assert report.loss_difference(plain, fused) == 0.5
+        assert report.final_loss(fused) == 3.25
+        assert report.final_loss(Run("plain", [9.0] * 18 + [2.0, 3.0])) == 2.5
+        assert report.speed_up(plain, fused) == pytest.approx(2.0)  # of 2, 1.5 and 4.5
+
+    def test_a_loss_that_diverged_is_shown_and_is_valid_json(self, tmp_path):
+        runs = self.runs(5.0, math.nan, math.inf)
+        result = json.loads(report.as_json(self.CONFIG, runs, Run("products", [], [0.1] * 3)))
+        assert result["fused"]["losses"] == [5.0, None, None]
+        assert result["fused"]["largest_loss_difference"] is None
+        report.picture(self.CONFIG, runs, tmp_path / "p.svg")
+        assert (tmp_path / "p.svg").stat().st_size > 1000
+
+
+def test_importing_the_package_imports_none_of_the_extras():
+    code = "import sys, parallel_ops, parallel_ops.models, benchmarks.demo.runs\n"
+    code += "sys.exit(bool({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,70 @@
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from parallel_ops.ops import bias_gelu_reference
+from ptx import aot
+from ptx.kernels import aot_cases, check_compiled, differentiable, interpreted_cases, meta, poisoned
+from support import suite
+from support.suite import randn
+
+
+def launches(dtype, cols):
+    from parallel_ops.triton_kernels import activations as kernels
+
+    x, b = meta(8192, cols, dtype=dtype), meta(cols, dtype=dtype)
+    with aot.recorded() as recorded:
+        for activation in ("gelu tanh", "gelu"):
+            for bias, dbias in ((b, b), (None, b[:0])):
+                kernels.forward(x, None, bias, None, x, activation=activation)
+                kernels.backward(x, x, None, bias, None, x, None, dbias, b[:0], activation=activation)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols), cols, capability)
+
+
+@pytest.mark.aot
+def test_a_spilling_kernel_would_be_seen():
+    """The checks read real code: the same kernel with its block widened 8 times does spill."""
+    launch = next(l for l in launches(torch.bfloat16, 4096) if l.name == "_backward_kernel")
+    constants = {**dict(launch.constants), "BLOCK_COLS": 8192}
+    code = aot.compile_for(dataclasses.replace(launch, constants=tuple(constants.items())), 90)
+    assert code.spill_instructions and code.local_bytes + code.stack_bytes > 0
+
+
+def interpreted(tanh):
+    from parallel_ops.triton_kernels import activations as kernels
+
+    activation = "gelu tanh" if tanh else "gelu"
+
+    def forward(x, bias):
+        y = poisoned(x.shape, x)
+        kernels.forward(x, None, bias, None, y, activation=activation)
+        return y
+
+    def backward(grad, x, bias):
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x if bias is None else bias)
+        kernels.backward(grad, x, None, bias, None, dx, None, dbias, x.new_empty(0), activation=activation)
+        return dx, None if bias is None else dbias
+
+    return differentiable(forward, backward)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (520, 9), (2, 1030), (0, 4)))
+def test_interpreted(shape, dtype, approximate):
+    x, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape[-1:]]))
+    grad = randn(*shape, dtype=dtype, seed=2).detach()
+    kernels = interpreted(approximate == "tanh")
+    reference = functools.partial(bias_gelu_reference, approximate=approximate)
+    suite.check_numerics(kernels, reference, [x, bias], grad, slack_ulps=2)
+    suite.check_numerics(kernels, reference, [x, None], grad, slack_ulps=2)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    suite.check_numerics(kernels, reference, [transposed, bias], None, slack_ulps=2)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from parallel_ops.ops import bias_swiglu_reference
+from ptx import aot
+from ptx.kernels import aot_cases, check_compiled, differentiable, interpreted_cases, meta, poisoned
+from support import suite
+from support.suite import randn
+
+
+def launches(dtype, cols):
+    from parallel_ops.triton_kernels import activations as kernels
+
+    x, b, y = meta(8192, 2 * cols, dtype=dtype), meta(2 * cols, dtype=dtype), meta(8192, cols, dtype=dtype)
+    w, halves = meta(8192, dtype=torch.float32), (x[:, :cols], x[:, cols:])
+    with aot.recorded() as recorded:
+        for bias, dbias in ((b, b), (None, b[:0])):
+            kernels.forward(*halves, bias, None, y, activation="silu")
+            kernels.backward(y, *halves, bias, None, *halves, dbias, b[:0], activation="silu")
+        kernels.forward(y, y, None, w, y, activation="silu")
+        kernels.backward(y, y, y, None, w, y, y, b[:0], w, activation="silu")
+        gpt_oss = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+        kernels.forward(*halves, b, None, y, activation="silu", **gpt_oss)
+        kernels.backward(y, *halves, b, None, *halves, b, b[:0], activation="silu", **gpt_oss)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols), cols, capability)
+
+
+@pytest.mark.aot
+def test_grids_of_very_wide_rows_fit_the_device():
+    """recorded() checks every grid: only its first axis may be longer than 65,535 programs."""
+    from parallel_ops.triton_kernels import activations as kernels
+
+    y = meta(1, 2**27, dtype=torch.float32)
+    with aot.recorded():
+        kernels.forward(y, y, None, None, y, activation="silu")
+        kernels.backward(y, y, y, None, None, y, y, y[0, :0], y[0, :0], activation="silu")
+
+
+def interpreted():
+    from parallel_ops.triton_kernels import activations as kernels
+
+    def halves(x):
+        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+    def forward(x, bias):
+        y = poisoned((*x.shape[:-1], x.shape[-1] // 2), x)
+        kernels.forward(*halves(x), bias, None, y, activation="silu")
+        return y
+
+    def backward(grad, x, bias):
+        dx, dbias = poisoned(x.shape, x), poisoned((0,) if bias is None else bias.shape, x if bias is None else bias)
+        kernels.backward(
+            grad, *halves(x), bias, None, *halves(dx), dbias, x.new_empty(0), activation="silu"
+        )  # fmt: skip
+        return dx, None if bias is None else dbias
+
+    return differentiable(forward, backward)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (260, 18), (2, 2060), (0, 4), (5, 2)))
+def test_interpreted(shape, dtype):
+    x, bias = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([shape, shape[-1:]]))
+    grad = randn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2).detach()
+    suite.check_numerics(interpreted(), bias_swiglu_reference, [x, bias], grad, slack_ulps=2)
+    suite.check_numerics(interpreted(), bias_swiglu_reference, [x, None], grad, slack_ulps=2)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    suite.check_numerics(interpreted(), bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)

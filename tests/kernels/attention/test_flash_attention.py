@@ -1,0 +1,325 @@
+"""The attention kernels, block by block, against the oracle of the whole; tiles are small where loops matter most."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import triton
+
+from parallel_ops.ops.attention.block import Dropout, Tokens, Visible, kept, seen, visible
+from ptx import aot, machine_code
+from ptx.kernels import meta, poisoned
+from support import suite
+from support.attention import attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TOKENS = Tokens(0, 150)
+SEED = torch.tensor([0x0123_4567_89AB_CDEF])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Queries, and blocks of keys that they attend to one after the other."""
+
+    queries: Tokens = TOKENS
+    keys: tuple[Tokens, ...] = (TOKENS,)
+    heads: int = 2
+    kv_heads: int = 1
+    batch: int = 1
+    dims: int = 32
+    dtype: torch.dtype = BF16
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    scale: float = 0.3
+    softcap: float = 0.0
+    p: float = 0.0
+
+    def visible(self) -> list[Visible | None]:
+        bounds = None if self.documents is None else torch.tensor(self.documents)
+        return [
+            visible(self.queries, keys, causal=self.causal, window=self.window, cu_seqlens=bounds) for keys in self.keys
+        ]
+
+    def dropout(self, keys: Tokens) -> Dropout | None:
+        return Dropout(self.p, SEED, self.queries, keys, first_head=3, first_batch=2**31) if self.p else None
+
+    def inputs(self) -> list[torch.Tensor]:
+        sk = sum(keys.length for keys in self.keys)
+        own, other = (self.queries.length, self.heads), (sk, self.kv_heads)
+        sizes = [own, other, other, own]
+        return [
+            suite.randn(s, self.batch, h, self.dims, dtype=self.dtype, seed=i).detach()
+            for i, (s, h) in enumerate(sizes)
+        ]
+
+
+def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
+    """out, lse and the gradients, by the kernels; several blocks are merged and summed."""
+    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+    blocks = [(m, keys) for m, keys in zip(case.visible(), case.keys, strict=True)]
+    at = [0, *torch.tensor([keys.length for keys in case.keys]).cumsum(0).tolist()]
+    ks, vs = ([t[i:j] for i, j in itertools.pairwise(at)] for t in (k, v))
+    merge = len(blocks) > 1
+    shape, rows = q.shape, (q.shape[1], q.shape[2], q.shape[0])
+    if merge:
+        out, lse = torch.zeros(shape), torch.full(rows, float("-inf"))
+        dq = torch.zeros(shape)
+    else:
+        out, lse, dq = poisoned(shape, q), poisoned(rows, torch.empty(0)), poisoned(shape, torch.empty(0))
+    for (mask, keys), k_block, v_block in zip(blocks, ks, vs, strict=True):
+        if mask is not None:
+            kernels.forward(
+                q, k_block, v_block, out, lse, merge=merge, left=mask.left, right=mask.right, spans=mask.spans,
+                scale=case.scale, softcap=case.softcap, dropout=case.dropout(keys),
+            )  # fmt: skip
+    delta = poisoned(rows, torch.empty(0))
+    kernels.delta(grad, out, delta)
+    dk, dv = poisoned(k.shape, torch.empty(0) if merge else k), poisoned(v.shape, torch.empty(0) if merge else v)
+    for (mask, keys), i, j in zip(blocks, at, at[1:], strict=False):
+        if mask is None:
+            dk[i:j].zero_(), dv[i:j].zero_()
+            continue
+        kernels.backward(
+            grad, q, k[i:j], v[i:j], lse, delta, dq, dk[i:j], dv[i:j], accumulate_dq=merge, left=mask.left,
+            right=mask.right, spans=mask.spans, query_spans=mask.query_spans, scale=case.scale, softcap=case.softcap,
+            dropout=case.dropout(keys),
+        )  # fmt: skip
+    return [out, lse, dq, dk, dv]
+
+
+def here_of(case: Case) -> torch.Tensor:
+    sq = case.queries.length
+    nothing = Visible(left=10**6)
+    return torch.cat(
+        [
+            seen(nothing if mask is None else mask, sq, keys.length, torch.device("cpu"))
+            for mask, keys in zip(case.visible(), case.keys, strict=True)
+        ],
+        1,
+    )
+
+
+def theirs(case: Case, dtype, q, k, v, grad) -> list[torch.Tensor]:
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in (q, k, v))
+    drawn = None
+    if case.p:
+        sizes = case.batch, case.heads, case.queries.length
+        drawn = torch.cat([kept(case.dropout(keys), *sizes, keys.length) for keys in case.keys], -1)
+    out, lse = attention(q, k, v, here_of(case), scale=case.scale, softcap=case.softcap, kept=drawn, p=case.p)
+    out.backward(grad.to(dtype))
+    return [out.detach(), lse, q.grad, k.grad, v.grad]
+
+
+def check(case: Case, inputs=None) -> None:
+    """The error rule, for outputs and gradients; what nobody sees is exactly zero."""
+    inputs = case.inputs() if inputs is None else inputs
+    results = ours(case, *inputs)
+    peers, oracle = theirs(case, case.dtype, *inputs), theirs(case, torch.float64, *inputs)
+    # dP - D cancels where a query sees few keys: there the gradients of scores are exact to fp32 of what is subtracted.
+    q, k, v, grad = (t.abs().max().item() if t.numel() else 0.0 for t in inputs)
+    cancelled = torch.finfo(FP32).eps * case.dims**0.5 * grad * v * abs(case.scale) * max(q, k)
+    for name, got, peer, true in zip(("out", "lse", "dq", "dk", "dv"), results, peers, oracle, strict=True):
+        finite = true[true.isfinite()]
+        scale = finite.abs().max().item() if finite.numel() else 0.0
+        # PyTorch's logsumexp may happen to be exact; that of 16-bit data need not be, by the last places of fp32.
+        slack = (4 if name == "lse" else 0.5) * torch.finfo(FP32 if name == "lse" else case.dtype).eps * scale
+        bound = 2 * suite.error(peer, true) + slack + (cancelled if name in ("dq", "dk") else 0.0)
+        assert suite.error(got, true) <= bound, f"{name}: error {suite.error(got, true):.3e}, bound {bound:.3e}"
+    here = here_of(case)
+    for tensor, some in zip(results[::1], (here.any(1), None, here.any(1), here.any(0), here.any(0)), strict=True):
+        if some is not None:
+            assert not tensor[~some].count_nonzero()
+
+
+@pytest.fixture(autouse=True)
+def _known_to_the_executor(request):
+    if request.node.get_closest_marker("executed") and request.node.callspec.params.get("_kernels_are_executed") == 100:
+        pytest.skip("the executor does not know tcgen05")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """The least that wgmma takes, so that a few tokens walk through every loop."""
+    from parallel_ops.triton_kernels.attention import flash_attention
+    from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles
+
+    small = Tiles(Tile(64, 32, warps=4), Tile(32, 64, warps=4), Tile(64, 32, warps=4))
+    monkeypatch.setattr(flash_attention, "tiles", lambda *_, **__: small)
+
+
+OPTIONS = {
+    "an offset, more keys": Case(Tokens(70, 80), (Tokens(0, 150),)),
+    "an offset, fewer keys": Case(Tokens(40, 150), (Tokens(0, 101),), heads=3),
+    "later keys": Case(Tokens(0, 150), (Tokens(20, 97),)),
+    "no mask": Case(causal=False, heads=4, kv_heads=2),
+    "one query": Case(Tokens(99, 1), (Tokens(0, 100),), heads=1),
+    "a window": Case(window=40, batch=2),
+    "a window of one": Case(window=1),
+    "a window, then nothing": Case(Tokens(100, 150), (Tokens(0, 130),), window=30),
+    "documents": Case(documents=(0, 3, 3, 70, 71, 150)),
+    "documents and a window": Case(Tokens(1, 90, 2), (Tokens(0, 91, 2),), documents=(0, 5, 90, 182), window=50),
+    "documents in both directions": Case(causal=False, documents=(0, 40, 129, 150)),
+    "dropout": Case(p=0.3, batch=2, causal=False, keys=(Tokens(8, 150),)),
+    "dropout of keys apart": Case(Tokens(1, 75, 2), (Tokens(3, 75, 2),), p=0.3),
+    "everything dropped": Case(p=1.0, heads=1),
+    "all at once": Case(
+        Tokens(8, 90), (Tokens(0, 98),), documents=(0, 20, 21, 182), window=50, softcap=3.0, p=0.2, dtype=FP16
+    ),
+    "a negative scale": Case(scale=-0.3, heads=1),
+    "no scale": Case(scale=0.0, heads=1),
+    "dims by padding": Case(dims=40),
+    "odd dims": Case(Tokens(0, 70), (Tokens(0, 70),), dims=33, heads=1),
+    "zigzag, dropout": Case(Tokens(104, 52), (Tokens(156, 52), Tokens(0, 52), Tokens(104, 52), Tokens(52, 52)), p=0.3),
+    "striped, documents": Case(
+        Tokens(1, 70, 2), (Tokens(0, 70, 2), Tokens(1, 70, 2)), documents=(0, 30, 31, 139, 140), softcap=5.0
+    ),
+    "fp32 in blocks, a window, a soft cap": Case(
+        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), window=50, softcap=2.0, dtype=FP32, heads=1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, small_tiles):
+    check(OPTIONS[name])
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("dims", [64, 128])
+def test_at_the_sizes_that_a_gpu_runs(dims):
+    """The published tiles: their loops over whole tiles, and both edges."""
+    check(Case(Tokens(180, 140), (Tokens(0, 320),), dims=dims, heads=1, window=300, scale=0.1))
+
+
+@pytest.mark.executed
+def test_layouts(small_tiles):
+    """Slices of a projection, heads before tokens, tokens far apart: the bits of contiguous tensors."""
+    case = Case(Tokens(0, 40), (Tokens(0, 40),), dims=16)
+    q, k, v, grad = case.inputs()
+    expected = ours(case, q, k, v, grad)
+    fused = torch.cat([q, k, v, grad], 2).transpose(0, 2).contiguous().transpose(0, 2)
+    projected = torch.cat([q, k, v, grad], 2)
+    for whole in (projected, fused):
+        for a, b in zip(ours(case, *whole.split([2, 1, 1, 2], 2)), expected, strict=True):
+            assert torch.equal(a, b)
+    case = Case(Tokens(0, 3), (Tokens(0, 3),), dims=16, heads=1)
+    inputs = case.inputs()
+    apart = [torch.zeros(3, 2**22, dtype=BF16)[:, :16].view(3, 1, 1, 16).copy_(t) for t in inputs]
+    for a, b in zip(ours(case, *apart), ours(case, *inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("mask", [Visible(), Visible(right=-3), Visible(left=5)], ids=str)
+def test_nothing_to_see(mask, small_tiles):
+    """No queries, no keys, or none that any query sees: zeros and -inf; merged and added, what was there."""
+    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+    for queries, keys in [(0, 5), (5, 0)] if mask == Visible() else [(3, 5)]:
+        q, k = torch.ones(queries, 1, 2, 16, dtype=BF16), torch.ones(keys, 1, 1, 16, dtype=BF16)
+        out, dq = torch.full(q.shape, 7.0), torch.full(q.shape, 7.0)
+        lse, delta = torch.full((1, 2, queries), 7.0), torch.zeros(1, 2, queries)
+        dk, dv = poisoned(k.shape, k), poisoned(k.shape, k)
+        for add in (True, False):
+            options = {**mask._asdict(), "scale": 1.0, "softcap": 0.0, "dropout": None}
+            kernels.backward(q, q, k, k, lse, delta, dq, dk, dv, accumulate_dq=add, **options)
+            options.pop("query_spans")
+            kernels.forward(q, k, k, out, lse, merge=add, **options)
+            for t, fresh in ((out, 0.0), (dq, 0.0), (lse, float("-inf"))):
+                assert (t == (7.0 if add else fresh)).all()
+            assert not dk.count_nonzero() and not dv.count_nonzero()
+
+
+def launches(dtype, dims, capability, *, left=None, right=0, softcap=0.0, dropout=None, spans=False, merge=False):
+    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+    q, k = meta(4096, 1, 8, dims, dtype=dtype), meta(4096, 1, 2, dims, dtype=dtype)
+    kind = FP32 if merge else dtype
+    out, partial, rows = meta(*q.shape, dtype=kind), meta(*k.shape, dtype=kind), meta(1, 8, 4096, dtype=FP32)
+    bounds = meta(2, 4096, dtype=torch.int32) if spans else None
+    options = {"left": left, "right": right, "spans": bounds, "scale": 0.1, "softcap": softcap, "dropout": dropout}
+    with aot.recorded() as recorded, aot.chosen_for(capability):
+        kernels.forward(q, k, k, out, rows, merge=merge, **options)
+        kernels.backward(
+            q, q, k, k, rows, rows, out, partial, partial, accumulate_dq=merge, query_spans=bounds, **options
+        )
+    assert len(recorded) == 3
+    return recorded
+
+
+PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+DRAWS = Dropout(0.1, meta(1, dtype=torch.int64), Tokens(0, 4096), Tokens(0, 4096))
+COMPILED = [
+    *((BF16, dims, sm, "causal", {}) for sm in PRODUCTS for dims in (64, 128)),
+    (BF16, 128, 90, "window, merged", {"left": -1000, "merge": True}),
+    (BF16, 128, 90, "documents", {"spans": True}),
+    (BF16, 128, 90, "soft cap", {"softcap": 30.0}),
+    *((BF16, dims, sm, "dropout", {"dropout": DRAWS}) for dims, sm in ((128, 90), (64, 80), (128, 100))),
+    (BF16, 256, 90, "causal", {}),
+]
+
+
+def loops_with_products(code: aot.Compiled) -> list[list[machine_code.Instruction]]:
+    """By length: the first is the innermost one that masks nothing."""
+    instructions = machine_code.instructions(code.sass)
+    loops = [instructions[x.first : x.last + 1] for x in machine_code.code_loops(instructions)]
+    return sorted((x for x in loops if any(i.name.startswith(tuple(PRODUCTS.values())) for i in x)), key=len)
+
+
+# Machine instructions that a thread of sm_90 issues for each of its scores in a tile of bf16 that nothing masks: 7.0,
+# 10.6 and 7.7 at 64 dims, 8.1, 17.3 and 8.9 at 128. The least of a forward are 4.5: a maximum, a multiply-add, an
+# exponential, a sum, half a conversion. Triton 3.6 loads the numbers of queries into each thread that needs them.
+OLD = triton.__version__.startswith("3.6.")
+ISSUED = {
+    64: {"_forward_kernel": 7.4, "_keys_kernel": 15.9 if OLD else 11.2, "_queries_kernel": 8.1},
+    128: {"_forward_kernel": 8.6, "_keys_kernel": 22.4 if OLD else 18.1, "_queries_kernel": 9.4},
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("dtype", "dims", "capability", "options"),
+    [
+        pytest.param(dtype, dims, sm, options, id=f"{dtype}-{dims}-sm_{sm}-{name}".replace("torch.", ""))
+        for dtype, dims, sm, name, options in COMPILED
+    ],
+)
+def test_compiled_code(dtype, dims, capability, options):
+    """Products on tensor cores in the loop, nothing spilled, few instructions, no atomics: sums have one order."""
+    for launch in launches(dtype, dims, capability, **options):
+        code = aot.compile_for(launch, capability)
+        assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch} spills: {code}"
+        assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], f"{launch}: {code}"
+        copies = [x.name for x in loops_with_products(code)[0] if x.name.startswith("LDGSTS")]
+        if launch.name != "_keys_kernel":  # whose queries come with a number each, their logsumexp and delta
+            assert copies and all(name.endswith("128") for name in copies), f"{launch}: {copies}"
+        loops = [{x.name.split(".")[0] for x in loop} for loop in loops_with_products(code)]
+        assert len(loops) >= 2 and all(PRODUCTS[capability] in names for names in loops), f"{launch}: {loops}"
+        assert not any(names & {"ATOM", "ATOMG", "RED"} for names in loops), f"{launch}: {loops}"
+        if capability == 90 and dims in ISSUED and not options:
+            sizes = dict(launch.constants)
+            scores = sizes["BLOCK_QUERIES"] * sizes["BLOCK_KEYS"] / (32 * dict(launch.options)["num_warps"])
+            found = len(loops_with_products(code)[0]) / scores
+            assert found <= ISSUED[dims][launch.name], f"{launch}: {found:.1f} instructions a score"
+
+
+@pytest.mark.aot
+def test_blocks_of_a_ring_share_one_kernel():
+    """Bounds, offsets and places of blocks differ from call to call."""
+    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+    q, rows = meta(100, 1, 2, 64, dtype=BF16), meta(1, 2, 100, dtype=FP32)
+    seed = meta(1, dtype=torch.int64)
+    with aot.recorded() as recorded:
+        for right in (0, 1, 16, -3, 2**40):
+            for start in (0, 1 << 20, 2**33):
+                draws = Dropout(0.1, seed, Tokens(start, 100), Tokens(16, 100))
+                kernels.forward(
+                    q, q, q, q, rows, merge=False, left=None, right=right, spans=None, scale=0.5, softcap=0.0,
+                    dropout=draws,
+                )  # fmt: skip
+    assert len(recorded) <= 2, recorded  # places beyond 32 bits are a type of their own

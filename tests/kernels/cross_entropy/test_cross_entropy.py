@@ -1,0 +1,218 @@
+import functools
+import itertools
+
+import pytest
+import torch
+
+from parallel_ops.ops import cross_entropy_reference
+from parallel_ops.ops.cross_entropy.kernels import accumulation_dtype, saved_per_row, statistics_per_row
+from ptx import aot
+from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from support import suite
+from support.suite import DTYPES, randn
+
+
+def launches(dtype, cols, smoothing, softcap, weighted=False):
+    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
+
+    x, rows = meta(8192, cols, dtype=dtype), meta(8192, dtype=torch.float32)
+    target = meta(8192, dtype=torch.int64)
+    weight = meta(cols, dtype=torch.float32) if weighted else None
+    out = meta(statistics_per_row(smoothing, weighted), 8192, dtype=torch.float32)
+    saved = meta(saved_per_row(smoothing, weighted), 8192, dtype=torch.float32)
+    options = {"label_smoothing": 0.1 if smoothing else 0.0, "z_loss": 1e-4}
+    targets = {"ignore_index": -100, "ignore_invalid": weighted}
+    with aot.recorded() as recorded:
+        kernels.statistics(x, target, weight, out, target, start=0, vocab=cols, softcap=softcap, **targets)
+        kernels.combine(out.unsqueeze(0), target, rows, saved, **options)
+        kernels.backward(rows, x, weight, target, saved, x, softcap=softcap, **options)
+        kernels.with_gradient(
+            x, target, weight, rows[:1], rows, target, saved, x, softcap=softcap, **targets, **options
+        )  # fmt: skip
+        kernels.scale(x, rows[:1])
+    return recorded
+
+
+CASES = [
+    *itertools.product(DTYPES, [131072], sorted(aot.SHARED_MEMORY_LIMIT)),
+    *((torch.bfloat16, cols, 90) for cols in (1001, 4000, 32000, 262144)),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), CASES, ids=str)
+def test_compiled_code(dtype, cols, capability):
+    recorded = [*launches(dtype, cols, True, 30.0), *launches(dtype, cols, False, 0.0)]
+    if (dtype, capability) == (torch.bfloat16, 90):
+        # Class weights are fp32 beside 16-bit logits: a thread's eight lie in two loads, which take their sectors
+        # twice. All rows read the same ones, so they come from L2.
+        for launch in launches(dtype, cols, True, 30.0, weighted=True):
+            code = aot.compile_for(launch, capability)
+            assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch}: {code}"
+    # A row that does not fit on chip is read again for its gradient: from L2, where the program has just had it.
+    again = [launch for launch in recorded if launch.name == "_with_gradient_kernel"]
+    check_compiled([launch for launch in recorded if launch not in again], cols, capability)
+    for launch in again:
+        check_compiled([launch], cols, capability, passes=1 if "WHOLE=True" in str(launch) else 2)
+
+
+def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
+    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
+
+    smoothing, weighted = label_smoothing != 0, class_weight is not None
+
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap or 0.0}
+
+    def split(logits):
+        return logits.split([3, *[(logits.shape[-1] - 3) // (shards - 1)] * (shards - 1)][:shards], dim=-1)
+
+    def weight_of(start, x):
+        return class_weight[start : start + x.shape[-1]] if weighted else None
+
+    def run(logits, target):
+        parts, columns, start = [], [], 0
+        shards_of = [logits] if shards == 1 else split(logits)
+        dtype = accumulation_dtype(logits.dtype)
+        for x in shards_of:
+            out = poisoned((statistics_per_row(smoothing, weighted), target.numel()), dtype)
+            column = poisoned((target.numel(),), torch.int64)
+            kernels.statistics(
+                x, target.contiguous(), weight_of(start, x), out, column, start=start, vocab=logits.shape[-1],
+                ignore_index=-100, ignore_invalid=False, softcap=softcap or 0.0,
+            )  # fmt: skip
+            start += x.shape[-1]
+            parts.append(out)
+            columns.append(column)
+        loss = poisoned((target.numel(),), dtype)
+        saved = poisoned((saved_per_row(smoothing, weighted), target.numel()), dtype)
+        kernels.combine(torch.stack(parts), columns[0], loss, saved, label_smoothing=label_smoothing, z_loss=z_loss)
+        return loss, saved, columns, shards_of
+
+    def forward(logits, target):
+        return run(logits, target)[0].view(target.shape)
+
+    def backward(grad, logits, target):
+        _, saved, columns, shards_of = run(logits, target)
+        gradients, start = [], 0
+        for x, column in zip(shards_of, columns, strict=True):
+            dx = poisoned(x.shape, x)
+            kernels.backward(grad, x, weight_of(start, x), column, saved, dx, **options)
+            start += x.shape[-1]
+            gradients.append(dx)
+        return torch.cat(gradients, dim=-1), None
+
+    return differentiable(forward, backward)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [(0.0, 0.0, None), (0.1, 0.0, None), (0.0, 0.01, None), (0.2, 0.01, 3.0)], ids=str)
+@pytest.mark.parametrize(("shape", "shards"), [((3, 2, 70), 1), ((9, 9), 3), ((2, 17003), 2)])
+def test_interpreted(shape, shards, options, dtype):
+    logits = randn(*shape, dtype=dtype, scale=3)
+    target = torch.randint(0, shape[-1], shape[:-1], generator=torch.Generator().manual_seed(0))
+    target.flatten()[0] = -100
+    label_smoothing, z_loss, softcap = options
+
+    def reference(logits, target):
+        return cross_entropy_reference(
+            logits, target, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction="none"
+        )
+
+    kernels = interpreted(label_smoothing, z_loss, softcap, shards)
+    grad = randn(*shape[:-1], dtype=torch.float32, seed=2).detach()
+    suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=2)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_interpreted_class_weights(dtype):
+    """Over three shards of uneven size; in fp64 options and constants are fp64 through and through."""
+    logits, weight = randn(7, 43, dtype=dtype, scale=3), torch.rand(43, generator=torch.Generator().manual_seed(1))
+    target = torch.arange(7) * 6
+    target[2] = -100
+    for label_smoothing, z_loss, softcap in ((0.0, 0.0, None), (0.1, 0.3, 0.7), (0.0, 0.3, 30.1)):
+        reference = functools.partial(
+            cross_entropy_reference, class_weight=weight, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, reduction="none",
+        )  # fmt: skip
+        kernels = interpreted(label_smoothing, z_loss, softcap, 3, weight)
+        # PyTorch's own fp64 is the oracle.
+        slack = 64 if dtype is torch.float64 else 4
+        suite.check_numerics(kernels, reference, [logits, target], slack_ulps=slack)
+
+
+def interpreted_with_gradient(inplace, label_smoothing, z_loss, softcap, class_weight=None):
+    """The mean of the losses, with the gradient made beside it."""
+    from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
+
+    def run(logits, target):
+        x, rows = logits.detach().clone(), target.numel()
+        dtype = accumulation_dtype(x.dtype)
+        kept = target != -100
+        divisor = kept.sum() if class_weight is None else class_weight[target[kept]].sum()
+        saved = poisoned((saved_per_row(label_smoothing != 0, class_weight is not None), rows), dtype)
+        column, loss = poisoned((rows,), torch.int64), poisoned((rows,), dtype)
+        dx = x if inplace else poisoned(x.shape, x)
+        kernels.with_gradient(
+            x, target, class_weight, divisor.to(dtype).reciprocal().view(1), loss, column, saved, dx,
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap or 0.0, ignore_index=-100,
+            ignore_invalid=False,
+        )  # fmt: skip
+        return loss.sum() / divisor, dx
+
+    def backward(grad, logits, target):
+        _, dx = run(logits, target)
+        kernels.scale(dx, grad)
+        return dx, None
+
+    return differentiable(lambda logits, target: run(logits, target)[0], backward)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_interpreted_with_the_gradient_in_the_forward(dtype, inplace):
+    """Rows in registers and rows read twice, of columns that blocks divide and do not."""
+    longest = 70_000 if dtype.itemsize == 2 else 36_000
+    for rows, cols, options in ((5, 70, (0.1, 0.01, 3.0)), (2, longest, (0.0, 1e-3, None))):
+        logits = randn(rows, cols, dtype=dtype, scale=3)
+        target = torch.arange(rows) * 7
+        target[-1] = -100 if rows > 2 else cols - 1
+        label_smoothing, z_loss, softcap = options
+        weight = torch.rand(cols, generator=torch.Generator().manual_seed(1)) if rows > 2 else None
+
+        reference = functools.partial(
+            cross_entropy_reference, class_weight=weight, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap,
+        )  # fmt: skip
+        kernels = interpreted_with_gradient(inplace, *options, weight)
+        for factor in (1.0, 0.5):
+            grad = torch.tensor(factor, dtype=accumulation_dtype(dtype))
+            slack = 64 if dtype is torch.float64 else 4
+            suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=slack)
+
+
+@pytest.mark.executed
+def test_interpreted_many_rows():
+    logits, target = randn(130, 5, dtype=torch.float32), torch.arange(130) % 5
+    kernels = interpreted(0.1, 0.01, None, 3)
+
+    def reference(logits, target):
+        return cross_entropy_reference(logits, target, label_smoothing=0.1, z_loss=0.01, reduction="none")
+
+    suite.check_numerics(kernels, reference, [logits, target], slack_ulps=2)  # an expanded gradient
+
+
+@pytest.mark.executed
+def test_interpreted_absent_columns_and_wrong_targets():
+    logits = torch.randn(4, 40000).index_fill_(1, torch.arange(16384, 40000), -torch.inf).requires_grad_()
+    target = torch.tensor([5, 40000, -100, -1])
+    kernels = interpreted(0.1, 0.0, None, 1)
+    loss = kernels(logits, target)
+    expected = cross_entropy_reference(logits.detach()[:1, :16384], target[:1], label_smoothing=0.1)
+    torch.testing.assert_close(loss[0], expected)
+    assert loss[[1, 3]].isnan().all() and loss[2] == 0
+    loss.sum().backward()
+    assert (logits.grad[0, 16384:] == 0).all() and (logits.grad[2] == 0).all()
+    assert logits.grad[0].isfinite().all() and logits.grad[[1, 3]].isnan().all()

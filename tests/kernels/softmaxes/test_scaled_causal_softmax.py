@@ -1,0 +1,123 @@
+import functools
+
+import pytest
+import torch
+
+from parallel_ops.ops import scaled_causal_softmax_reference
+from parallel_ops.ops.softmaxes.shared import sink_gradient
+from ptx import aot
+from ptx.kernels import check_compiled, differentiable, meta, poisoned
+from support import suite
+from support.softmax import check_numerics, compiled_cases, row_values, walks
+from support.suite import DTYPES, randn
+
+ACC = torch.float32
+
+
+def launches(dtype, cols):
+    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+
+    x, sink, by_row = (meta(*s, dtype=d) for s, d in (((8, 64, cols), dtype), ((8,), ACC), ((512,), ACC)))
+    with aot.recorded() as recorded:
+        kernels.forward(x, None, x, by_row, scale=0.125, window=None)
+        kernels.forward(x, sink, x, by_row, scale=0.125, window=None)
+        kernels.backward(x, x, None, x, by_row, scale=0.125, window=None)
+        kernels.backward(x, x, by_row, x, by_row, scale=0.125, window=None)
+    return recorded
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("dtype", "cols", "capability"), compiled_cases())
+def test_compiled_code(dtype, cols, capability):
+    check_compiled(launches(dtype, cols), cols, capability, passes=walks(dtype, cols))
+
+
+@pytest.mark.aot
+def test_a_window_of_any_size_compiles_well():
+    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+
+    x = meta(8, 64, 4096, dtype=torch.bfloat16)
+    for window in (1, 127):
+        with aot.recorded() as recorded:
+            kernels.forward(x, None, x, x, scale=0.125, window=window)
+            kernels.backward(x, x, None, x, x, scale=0.125, window=window)
+        check_compiled(recorded, 4096, 90)
+
+
+def interpreted(scale, window):
+    from parallel_ops.triton_kernels.softmaxes import scaled_causal_softmax as kernels
+
+    outputs = []
+
+    def forward(x, sink=None):
+        y, share = poisoned(x.shape, x), row_values(x)
+        kernels.forward(x, sink, y, share, scale=scale, window=window)
+        outputs.append((y.detach(), None if sink is None else share))
+        return y
+
+    def backward(grad, x, sink=None):
+        (y, share), dx, by_row = outputs[-1], poisoned(x.shape, x), row_values(x)
+        kernels.backward(grad, y, share, dx, by_row, scale=scale, window=window)
+        return (dx,) if sink is None else (dx, sink_gradient(by_row, y, sink.numel()))
+
+    return differentiable(forward, backward)
+
+
+def small_blocks(monkeypatch):
+    """Rows over 64 fp32 elements walk in steps of 32."""
+    from parallel_ops.triton_kernels.softmaxes import launchers as _softmax
+
+    monkeypatch.setattr(_softmax, "MAX_ROW", 64 * 4 * 2)
+    monkeypatch.setattr(_softmax, "LOOP_BLOCK", 32)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("window", [None, 1, 20, 5000])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 70), (3, 1030), (1, 9), (2, 1, 1), (2, 0, 4)], ids=str)
+def test_interpreted(shape, dtype, window):
+    x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
+    reference = functools.partial(scaled_causal_softmax_reference, scale=-0.5, window=window)
+    check_numerics(interpreted(-0.5, window), reference, [x], grad, -0.5)
+    transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+    check_numerics(interpreted(-0.5, window), reference, [transposed], grad, -0.5)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("window", [None, 1, 20, 64, 5000])
+def test_interpreted_rows_too_long_for_one_block(monkeypatch, window):
+    small_blocks(monkeypatch)
+    x, grad = randn(2, 5, 150, dtype=torch.float32, scale=3), randn(2, 5, 150, dtype=torch.float32, seed=2).detach()
+    x_square, grad_square = (randn(70, 70, dtype=torch.float32, scale=3, seed=i) for i in (0, 2))
+    reference = functools.partial(scaled_causal_softmax_reference, scale=0.5, window=window)
+    check_numerics(interpreted(0.5, window), reference, [x], grad, 0.5)
+    check_numerics(interpreted(0.5, window), reference, [x_square], grad_square.detach(), 0.5)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cols", [40, 100])
+def test_interpreted_ignores_what_a_query_does_not_see(monkeypatch, cols, window):
+    small_blocks(monkeypatch)
+    x, grad = (randn(7, cols, dtype=torch.float32, seed=i).detach() for i in (0, 1))
+    reference = functools.partial(scaled_causal_softmax_reference, window=window)
+    seen = reference(torch.zeros_like(x)) > 0
+    expected = suite.forward_backward(reference, [x.requires_grad_()], grad)
+    args = [x.detach().masked_fill(~seen, torch.nan).requires_grad_()]
+    got = suite.forward_backward(interpreted(1.0, window), args, grad.masked_fill(~seen, torch.inf))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 3, 5, 70), torch.float32), ((1, 2, 9, 2060), torch.bfloat16)], ids=str
+)
+def test_interpreted_sink(monkeypatch, shape, dtype):
+    """In one chunk, in chunks that some rows do not see, and by two walks."""
+    reference = lambda x, sink: scaled_causal_softmax_reference(x, 0.5, window=40, sink=sink)  # noqa: E731
+    x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
+    sink = randn(shape[1], dtype=torch.float32, seed=3)
+    check_numerics(interpreted(0.5, 40), reference, [x, sink], grad, 0.5)
+    small_blocks(monkeypatch)
+    check_numerics(interpreted(0.5, 40), reference, [x, sink], grad, 0.5)

@@ -1,0 +1,134 @@
+"""Blocks of keys, merged, are the attention over all of them: what rings of ranks are made of."""
+
+import itertools
+
+import pytest
+import torch
+
+from parallel_ops.ops import flash_attention_reference
+from parallel_ops.ops.attention.block import (
+    Dropout,
+    Tokens,
+    Visible,
+    attention_delta,
+    block_attention,
+    block_attention_backward,
+    visible,
+)
+from support.suite import DEVICES, forward_backward, randn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+S, B, HEADS, KV_HEADS, D = 150, 2, 4, 2, 24
+
+
+def cut(layout):
+    """Blocks of tokens: adjacent with an empty one, or every third token."""
+    if layout == "striped":
+        return [Tokens(i, S // 3, 3) for i in range(3)]
+    edges = [0, 70, 70, 71, S]
+    return [Tokens(start, end - start) for start, end in itertools.pairwise(edges)]
+
+
+def part(t, tokens):
+    return t[tokens.start : tokens.start + tokens.step * tokens.length : tokens.step]
+
+
+@pytest.mark.parametrize("layout", ["adjacent", "striped"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 20},
+        {"softcap": 3.0},
+        {"dropout_p": 0.3, "seed": 5},
+        {"cu_seqlens": torch.tensor([0, 69, 70, 72, 72, S]), "window": 30, "dropout_p": 0.1, "seed": 1},
+    ],
+    ids=str,
+)
+def test_blocks_in_any_order_are_the_whole(device, options, layout):
+    """Of queries and of keys, visited last first; in fp64 on the CPU, so a wrong mask or draw shows."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    make = lambda heads, seed: randn(S, B, heads, D, dtype=dtype, device=device, seed=seed)  # noqa: E731
+    q, k, v = make(HEADS, 0), make(KV_HEADS, 1), make(KV_HEADS, 2)
+    grad = make(HEADS, 3).detach()
+    options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
+    expected = forward_backward(lambda *args: flash_attention_reference(*args, **options), (q, k, v), grad)
+    q, k, v = (t.detach() for t in (q, k, v))
+    mask_options = {name: options.get(name) for name in ("window", "cu_seqlens")} | {
+        "causal": options.get("causal", True)
+    }
+    got = [torch.zeros_like(t) for t in (q, q, k, v)]
+    for queries in cut(layout):
+        own, own_grad = part(q, queries), part(grad, queries)
+        out, lse = torch.zeros_like(own), own.new_full((B, HEADS, queries.length), -torch.inf)
+        blocks = []
+        for keys in reversed(cut(layout)):
+            mask = visible(queries, keys, **mask_options)
+            if mask is None:
+                continue
+            seed = torch.tensor([options.get("seed", 0)], device=device)
+            dropout = Dropout(options["dropout_p"], seed, queries, keys) if "seed" in options else None
+            scores = {"scale": D**-0.5, "softcap": options.get("softcap", 0.0), "dropout": dropout}
+            blocks.append((keys, mask, scores))
+            block_attention(own, part(k, keys), part(v, keys), mask, **scores, out=out, lse=lse, merge=True)
+        part(got[0], queries).copy_(out)
+        delta, dq = attention_delta(own_grad, out), torch.zeros_like(own)
+        for keys, mask, scores in blocks:
+            ours = [part(t, keys) for t in (k, v)]
+            dk, dv = (torch.full_like(t, torch.nan) for t in ours)
+            block_attention_backward(
+                own_grad, own, *ours, lse, delta, mask, **scores, dq=dq, dk=dk, dv=dv, accumulate_dq=True
+            )
+            part(got[2], keys).add_(dk)
+            part(got[3], keys).add_(dv)
+        part(got[1], queries).copy_(dq)
+    tolerance = 1e-12 if device == "cpu" else 1e-4
+    for ours, true in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, true, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_that_see_nothing_contribute_nothing(device, dtype):
+    q, k, v, grad = (randn(70, 1, 2, 16, dtype=dtype, device=device, seed=i).detach() for i in range(4))
+    spans = torch.zeros(2, 70, dtype=torch.int32, device=device)
+    spans[:, 40:] = torch.tensor([[10], [20]])
+    query_spans = torch.zeros(2, 70, dtype=torch.int32, device=device)
+    query_spans[:, 10:20], query_spans[:, 20:] = torch.tensor([[40], [70]]), 70
+    mask = Visible(spans=spans, query_spans=query_spans)
+    for merge in (False, True):
+        out = torch.zeros(70, 1, 2, 16, device=device) if merge else torch.full_like(q, torch.nan)
+        lse = torch.full((1, 2, 70), -torch.inf, device=device)
+        block_attention(q, k, v, mask, scale=1.0, out=out, lse=lse, merge=merge)
+        assert not out[:40].any() and out[40:].isfinite().all()
+        assert (lse[..., :40] == -torch.inf).all() and lse[..., 40:].isfinite().all()
+    dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
+    delta = attention_delta(grad, out.to(dtype))
+    block_attention_backward(grad, q, k, v, lse, delta, mask, scale=1.0, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
+    assert not dq[:40].any() and dq[40:].abs().sum() > 0
+    for gradient in (dk, dv):
+        assert not gradient[:10].any() and not gradient[20:].any() and gradient[10:20].abs().sum() > 0
+
+
+def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
+    q = torch.zeros(4, 1, 2, 8)
+    lse = torch.zeros(1, 2, 4)
+    op = torch.ops.parallel_ops.block_attention_.default
+    rest = (None, None, None, 1.0, 0.0, 0.0, None, [])
+    for message, args in (
+        ("of one dtype", (q, q.half(), q, *rest, q, lse, False)),
+        ("heads that divide", (q, q[..., :4], q, *rest, q, lse, False)),
+        ("v must have the shape", (q, q, q[:2], *rest, q, lse, False)),
+        ("out must have the shape", (q, q, q, *rest, q[:2], lse, False)),
+        ("lse must be", (q, q, q, *rest, q, lse[..., :2], False)),
+        ("spans must be", (q, q, q, torch.zeros(2, 3, dtype=torch.int32), *rest[1:], q, lse, False)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*args)
+    spans = torch.tensor([[-5] * 4, [9] * 4], dtype=torch.int32)  # cut to the block
+    op(q, q, q, spans, *rest[1:], q.clone(), lse, False)
+    backward = torch.ops.parallel_ops.block_attention_backward_.default
+    with pytest.raises(RuntimeError, match="grad_out must have the shape"):
+        backward(q[:2], q, q, q, lse, lse, *rest, q, q, q, False)
+    with pytest.raises(RuntimeError, match="dk must have the shape"):
+        backward(q, q, q, q, lse, lse, *rest, q, q[:2], q, False)

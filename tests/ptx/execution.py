@@ -1,0 +1,182 @@
+"""Launches that are executed here: the launchers run as they are, on tensors of the CPU."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from ptx import aot
+from ptx.global_memory import GlobalMemory
+from ptx.machine import Approximation, Machine
+from ptx.program import Program, parse
+from ptx.report import Report
+from ptx.values import Array, Fault
+
+# Threads of a launch that are run at once: more do not fit the caches, fewer leave NumPy's calls no work.
+_THREADS = 1 << 15
+_EXACT = Approximation(None)
+
+
+@functools.cache
+def compiled(launch: aot.Launch, capability: int) -> tuple[Program, int, int]:
+    """(program, warps, bytes of shared memory)"""
+    kernel = aot.compiled(launch, capability)
+    return parse(kernel.asm["ptx"]), kernel.metadata.num_warps, kernel.metadata.shared
+
+
+class _Unwritten(TorchDispatchMode):
+    """Notes what torch.empty and its kin allocate, until an op or a kernel writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flags: dict[int, Array] = {}
+        self._keep: list[torch.Tensor] = []  # so that no storage takes the address of another
+
+    def note(self, t: torch.Tensor) -> None:
+        self.flags[t.untyped_storage().data_ptr()] = np.ones(t.untyped_storage().nbytes(), np.bool_)
+        self._keep.append(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if schema.name.split("::")[1] in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"):
+            if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+                self.note(out)
+        else:
+            for argument, value in zip(schema.arguments, args, strict=False):
+                if argument.is_write and isinstance(value, torch.Tensor):
+                    self.flags.pop(value.untyped_storage().data_ptr(), None)
+        return out
+
+
+_current: list[_Unwritten] = []
+
+
+def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An output full of NaN or of large integers, for which to read it before a kernel wrote it is a fault."""
+    fill = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    t = torch.full(shape, fill, dtype=dtype)
+    if _current:
+        _current[-1].note(t)
+    return t
+
+
+@contextlib.contextmanager
+def executed(
+    capability: int, *, exact: bool = False, seed: int = 0, programs: int | None = None
+) -> Iterator[list[Report]]:
+    """Kernels that are launched in the block are compiled for ``sm_<capability>`` and run here.
+
+    ``exact``: approximate instructions are exact, instead of off by their worst error in directions set by ``seed``.
+    ``programs``: run so many programs of each launch, evenly spread over the grid, instead of all; of a grid of tiles
+    of which the last of a row is partly empty, as many as whole rows of tiles need, two at least.
+    """
+    reports: list[Report] = []
+    notes = _Unwritten()
+    approximation = Approximation(None if exact else seed)
+
+    def execute(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        reports.append(_run(self, args, kwargs, grid, capability, programs, notes, approximation))
+
+    original = JITFunction.run
+    JITFunction.run = execute
+    _current.append(notes)
+    try:
+        with notes, aot.chosen_for(capability):
+            yield reports
+    finally:
+        JITFunction.run = original
+        _current.pop()
+
+
+def rerun(launch: aot.Launch, capability: int, programs: int) -> Report:
+    """A launch that ``aot.recorded`` noted, on as many of its programs."""
+    args, kwargs, grid = launch.call
+    return _run(launch.kernel, args, kwargs, grid, capability, programs, _Unwritten(), _EXACT)
+
+
+@contextlib.contextmanager
+def ops_launch_kernels() -> Iterator[None]:
+    """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory."""
+    from parallel_ops import ops  # noqa: F401  (registers them)
+    from parallel_ops._internal.registration import cuda_kernels
+
+    library = torch.library.Library("parallel_ops", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            for name, kernel in cuda_kernels.items():
+                for key in ("CPU", "Meta"):
+                    library.impl(name, kernel, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _run(
+    kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any, capability: int,
+    sample: int | None, notes: _Unwritten, approximation: Approximation,
+) -> Report:  # fmt: skip
+    bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in aot.OPTIONS})
+    bound.apply_defaults()
+    launch = aot.specialise(kernel, args, dict(kwargs))
+    program, warps, shared = compiled(launch, capability)
+    grid = grid(dict(bound.arguments)) if callable(grid) else grid
+    types = dict(launch.signature)
+    values = [
+        (parameter.name.removesuffix("_ptr"), value)
+        for parameter, value in zip(kernel.params, bound.arguments.values(), strict=True)
+        if types[parameter.name] != "constexpr"
+    ]
+    try:
+        tiles = _tiles_of_a_row(bound.arguments)
+        return run(program, grid, warps, values, shared, sample, notes.flags, approximation, launch, tiles)
+    except Fault as fault:
+        raise Fault(f"{launch}, grid {tuple(grid)}: {fault}") from None
+
+
+def _tiles_of_a_row(arguments: Mapping[str, Any]) -> int:
+    """Programs that differ, since columns do not fill the last one's tile; launchers number tiles by rows."""
+    tiles: int = arguments.get("col_blocks", 1)
+    return tiles if tiles > 1 and arguments["cols"] % arguments["BLOCK_COLS"] else 1
+
+
+def _spread(total: int, sample: int | None, tiles: int) -> Array:
+    """``sample`` of the numbers below ``total``, in whole rows of ``tiles``; one alone may be any."""
+    if sample is None or sample >= total:
+        return np.arange(total)
+    if sample == 1 or total % tiles:
+        tiles = 1
+    rows = min(total // tiles, sample if tiles == 1 else max(2, sample // tiles))
+    first = np.unique(np.linspace(0, total // tiles - 1, rows).round().astype(np.int64))
+    return (first[:, None] * tiles + np.arange(tiles)).ravel()
+
+
+def run(
+    program: Program, grid: tuple[int, ...], warps: int, arguments: list[tuple[str, Any]], shared_bytes: int = 0,
+    sample: int | None = None, unwritten: dict[int, Array] | None = None,
+    approximation: Approximation = _EXACT, specialised: aot.Launch | None = None, tiles: int = 1,
+) -> Report:  # fmt: skip
+    """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter."""
+    memory = GlobalMemory(unwritten or {})
+    values = [memory.pointer(name, v) if isinstance(v, torch.Tensor) else v for name, v in arguments]
+    values += [0] * (len(program.parameters) - len(values))  # scratch memory, of which Triton's kernels ask for none
+    named = {name: value for (name, _), value in zip(program.parameters, values, strict=True)}
+    shape = (*grid, 1, 1)[:3]
+    total = shape[0] * shape[1] * shape[2]
+    numbers = _spread(total, sample, tiles)
+    report = Report(specialised, shape, warps, len(numbers), shared_bytes)
+    report.names = {i: instruction.name for i, instruction in enumerate(program.instructions)}
+    report.sizes = {b.name: len(b.data) for b in memory.buffers}
+    report.element_bytes = {b.name: b.unit for b in memory.buffers}
+    at_once = max(1, _THREADS // (32 * warps))
+    for first in range(0, len(numbers), at_once):
+        some = numbers[first : first + at_once]
+        Machine(program, shape, some, warps, named, memory, shared_bytes, report, approximation).run()
+    return report

@@ -1,0 +1,277 @@
+"""Ranks inside one process, one at a time, in an order that a seed decides.
+
+The code of a rank is what it would be over any transport: a function of its end of the group. Each rank has a thread,
+and a baton passes between them, so exactly one runs. It gives the baton up where it posts or waits, and the seed says
+who goes next; the same seed gives the same run.
+
+What other transports forgive sometimes, this one refuses always:
+
+    a deadlock                          raises on every rank that is in it, with what each of them waits for
+    reading a chunk before its wait     sees bytes of 0xFF (NaN), since the chunk is put there by the wait
+    writing a chunk before its wait     sends what was written, since the chunk is read as late as is allowed
+    a chunk never received, a handle never waited for, sizes that differ      raise
+
+With ``credits=0`` a send is complete when its receive is posted, as in NCCL; with ``credits=k`` up to k chunks between
+two ranks may be sent ahead.
+"""
+
+import collections
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from parallel_ops.comm.errors import PeerError
+from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
+
+R = TypeVar("R")
+
+
+class LoopbackGroup(Generic[R]):
+    """A group of ``size`` ranks.
+
+    Args:
+        size: how many ranks.
+        seed: which rank goes next whenever several could. ``None``: the lowest after the one that ran.
+        credits: how many chunks may be sent from one rank to another before they are received.
+        device_type: where the tensors live, ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, size: int, *, seed: int | None = None, credits: int = 0, device_type: str = "cpu") -> None:
+        if size < 1:
+            raise ValueError(f"LoopbackGroup: size must be at least 1, got {size}")
+        if credits < 0:
+            raise ValueError(f"LoopbackGroup: credits must not be negative, got {credits}")
+        if device_type not in ("cpu", "cuda"):
+            raise ValueError(f"LoopbackGroup: device_type must be 'cpu' or 'cuda', got {device_type!r}")
+        self.size, self.seed, self.credits, self.device_type = size, seed, credits, device_type
+
+    def run(self, rank_main: Callable[["LoopbackTransport"], R]) -> list[R]:
+        """What ``rank_main`` returned on each rank.
+
+        Raises the first rank's own exception, if a rank ended with one; else PeerError, if some ranks waited in vain.
+        """
+        outcomes = self.outcomes(rank_main)
+        failures = [o for o in outcomes if isinstance(o, BaseException)]
+        for failure in sorted(failures, key=lambda f: isinstance(f, PeerError)):
+            raise failure
+        return outcomes  # type: ignore[return-value]
+
+    def outcomes(self, rank_main: Callable[["LoopbackTransport"], R]) -> list[R | BaseException]:
+        """What ``rank_main`` returned on each rank, or the exception that it ended with."""
+        baton = _Baton(self.size, self.seed)
+        network = _Network(self.credits)
+        ends = [LoopbackTransport(self, rank, baton, network) for rank in range(self.size)]
+        results: list[Any] = [None] * self.size
+
+        def serve(rank: int) -> None:
+            try:
+                baton.take(rank)
+                results[rank] = rank_main(ends[rank])
+                ends[rank].check_finished()
+            except BaseException as error:
+                results[rank] = error
+            finally:
+                baton.leave(rank, results[rank] if isinstance(results[rank], BaseException) else None)
+
+        threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        baton.start()
+        for thread in threads:
+            thread.join()
+        for source, target in network.unreceived():
+            if not isinstance(results[source], BaseException):
+                results[source] = PeerError(f"rank {source} sent a chunk that rank {target} never received")
+        return results
+
+
+@dataclasses.dataclass
+class _Waiting:
+    ready: Callable[[], bool]
+    op: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.op})"
+
+
+class _Baton:
+    """Lets one thread run at a time, and notices when none can."""
+
+    def __init__(self, size: int, seed: int | None) -> None:
+        self._size = size
+        self._random = None if seed is None else random.Random(seed)
+        self._changed = threading.Condition()
+        self._running: int | None = None
+        self._waiting: dict[int, _Waiting] = {rank: _Waiting(lambda: True, "", "to start") for rank in range(size)}
+        self._ended: dict[int, BaseException | None] = {}
+        self._stuck: dict[int, str] = {}
+
+    def start(self) -> None:
+        with self._changed:
+            self._pass_on(self._size - 1)
+
+    def take(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == rank)
+
+    def give(self, rank: int, ready: Callable[[], bool], op: str, what: str) -> None:
+        """Lets others run until ``ready()``. PeerError if that cannot come about any more."""
+        with self._changed:
+            self._waiting[rank] = _Waiting(ready, op, what)
+            self._pass_on(rank)
+            self._changed.wait_for(lambda: self._running == rank)
+            in_vain = self._stuck.pop(rank, None)
+        if in_vain is not None:
+            raise PeerError(in_vain)
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended[rank] = error
+            self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        if self._stuck:  # the ranks of a deadlock end one after another
+            self._running = min(self._stuck)
+            self._changed.notify_all()
+            return
+        able = [r for r in sorted(self._waiting) if self._waiting[r].ready()]
+        if able:
+            after = [r for r in able if r > rank]
+            chosen = self._random.choice(able) if self._random else (after or able)[0]
+            del self._waiting[chosen]
+            self._running = chosen
+        elif self._waiting:
+            self._stuck = {r: self._why(r) for r in self._waiting}
+            self._waiting.clear()
+            self._running = min(self._stuck)
+        else:
+            self._running = None
+        self._changed.notify_all()
+
+    def _why(self, rank: int) -> str:
+        own = self._waiting[rank]
+        others = [f"rank {r} waits {w}" for r, w in sorted(self._waiting.items()) if r != rank]
+        for r, error in sorted(self._ended.items()):
+            others.append(f"rank {r} has finished" if error is None else f"rank {r} raised {type(error).__name__}")
+        return f"{own.op}: rank {rank} waits {own.what}, in vain: {', '.join(others) or 'there is no other rank'}"
+
+
+class _Transfer:
+    """A chunk from its first post to its last wait."""
+
+    def __init__(self) -> None:
+        self.source: Tensor | None = None
+        self.target: Tensor | None = None
+        self._sent: Tensor | None = None
+
+    @property
+    def matched(self) -> bool:
+        return self.source is not None and self.target is not None
+
+    def snapshot(self) -> Tensor:
+        """What was sent, read when the first of the two ranks has waited."""
+        if self._sent is None:
+            assert self.source is not None
+            self._sent = self.source.clone()
+        return self._sent
+
+
+class _Network:
+    """The transfers between every two ranks, matched in the order in which they were posted."""
+
+    def __init__(self, credits: int) -> None:
+        self.credits = credits
+        self._links: dict[tuple[int, int], list[_Transfer]] = collections.defaultdict(list)
+        self._posted: dict[tuple[int, int, type], int] = collections.Counter()
+        self.at_barrier: dict[int, int] = collections.Counter()
+
+    def post(self, source: int, target: int, chunk: Send | Receive) -> _Transfer:
+        link, key = self._links[source, target], (source, target, type(chunk))
+        if self._posted[key] == len(link):
+            link.append(_Transfer())
+        transfer = link[self._posted[key]]
+        self._posted[key] += 1
+        if isinstance(chunk, Send):
+            transfer.source = as_bytes(chunk.tensor)
+        else:
+            transfer.target = as_bytes(chunk.tensor)
+            transfer.target.fill_(0xFF)
+        return transfer
+
+    def unreceived(self) -> list[tuple[int, int]]:
+        """Between which ranks a chunk was sent that nobody posted a receive for."""
+        return sorted(ends for ends, link in self._links.items() if any(t.target is None for t in link))
+
+    def may_leave(self, source: int, target: int, transfer: _Transfer) -> bool:
+        """The chunk is received, or there is credit for it."""
+        if transfer.matched:
+            return True
+        ahead = [t for t in self._links[source, target] if not t.matched]
+        return ahead.index(transfer) < self.credits
+
+
+class _LoopbackHandle:
+    def __init__(self, end: "LoopbackTransport", op: str, chunk: Send | Receive, transfer: _Transfer) -> None:
+        self._end, self.op, self._chunk, self._transfer = end, op, chunk, transfer
+        self.done = False
+
+    def __str__(self) -> str:
+        verb = "for a chunk from" if isinstance(self._chunk, Receive) else "for a chunk to be received by"
+        return f"{verb} rank {self._chunk.peer}"
+
+    def wait(self) -> None:
+        if self.done:
+            return
+        end, transfer = self._end, self._transfer
+        if isinstance(self._chunk, Send):
+            end.wait_until(lambda: end.network.may_leave(end.rank, self._chunk.peer, transfer), self.op, str(self))
+            transfer.snapshot()
+        else:
+            end.wait_until(lambda: transfer.matched, self.op, str(self))
+        self.done = True
+        if transfer.source is not None and transfer.target is not None:
+            if transfer.source.numel() != transfer.target.numel():
+                raise PeerError(
+                    f"{self.op}: rank {end.rank} waits {self}, and the two do not agree on its size: "
+                    f"{transfer.source.numel()} bytes sent, {transfer.target.numel()} expected"
+                )
+            if isinstance(self._chunk, Receive):
+                transfer.target.copy_(transfer.snapshot())
+
+
+class LoopbackTransport(Endpoint):
+    """One rank's end of a LoopbackGroup."""
+
+    def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
+        super().__init__(rank, group.size, Capabilities("loopback", (group.device_type,), False, False, False))
+        self._baton, self.network = baton, network
+        self._handles: list[_LoopbackHandle] = []
+
+    def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
+        handles = []
+        for chunk in chunks:
+            ends = (self.rank, chunk.peer) if isinstance(chunk, Send) else (chunk.peer, self.rank)
+            handles.append(_LoopbackHandle(self, op, chunk, self.network.post(*ends, chunk)))
+        self._handles += handles
+        self.wait_until(lambda: True, op, "")
+        return list(handles)
+
+    def barrier(self, op: str) -> None:
+        counts = self.network.at_barrier
+        counts[self.rank] += 1
+        own = counts[self.rank]
+        self.wait_until(lambda: all(counts[r] >= own for r in range(self.size)), op, "at a barrier")
+
+    def wait_until(self, ready: Callable[[], bool], op: str, what: str) -> None:
+        self._baton.give(self.rank, ready, op, what)
+
+    def check_finished(self) -> None:
+        """PeerError if the rank left something behind."""
+        left = [h for h in self._handles if not h.done]
+        if left:
+            raise PeerError(f"{left[0].op}: rank {self.rank} ended without waiting {left[0]}")

@@ -1,0 +1,197 @@
+"""flash_attention: launchers of the block attention kernels. Maths, masks, dropout: ops/_attention_block.py.
+
+Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``; ``lse`` and ``delta`` ``[b, heads, sq]``, fp32, of
+any strides with adjacent queries. k and v may have fewer heads than q, each for a group of adjacent ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
+from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels.attention.backward import _delta_kernel, _keys_kernel, _queries_kernel
+from parallel_ops.triton_kernels.attention.forward import _forward_kernel
+from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles, tiles
+
+_LOG2_E = 1.4426950408889634
+
+
+class _Tokens(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+
+
+class Dropout(Protocol):
+    """``ops._attention_block.Dropout``, which the kernels do not know."""
+
+    @property
+    def p(self) -> float: ...
+    @property
+    def seed(self) -> Tensor: ...
+    @property
+    def queries(self) -> _Tokens: ...
+    @property
+    def keys(self) -> _Tokens: ...
+    @property
+    def first_head(self) -> int: ...
+    @property
+    def first_batch(self) -> int: ...
+
+
+class _Draws(NamedTuple):
+    """What kernels need to draw: words up to ``last_dropped`` are dropped."""
+
+    seed: Tensor | None = None
+    kept_scale: float = 1.0
+    last_dropped: int | None = None
+    query_start: int | None = None
+    query_step: int | None = None
+    key_start: int | None = None
+    key_step: int | None = None
+    first_head: int | None = None
+    first_batch: int | None = None
+
+    @classmethod
+    def of(cls, dropout: Dropout | None) -> _Draws:
+        dropped = 0 if dropout is None else int(dropout.p * 2.0**32 + 0.5)
+        if dropout is None or dropped == 0:
+            return cls()
+        queries, keys = dropout.queries, dropout.keys
+        return cls(
+            dropout.seed, 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0, dropped - 1,
+            queries.start, queries.step, keys.start, keys.step, dropout.first_head, dropout.first_batch,
+        )  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, bool]:
+        drawn = self.seed is not None
+        return {"DROPOUT": drawn, "BY_FOUR": drawn and self.key_step == 1 and (self.key_start or 0) % 4 == 0}
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(t.stride(axis) for t in tensors for axis in (0, 1, 2))
+
+
+def _hints(strides: tuple[int, ...]) -> dict[str, int | bool]:
+    """What divides all strides, and whether offsets within a tile of up to 512 tokens take more than 32 bits."""
+    return {"UNIT": unit_of(*strides), "WIDE": max(strides) >= 2**22}
+
+
+def _factors(q: Tensor, scale: float, softcap: float) -> tuple[bool, float, float]:
+    """(16-bit data, the factor of products, the cap), in the units of ``_attention.exponential``."""
+    fast = q.dtype is not torch.float32
+    unit = _LOG2_E if fast else 1.0
+    if softcap > 0.0:
+        return fast, (2.0 * _LOG2_E * scale / softcap if fast else scale), softcap * unit
+    return fast, scale * unit, 0.0
+
+
+def _precision(q: Tensor) -> str:
+    """How fp32 products are made: like PyTorch's, or of three tf32 products, which is as exact as fp32."""
+    return "tf32" if q.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _bounds(left: int | None, right: int | None, own: int, others: int) -> tuple[int, int]:
+    """``left`` and ``right`` within what can matter, so that 32 bits hold any sum with an index."""
+    return (
+        -own if left is None else min(max(left, -own), others),
+        others if right is None else max(min(right, others), -own),
+    )
+
+
+def _tiles(q: Tensor, softcap: float, draws: _Draws) -> Tiles:
+    return tiles(q.shape[3], q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None)
+
+
+def _options(t: Tile) -> dict[str, int]:
+    return {
+        "BLOCK_QUERIES": t.queries, "BLOCK_KEYS": t.keys, "num_warps": t.warps, "num_stages": t.stages,
+    }  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, merge: bool, left: int | None, right: int | None,
+    spans: Tensor | None, scale: float, softcap: float, dropout: Dropout | None,
+) -> None:  # fmt: skip
+    """Writes ``out`` (of q's dtype or fp32) and ``lse``, or merges into those of other blocks (fp32)."""
+    (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
+    if q.numel() == 0:
+        return
+    fast, factor, cap = _factors(q, scale, softcap)
+    draws = _Draws.of(dropout)
+    t = _tiles(q, softcap, draws).forward
+    low, high = _bounds(left, right, queries, keys)
+    strides = _strides(q, k, v, out)
+    blocks = cdiv(queries, t.queries)
+    launch(
+        _forward_kernel, (blocks * heads * batch,),
+        q, k, v, out, lse, spans, draws.seed, queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap,
+        *draws[1:], None if spans is None else spans.stride(0), *strides, lse.stride(0), lse.stride(1),
+        DIMS=dims, BLOCK_DIMS=max(16, next_power_of_2(dims)), MERGE=merge,
+        HAS_LOW=left is not None or spans is not None, CAPPED=softcap > 0.0, SIGNED=softcap <= 0.0 and scale <= 0.0,
+        FAST=fast, PRECISION=_precision(q), **_hints(strides), **draws.options, **_options(t),
+    )  # fmt: skip
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    *, accumulate_dq: bool, left: int | None, right: int | None, spans: Tensor | None, query_spans: Tensor | None,
+    scale: float, softcap: float, dropout: Dropout | None,
+) -> None:  # fmt: skip
+    """Writes ``dk`` and ``dv`` (fp32 or of q's dtype), and writes ``dq`` or adds to it (then fp32)."""
+    (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
+    fast, factor, cap = _factors(q, scale, softcap)
+    draws = _Draws.of(dropout)
+    rows = lse.stride(0), lse.stride(1), delta.stride(0), delta.stride(1)
+    common = {
+        "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)), "CAPPED": softcap > 0.0, "FAST": fast,
+        "PRECISION": _precision(q), **draws.options,
+    }  # fmt: skip
+    if k.numel():
+        t = _tiles(q, softcap, draws).keys
+        low, high = _bounds(None if right is None else -right, None if left is None else -left, keys, queries)
+        strides = _strides(grad_out, q, k, v, dk, dv)
+        blocks = cdiv(keys, t.keys)
+        launch(
+            _keys_kernel, (blocks * kv_heads * batch,),
+            grad_out, q, k, v, lse, delta, dk, dv, query_spans, draws.seed,
+            queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
+            *draws[1:], None if query_spans is None else query_spans.stride(0), *strides, *rows,
+            HAS_LOW=right is not None or query_spans is not None,
+            HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
+        )  # fmt: skip
+    if q.numel():
+        t = _tiles(q, softcap, draws).queries
+        low, high = _bounds(left, right, queries, keys)
+        strides = _strides(grad_out, q, k, v, dq)
+        blocks = cdiv(queries, t.queries)
+        launch(
+            _queries_kernel, (blocks * heads * batch,),
+            grad_out, q, k, v, lse, delta, dq, spans, draws.seed,
+            queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
+            *draws[1:], None if spans is None else spans.stride(0), *strides, *rows,
+            ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **_hints(strides),
+            **common, **_options(t),
+        )  # fmt: skip
+
+
+def delta(grad_out: Tensor, out: Tensor, delta: Tensor) -> None:
+    """``delta[b, h, i] = grad_out[i, b, h] . out[i, b, h]``"""
+    if grad_out.numel() == 0:
+        return
+    queries, batch, heads, dims = grad_out.shape
+    block_dims = next_power_of_2(dims)
+    block = max(16, 8192 // block_dims)  # 32 elements of each a thread
+    blocks = cdiv(queries, block)
+    strides = _strides(grad_out, out)
+    launch(
+        _delta_kernel, (blocks * heads * batch,),
+        grad_out, out, delta, queries, heads, blocks, *strides, delta.stride(0), delta.stride(1),
+        DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, **_hints(strides), num_warps=8,
+    )  # fmt: skip

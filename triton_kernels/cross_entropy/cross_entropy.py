@@ -1,0 +1,130 @@
+"""cross_entropy: row statistics with each logit read once, their combination, and the gradient in a second pass; or all
+of it in one kernel, for which the logits cross the memory bus once each way."""
+
+import torch
+from torch import Tensor
+
+from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, unit_of, vector_cols
+from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels.cross_entropy.gradient import _backward_kernel, _scale_kernel, _with_gradient_kernel
+from parallel_ops.triton_kernels.cross_entropy.statistics import _combine_kernel, _merge_kernel, _statistics_kernel
+
+# A program's part of a row stays in registers between its maximum and its sum: 8 warps with 64 fp32 values a thread,
+# so that what a program does beside its elements is a quarter of its instructions. Longer rows are cut into such parts,
+# whose statistics a second, tiny kernel merges.
+PART_COLS = 16384
+PART_COLS_FP64 = 4096
+PART_ELEMENTS = 64
+# The gradient has nothing to keep: 8 warps with four 16-byte accesses in flight per thread.
+GRADIENT_WARPS = 8
+GRADIENT_LOADS = 4
+MERGE_ROWS = 128
+# In one kernel a program has a whole row, in registers up to 64 bytes a thread. A longer one it reads twice, the second
+# time from the L2 cache: programs of 32 warps with more than 32 registers a thread, so one a multiprocessor, keep 132
+# rows of 131,072 bf16 logits there, 35 MB of an H100's 50.
+ROW_WARPS = 32
+
+
+def statistics(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, out: Tensor, column: Tensor,
+    *, start: int, vocab: int, ignore_index: int, ignore_invalid: bool, softcap: float,
+) -> None:  # fmt: skip
+    """Fills ``out`` ``[3, 5 or 7, rows]`` and ``column`` ``[rows]``; ``target`` is contiguous."""
+    width, rows = out.shape
+    if rows == 0:
+        return
+    x, _, cols, x_stride = as_rows(logits)
+    limit = PART_COLS_FP64 if logits.dtype is torch.float64 else PART_COLS
+    block_cols = min(limit, next_power_of_2(max(cols, 1)))
+    parts = max(1, cdiv(cols, block_cols))
+    part_out = out if parts == 1 else out.new_empty((parts, width, rows))
+    launch(
+        _statistics_kernel, (rows * parts,),
+        x, target, _contiguous(class_weight), part_out, column, rows, cols, x_stride, start, vocab, ignore_index, parts,
+        softcap,
+        IGNORE_INVALID=ignore_invalid, SOFTCAP=softcap > 0.0, WIDTH=width, EVEN=cols % block_cols == 0 and cols > 0,
+        UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols, num_warps=max(1, block_cols // (32 * PART_ELEMENTS)),
+    )  # fmt: skip
+    if parts > 1:
+        launch(
+            _merge_kernel, (cdiv(rows, MERGE_ROWS),),
+            part_out, out, parts, rows, WIDTH=width, BLOCK_ROWS=MERGE_ROWS, num_warps=4,
+        )  # fmt: skip
+
+
+def combine(
+    statistics: Tensor, column: Tensor, loss: Tensor, saved: Tensor, *, label_smoothing: float, z_loss: float
+) -> None:
+    """``statistics`` ``[shards, 3, 5 or 7, rows]`` to ``loss`` ``[rows]`` and ``saved`` ``[3, 4 or 6, rows]``."""
+    shards, width, rows = statistics.shape
+    if rows == 0:
+        return
+    launch(
+        _combine_kernel, (cdiv(rows, MERGE_ROWS),),
+        statistics.contiguous(), column, loss, saved, shards, rows, label_smoothing, z_loss,
+        WIDTH=width, BLOCK_ROWS=MERGE_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, out: Tensor,
+    *, label_smoothing: float, z_loss: float, softcap: float,
+) -> None:  # fmt: skip
+    """The gradient of the logits; ``out`` is contiguous and may be ``logits`` itself."""
+    if logits.numel() == 0:
+        return
+    x, rows, cols, x_stride = as_rows(logits)
+    grad = grad.reshape(-1)
+    vector = vector_cols(logits.dtype, GRADIENT_WARPS)
+    block_cols = min(GRADIENT_LOADS * vector, max(vector, next_power_of_2(cols)))
+    blocks = cdiv(cols, block_cols)
+    launch(
+        _backward_kernel, (rows * blocks,),
+        grad, x, _contiguous(class_weight), column, saved, out, rows, cols, blocks, grad.stride(0), x_stride,
+        label_smoothing, z_loss, softcap,
+        SOFTCAP=softcap > 0.0, SMOOTHING=label_smoothing != 0.0, WEIGHTED=class_weight is not None,
+        EVEN=cols % block_cols == 0, UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols, num_warps=GRADIENT_WARPS,
+    )  # fmt: skip
+
+
+def with_gradient(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: Tensor,
+    loss: Tensor, column: Tensor, saved: Tensor, gradient: Tensor,
+    *, label_smoothing: float, z_loss: float, softcap: float, ignore_index: int, ignore_invalid: bool,
+) -> None:  # fmt: skip
+    """The losses of all rows of unsharded logits and their gradient for an incoming gradient of ``scale``.
+
+    ``scale`` has one element and the dtype of ``loss``; ``gradient`` is contiguous and may be ``logits`` itself.
+    """
+    if target.numel() == 0:
+        return
+    x, rows, cols, x_stride = as_rows(logits)
+    # Softcap and class weights take registers: half as many elements a thread, else they spill.
+    thread_bytes = 32 if softcap > 0.0 or class_weight is not None else 64
+    wide = 32 * ROW_WARPS * thread_bytes // (4 if logits.dtype is torch.float64 else 1) // logits.dtype.itemsize
+    block_cols = min(wide, next_power_of_2(max(cols, 1)))
+    smoothing = label_smoothing != 0.0
+    launch(
+        _with_gradient_kernel, (rows,),
+        x, target, _contiguous(class_weight), scale, loss, column, saved, gradient, rows, cols, x_stride,
+        ignore_index, label_smoothing, z_loss, softcap,
+        IGNORE_INVALID=ignore_invalid, SOFTCAP=softcap > 0.0, SMOOTHING=smoothing,
+        WIDTH=7 if class_weight is not None else 5 if smoothing else 3, EVEN=cols % block_cols == 0 and cols > 0,
+        UNIT=unit_of(cols, x_stride), WHOLE=cols <= block_cols, BLOCK_COLS=block_cols,
+        num_warps=max(1, min(ROW_WARPS, block_cols * logits.dtype.itemsize // (32 * thread_bytes))),
+    )  # fmt: skip
+
+
+def scale(gradient: Tensor, factor: Tensor) -> None:
+    """``gradient *= factor``, which has one element; a factor of 1 moves nothing."""
+    if gradient.numel() == 0:
+        return
+    block = 4 * vector_cols(gradient.dtype, 4)
+    launch(
+        _scale_kernel, (cdiv(gradient.numel(), block),),
+        gradient, factor, gradient.numel(), UNIT=unit_of(gradient.numel()), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()

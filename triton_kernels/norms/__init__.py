@@ -1,0 +1,1 @@
+"""Kernels and launchers of layer_norm and rms_norm."""

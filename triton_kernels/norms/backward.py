@@ -1,0 +1,295 @@
+"""Backward of layer_norm and rms_norm.
+
+Programs, as many as run at once, walk over the rows with the gradients of weight and bias in registers and loads
+running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
+row, 16-bit rows stay in shared memory, if they fit; else one kernel takes the rows' dot products and a second, over
+blocks of columns, has all gradients: x and the gradient are read twice. The order of summation is set by the shape and
+the GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_ops.triton_kernels._common import (
+    aligned,
+    as_rows,
+    cdiv,
+    column_sum,
+    multiprocessors,
+    next_power_of_2,
+    partial_sums,
+    quotient,
+    reread,
+    row_splits,
+    to_acc,
+    unit_of,
+    vector_cols,
+)
+from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels.norms.backward_staged import fits, staged_backward
+from parallel_ops.triton_kernels.norms.forward import WIDE_BLOCK, WIDE_WARPS, load, scaled
+
+# Bytes of a row that fits beside the sums, and columns where there is a bias, which takes as many registers again.
+MAX_BACKWARD = 32 * 1024
+MAX_BACKWARD_BIAS = 12288
+# Elements of a chunk of a row, or of several rows: 8 a thread, one 16-byte load of bf16.
+WARPS = 8
+CHUNK = 2048
+# One 16-byte load a thread, operand and row, two rows at a time.
+WIDE_BACKWARD_WARPS = 4
+
+
+@triton.jit
+def _add_both(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _backward_kernel(
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr, dbias_ptr,
+    rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
+    grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
+    split = tl.program_id(0)
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
+    # Summed over a tile's rows only at the end: until then each thread adds to its own.
+    dweight = ()
+    dbias = ()
+    weights = ()
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        dweight += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
+        dbias += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc),)
+        if weight_ptr is not None:
+            # By every row's threads: a load of one row would come in another layout, which all others would be given.
+            every = tl.zeros((BLOCK_ROWS, 1), tl.int32) + col
+            weights += (tl.load(weight_ptr + every, mask=every < cols, other=0.0),)
+    for first in tl.range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        in_rows = row < rows
+        grads = ()
+        xs = ()
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            mask = in_rows & (col < cols)
+            grads += (tl.load(grad_ptr + row * grad_stride + col, mask=mask, other=0.0),)
+            xs += (tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0),)
+        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
+
+        dots = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+        totals = dots
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            kept = weights[chunk] if weight_ptr is not None else None
+            grad, x = to_acc(grads[chunk]), to_acc(xs[chunk])
+            g = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED)
+            if mean_ptr is not None:
+                x -= mean
+                totals = g if chunk == 0 else totals + g
+            dots = tl.fma(g, x, dots)
+        # dx = rstd (g - mean(g) - xhat mean(g xhat)), with the factors of a row gathered.
+        shift = tl.zeros((BLOCK_ROWS, 1), acc)
+        if mean_ptr is not None:
+            dot, total = tl.reduce((dots, totals), 1, _add_both, keep_dims=True)
+            shift = rstd * quotient(total, cols)
+        else:
+            dot = tl.sum(dots, axis=1, keep_dims=True)
+        slope = rstd * quotient(dot * rstd, cols)
+
+        new_dweight = ()
+        new_dbias = ()
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+            mask = in_rows & (col < cols)
+            grad, xhat = to_acc(reread(grads[chunk])), to_acc(reread(xs[chunk]))
+            if mean_ptr is not None:
+                xhat -= mean
+            xhat *= rstd
+            kept = weights[chunk] if weight_ptr is not None else None
+            dx = scaled(grad, kept, weight_ptr, col, col < cols, ZERO_CENTERED) * rstd - (xhat * slope + shift)
+            if grad_sum_ptr is not None:
+                dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
+            tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if narrow_dx_ptr is not None:
+                tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
+            new_dweight += (dweight[chunk] + grad * xhat if dweight_ptr is not None else dweight[chunk],)
+            new_dbias += (dbias[chunk] + grad if dbias_ptr is not None else dbias[chunk],)
+        dweight = new_dweight
+        dbias = new_dbias
+    for chunk in tl.static_range(CHUNKS):
+        col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        offset = split.to(tl.int64) * cols + col
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + offset, tl.sum(dweight[chunk], axis=0, keep_dims=True), mask=col < cols)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + offset, tl.sum(dbias[chunk], axis=0, keep_dims=True), mask=col < cols)
+
+
+@triton.jit
+def _wide_dots_kernel(
+    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, rows, cols, grad_stride, x_stride, UNIT: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """One row a program: mean(g xhat) and, where the mean was subtracted, mean(g)."""
+    cols, grad_stride, x_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT), aligned(x_stride, UNIT)
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    dots = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
+    totals = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    for first in range(0, cols, BLOCK_COLS):
+        col = first + tl.arange(0, BLOCK_COLS)
+        mask = col < cols
+        grad = load(grad_ptr, row * grad_stride + col, mask)
+        g = scaled(grad, None, weight_ptr, col, mask, ZERO_CENTERED)
+        x = load(x_ptr, row * x_stride + col, mask)
+        if mean_ptr is not None:
+            x -= mean
+            totals += g
+        dots += g * x
+    tl.store(dots_ptr + row, quotient(tl.sum(dots) * rstd, cols))
+    if mean_ptr is not None:
+        tl.store(dots_ptr + rows + row, quotient(tl.sum(totals), cols))
+
+
+@triton.jit
+def _wide_backward_kernel(
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr,
+    dbias_ptr, rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """A block of columns a program: with the rows' dot products known, nothing ties columns together any more."""
+    cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
+    grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
+    split = tl.program_id(0)
+    acc: tl.constexpr = rstd_ptr.dtype.element_ty
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    in_cols = col < cols
+    kept = None
+    if weight_ptr is not None:
+        kept = tl.load(weight_ptr + col, mask=in_cols, other=0.0)
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+    dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
+    for first in range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        in_rows = row < rows
+        mask = in_rows & in_cols
+        grad = load(grad_ptr, row * grad_stride + col, mask)
+        xhat = load(x_ptr, row * x_stride + col, mask)
+        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+        if mean_ptr is not None:
+            xhat -= tl.load(mean_ptr + row, mask=in_rows, other=0.0)
+        xhat *= rstd
+        g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
+        dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
+        if mean_ptr is not None:
+            dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
+        dx *= rstd
+        if grad_sum_ptr is not None:
+            dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
+        tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if narrow_dx_ptr is not None:
+            tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
+        dweight += grad * xhat
+        dbias += grad
+    offset = split.to(tl.int64) * cols + col
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=in_cols)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + offset, tl.sum(dbias, axis=0, keep_dims=True), mask=in_cols)
+
+
+def tile(cols: int) -> dict[str, int]:
+    """Rows and columns of a chunk, and chunks of a row.
+
+    Rows of up to 1,024 columns are one warp's each, whose sums need no barrier; of up to 2,048, two warps'.
+    """
+    padded = max(16, next_power_of_2(cols))
+    block_cols = min(padded, max(256, padded // 4)) if cols <= CHUNK else CHUNK
+    return {"BLOCK_ROWS": CHUNK // block_cols, "BLOCK_COLS": block_cols, "CHUNKS": cdiv(cols, block_cols)}
+
+
+def _stages(tile_bytes: int, programs: int) -> int:
+    """Stages of the loads: 64 KiB of x and the gradient under way on each multiprocessor while a tile is worked on.
+
+    An H200 needs 25 KiB in flight on each (4.8 TB/s, 700 ns); the incoming gradient of the sum adds half as much again,
+    which an A100's 163 KiB of shared memory still holds.
+    """
+    return 1 + max(1, 65536 // (programs * tile_bytes))
+
+
+def backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
+) -> None:  # fmt: skip
+    """Gradients of what was normalised, of the weight and of the bias; without a ``mean``, RMSNorm.
+
+    ``narrow_dx``, where there is one, gets what ``dx`` gets in its own dtype.
+    """
+    if x.numel() == 0:
+        for parameter in (dweight, dbias):
+            if parameter is not None:
+                parameter.zero_()
+        return
+    x, rows, cols, x_stride = as_rows(x)
+    grad, _, _, grad_stride = as_rows(grad)
+    grad_sum_stride = 0
+    if grad_sum is not None:
+        grad_sum, _, _, grad_sum_stride = as_rows(grad_sum)
+    weight = None if weight is None else weight.contiguous()
+    sizes = (rows, cols, grad_stride, grad_sum_stride, x_stride)
+    flags = {"UNIT": unit_of(*sizes[1:]), "ZERO_CENTERED": zero_centered}
+
+    def partial(splits: int, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else partial_sums(cols, x, splits)
+
+    staged = (
+        x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
+        and fits(cols, flags["UNIT"], x, grad, grad_sum)
+    )  # fmt: skip
+    if staged:
+        splits = min(rows, multiprocessors(x.device))
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        staged_backward(
+            splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
+        )
+    elif cols * x.dtype.itemsize <= MAX_BACKWARD and (
+        dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS
+    ):
+        config = tile(cols)
+        programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
+        splits = min(cdiv(rows, config["BLOCK_ROWS"]), programs * multiprocessors(x.device))
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        tile_bytes = 2 * config["BLOCK_ROWS"] * config["BLOCK_COLS"] * config["CHUNKS"] * x.dtype.itemsize
+        launch(
+            _backward_kernel, (splits,),
+            grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
+            **config, STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
+        )  # fmt: skip
+    else:
+        block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
+        splits = row_splits(rows, block_rows)
+        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
+        dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
+        launch(
+            _wide_dots_kernel, (rows,),
+            grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,
+            BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
+        )  # fmt: skip
+        launch(
+            _wide_backward_kernel, (splits, cdiv(cols, block_cols)),
+            grad, grad_sum, x, weight, mean, rstd, dots, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
+            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=WIDE_BACKWARD_WARPS,
+        )  # fmt: skip
+    if dweight is not None and partial_weight is not None:
+        column_sum(partial_weight, dweight, partial_bias, dbias)
+    elif dbias is not None and partial_bias is not None:
+        column_sum(partial_bias, dbias)
