@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks import results
 from benchmarks.environment import describe
 from benchmarks.overlap import Gemm, GroupTimer, Measured, Rounds, Row, gemms, measure, product_seconds
-from benchmarks.simulated_link import PacedLink, PacedTransport
+from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
 from parallel_ops._internal.command_line import fail, run
 from parallel_ops.comm.transport.base import Transport
@@ -116,7 +116,7 @@ class _Session:
                 if self.device.type == "cpu":
                     ratio = whole.reference_ratio(bandwidth, self.size)
                     bandwidth = gemm.sent(self.size, _DTYPES[self.dtype].itemsize) / (ratio * gemm_seconds)
-                transport = PacedTransport(self.size, 0, PacedLink(bandwidth, latency), self.device)
+                transport = SimulatedTransport(self.size, 0, SimulatedLink(bandwidth, latency), self.device)
                 measured = measure(gemm, transport, _DTYPES[self.dtype], self.device, timer, rounds)
                 rows.append(self._row(gemm, measured, "paced", gb))
         return rows

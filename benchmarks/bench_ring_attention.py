@@ -33,7 +33,7 @@ from benchmarks.ring_attention import (
     torch_ring,
     whole_calls,
 )
-from benchmarks.simulated_link import PacedLink, PacedTransport
+from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
 from parallel_ops._internal.command_line import fail, run
 from parallel_ops.comm.transport.c10d import C10dTransport
@@ -124,7 +124,7 @@ class _Session:
                 bandwidth = 1e9 * gb
                 if self.device.type == "cpu":
                     bandwidth = shape.bandwidth(gb, self.size, dtype.itemsize, whole_seconds)
-                transport = PacedTransport(self.size, 0, PacedLink(bandwidth), self.device)
+                transport = SimulatedTransport(self.size, 0, SimulatedLink(bandwidth), self.device)
                 calls = {**whole, **ring_calls(shape, transport, dtype, self.device)}
                 seconds = medians(calls, timer, self.rounds)
                 rows += self._rows(shape, seconds, "paced", gb)

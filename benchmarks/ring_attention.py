@@ -27,7 +27,7 @@ from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.cost import Way, keys_sent
 from parallel_ops.context_parallel.schedule.blocks import Options
-from parallel_ops.context_parallel.schedule.ring import Feed, Returns
+from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
 from parallel_ops.context_parallel.schedule.transport import Attention
 from parallel_ops.ops.attention.flash_attention import flash_attention
 
@@ -143,7 +143,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
 
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
-            feed, returns = Feed(ring, k, v), Returns(ring, shares.clone()) if phase == "both" else None
+            feed, returns = KVPrefetcher(ring, k, v), KVGradReducer(ring, shares.clone()) if phase == "both" else None
             for step in range(1, size):
                 _, keys = feed.take()
                 if returns is not None:

@@ -25,7 +25,7 @@ _AWAKE_SECONDS = 2e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class PacedLink:
+class SimulatedLink:
     """What a rank can send, and receive at the same time: bytes per second, and seconds for each chunk."""
 
     bandwidth: float
@@ -33,9 +33,9 @@ class PacedLink:
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or math.isnan(self.bandwidth):
-            raise ValueError(f"PacedLink: bandwidth must be positive (bytes per second), got {self.bandwidth}")
+            raise ValueError(f"SimulatedLink: bandwidth must be positive (bytes per second), got {self.bandwidth}")
         if not 0 <= self.latency < math.inf:
-            raise ValueError(f"PacedLink: latency must be a number of seconds of at least 0, got {self.latency}")
+            raise ValueError(f"SimulatedLink: latency must be a number of seconds of at least 0, got {self.latency}")
 
     def seconds(self, size: int) -> float:
         """How long a chunk of ``size`` bytes is under way once its turn has come."""
@@ -64,20 +64,20 @@ class _CudaHandle:
         self._chunk = None
 
 
-class PacedTransport(Endpoint):
+class SimulatedTransport(Endpoint):
     """Rank ``rank`` of ``size``; the other ranks are not there.
 
     Args:
         device: of the tensors, CPU or CUDA.
     """
 
-    def __init__(self, size: int, rank: int, link: PacedLink, device: torch.device) -> None:
+    def __init__(self, size: int, rank: int, link: SimulatedLink, device: torch.device) -> None:
         if size < 1:
-            raise ValueError(f"PacedTransport: size must be at least 1, got {size}")
+            raise ValueError(f"SimulatedTransport: size must be at least 1, got {size}")
         if not 0 <= rank < size:
-            raise ValueError(f"PacedTransport: rank must be in [0, {size}), got {rank}")
+            raise ValueError(f"SimulatedTransport: rank must be in [0, {size}), got {rank}")
         if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"PacedTransport: device must be a CPU or CUDA device, got {device}")
+            raise ValueError(f"SimulatedTransport: device must be a CPU or CUDA device, got {device}")
         on_gpu = device.type == "cuda"
         super().__init__(rank, size, Capabilities("paced", (device.type,), True, on_gpu, False))
         self._link, self._device = link, device

@@ -82,7 +82,8 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
-      "copy_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, bool[] needs)"
+      "column_parallel_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
+      "bool[] needs)"
       " -> Tensor[]");
   m.def(
       "copy_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
@@ -135,11 +136,12 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "Tensor dk, Tensor dv, Tensor dsink)");
   m.def(
       "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, SymInt "
-      "length, SymInt held, str layout, int head_ranks, bool gathered, bool causal, float scale, int? window, float "
+      "length, SymInt held, str layout, int ulysses_degree, bool gathered, bool causal, float scale, int? window, "
+      "float "
       "softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor lse, Tensor kept)");
   m.def(
       "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, "
-      "Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int head_ranks, bool gathered, bool "
+      "Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool gathered, bool "
       "causal, float scale, int? window, float softcap, float dropout_p, int first_head)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.softmaxes.scaled_masked_softmax import scaled_masked_softmax
     from parallel_ops.tensor_parallel import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
     from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear
-    from parallel_ops.tensor_parallel.linear.copy_linear import copy_linear
+    from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear
     from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import linear_reduce_scatter
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ __all__ = [
     "bias_dropout_add",
     "bias_gelu",
     "bias_swiglu",
-    "copy_linear",
+    "column_parallel_linear",
     "cross_entropy",
     "flash_attention",
     "gelu_mul",
@@ -56,7 +56,7 @@ __all__ = [
 _HOMES = {
     "ParallelMesh": "comm",
     "all_gather_linear": "tensor_parallel",
-    "copy_linear": "tensor_parallel",
+    "column_parallel_linear": "tensor_parallel",
     "linear_reduce_scatter": "tensor_parallel",
     "ring_attention": "context_parallel",
     "vocab_parallel_cross_entropy": "tensor_parallel",

@@ -103,7 +103,9 @@ def _multiprocessors(count: int) -> Iterator[None]:
     from parallel_ops import triton_kernels
     from parallel_ops.triton_kernels import _common
 
-    for found in pkgutil.walk_packages(triton_kernels.__path__, "parallel_ops.triton_kernels."):  # so that none takes the replacement for its own
+    for found in pkgutil.walk_packages(
+        triton_kernels.__path__, "parallel_ops.triton_kernels."
+    ):  # so that none takes the replacement for its own
         importlib.import_module(found.name)
     original = getattr(_common, "multiprocessors", None)
     users: list[Any] = [m for name, m in sys.modules.items() if name.startswith("parallel_ops.triton_kernels.")]

@@ -37,7 +37,7 @@ _tracing = getattr(torch._C, "_get_tracing_state", _always)
 _profiler = getattr(torch.autograd, "_profiler_enabled", _always)
 
 
-def straight(
+def bypass_dispatcher(
     op: torch._ops.OpOverload, kernel: Callable[..., Any], apply: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """``op`` as a function: ``kernel``, or with gradients ``apply``, where nobody could tell, else the dispatcher.
@@ -123,7 +123,7 @@ def with_autograd(
         {"forward": staticmethod(forward), "backward": staticmethod(checked)},
     )
     # Past what torch.autograd.Function does in Python for function transforms, which are not in force here.
-    return straight(op, kernel, super(torch.autograd.Function, function).apply)
+    return bypass_dispatcher(op, kernel, super(torch.autograd.Function, function).apply)
 
 
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.autograd import straight, with_autograd
+from parallel_ops._internal.autograd import bypass_dispatcher, with_autograd
 
 _library = torch.library.Library("parallel_ops", "FRAGMENT")
 
@@ -52,7 +52,7 @@ def register(
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
     if backward is None or setup_context is None:
-        return straight(op, kernel)
+        return bypass_dispatcher(op, kernel)
     call = with_autograd(name, op, kernel, setup_context, backward, differentiable)
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

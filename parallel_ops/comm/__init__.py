@@ -11,7 +11,7 @@ from parallel_ops.comm.collectives import (
     scatter_to_group,
     shard_sizes,
 )
-from parallel_ops.comm.consistency import compare_calls
+from parallel_ops.comm.consistency import set_consistency_checks
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.mesh import ParallelMesh
 from parallel_ops.comm.transport.registry import use_transport
@@ -21,12 +21,12 @@ __all__ = [
     "PeerError",
     "all_gather",
     "all_to_all",
-    "compare_calls",
     "copy_to_group",
     "gather_from_group",
     "reduce_from_group",
     "reduce_scatter",
     "scatter_to_group",
+    "set_consistency_checks",
     "shard_sizes",
     "use_transport",
 ]

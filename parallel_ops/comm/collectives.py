@@ -39,7 +39,7 @@ from parallel_ops._internal.group_checks import (
 )
 from parallel_ops._internal.groups import group_name
 from parallel_ops.comm import _functions
-from parallel_ops.comm.consistency import announcing
+from parallel_ops.comm.consistency import propagate_errors
 
 __all__ = [
     "all_gather",
@@ -82,7 +82,7 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: 
     """
     op = "reduce_from_group"
     name = group_name(op, group)
-    with announcing(op, group, x, asks=True):
+    with propagate_errors(op, group, x, asks=True):
         check_summable(op, x, group)
     return x if name is None else _functions.Reduce.apply(x, fp32_reduction, name, op)
 
@@ -124,7 +124,7 @@ def gather_from_group(
     """
     op = "gather_from_group"
     name = group_name(op, group)
-    with announcing(op, group, x, asks=True):
+    with propagate_errors(op, group, x, asks=True):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
@@ -150,7 +150,7 @@ def all_gather(
     """
     op = "all_gather"
     name = group_name(op, group)
-    with announcing(op, group, x, asks=True):
+    with propagate_errors(op, group, x, asks=True):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
@@ -176,7 +176,7 @@ def reduce_scatter(
     """
     op = "reduce_scatter"
     name = group_name(op, group)
-    with announcing(op, group, x, asks=True):
+    with propagate_errors(op, group, x, asks=True):
         check_summable(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
@@ -210,7 +210,7 @@ def all_to_all(
     """
     op = "all_to_all"
     name = group_name(op, group)
-    with announcing(op, group, x, asks=True):
+    with propagate_errors(op, group, x, asks=True):
         check_tensor(op, x, group)
         split_dim = check_dim(op, "split_dim", split_dim, x)
         concat_dim = check_dim(op, "concat_dim", concat_dim, x)

@@ -8,8 +8,8 @@ A rank on which something goes wrong (an error of the block of ``announcing``) s
 the backend to deliver and raises at once; the others read it where they next ask, and raise too. Every rank has then
 asked as often as the others, so the group can go on.
 
-With CPU tensors every call asks: one small all-gather (``compare_calls`` can leave it at the first of a kind, as on
-CUDA, for models so small that it shows). With CUDA tensors reading the answer means waiting for the
+With CPU tensors every call asks: one small all-gather (``set_consistency_checks`` can leave it at the first of a
+kind, as on CUDA, for models so small that it shows). With CUDA tensors reading the answer means waiting for the
 device, so a rank asks only the first time that it makes a call in the group (and before it is captured in a CUDA
 graph, so make each call once before capturing). What ranks do wrong there from the start is an error on all of them. If
 one deviates later, from calls that others have made before, those others do not ask, and the group's timeout ends it.
@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.compat import all_gather_single
 from parallel_ops._internal.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
-from parallel_ops.comm.errors import PeerError, leave_word, naming_peers, take_back_word
+from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
 
 _TEXT_BYTES = 256
 _OK, _FAILED = 0, 1
@@ -89,7 +89,7 @@ class Call:
     own: tuple[int, ...] = ()
 
 
-def compare_calls(group: ProcessGroup, when: Literal["always", "first"]) -> None:
+def set_consistency_checks(group: ProcessGroup, when: Literal["always", "first"]) -> None:
     """How often the ranks of ``group`` make sure that they make the same call, with CPU tensors.
 
     Args:
@@ -102,9 +102,11 @@ def compare_calls(group: ProcessGroup, when: Literal["always", "first"]) -> None
     Raises: TypeError: ``group`` is not a process group. ValueError: another ``when``.
     """
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"compare_calls: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+        raise TypeError(
+            f"set_consistency_checks: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
+        )
     if when not in ("always", "first"):
-        raise ValueError(f"compare_calls: when must be 'always' or 'first', got {when!r}")
+        raise ValueError(f"set_consistency_checks: when must be 'always' or 'first', got {when!r}")
     (_first_alone.add if when == "first" else _first_alone.discard)(group)
 
 
@@ -112,7 +114,9 @@ def _asks_once(group: ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" or group in _first_alone
 
 
-def agree(group: ProcessGroup, call: Call, device: torch.device, *, known: bool = True) -> list[list[int]] | None:
+def check_consistency(
+    group: ProcessGroup, call: Call, device: torch.device, *, known: bool = True
+) -> list[list[int]] | None:
     """``call.own`` of every rank, in rank order, at most two integers per rank of the group; ``None`` if not asked.
 
     Args:
@@ -147,7 +151,7 @@ def sends(body: F) -> F:
     return body
 
 
-class announcing:
+class propagate_errors:
     """Tells the other ranks of an error of the block, which this rank alone may have, so that they do not wait for it.
 
     Put one around what ends in a collective: the checks of an op, the forward of a module. Blocks of one group may be
@@ -206,7 +210,7 @@ class announcing:
             text = f"found its arguments wrong: {error}"
         else:
             text = f"failed in {self._op}: {type(error).__name__}: {error}"
-        leave_word(group, text)
+        publish_failure(group, text)
         if any(frame.f_code in _bodies for e in self._chain(error) for frame, _ in traceback.walk_tb(e.__traceback__)):
             return
         message = _message(group, Call(self._op, (), text), _FAILED, device)
@@ -227,7 +231,7 @@ def _forget_delivered(group: ProcessGroup) -> None:
     _posted[group] = [posted for posted in _posted[group] if not posted[0].is_completed()]
     if not _posted[group]:
         del _posted[group]
-        take_back_word(group)
+        retract_failure(group)
 
 
 @atexit.register
@@ -244,7 +248,7 @@ def _leave() -> None:
 def _ask(group: ProcessGroup, call: Call, device: torch.device) -> list[list[int]]:
     message = _message(group, call, _OK, device)
     received = message.new_empty((group.size(), message.numel()))
-    with naming_peers(call.op, group):
+    with translate_backend_errors(call.op, group):
         all_gather_single(received.view(-1), message, group=group)
         messages = received.cpu()
     if group in _posted:

@@ -29,7 +29,7 @@ NOTE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
-class naming_peers:
+class translate_backend_errors:
     """Turns an error of the backend in the block into a PeerError that names op, rank and suspects."""
 
     __slots__ = ("_group", "_op", "_what")
@@ -72,13 +72,13 @@ def _silent(group: ProcessGroup) -> str:
     return silent + "".join(said)
 
 
-def leave_word(group: ProcessGroup, text: str) -> None:
+def publish_failure(group: ProcessGroup, text: str) -> None:
     """Of what failed on this rank, for ranks that lose it."""
     with contextlib.suppress(RuntimeError):
         group_store(group).set(_word(group, group.rank()), text)
 
 
-def take_back_word(group: ProcessGroup) -> None:
+def retract_failure(group: ProcessGroup) -> None:
     with contextlib.suppress(RuntimeError):
         group_store(group).delete_key(_word(group, group.rank()))
 

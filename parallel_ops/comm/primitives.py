@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
 from parallel_ops._internal.groups import resolve_group
-from parallel_ops.comm.consistency import Call, agree, agreed_error, sends
-from parallel_ops.comm.errors import naming_peers
+from parallel_ops.comm.consistency import Call, agreed_error, check_consistency, sends
+from parallel_ops.comm.errors import translate_backend_errors
 
 # Below this an all-reduce gathers everything and every rank adds for itself: one message instead of two. The bits are
 # the same.
@@ -46,7 +46,7 @@ def _sendable(t: Tensor) -> Tensor:
 def gathered(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
     """``[P, *x.shape]``: ``x`` of every rank, of the same shape."""
     out = x.new_empty((group.size(), *x.shape))
-    with naming_peers(op, group):
+    with translate_backend_errors(op, group):
         all_gather_single(_sendable(out), _sendable(x.contiguous()), group=group)
     return out
 
@@ -57,7 +57,7 @@ def exchanged(op: str, pieces: Sequence[Tensor], receive: Sequence[Sequence[int]
     counts = [math.prod(shape) for shape in receive]
     out = sent.new_empty(sum(counts))
     scale = 1 if sent.dtype in _SENT_AS_IS else sent.itemsize
-    with naming_peers(op, group):
+    with translate_backend_errors(op, group):
         dist.all_to_all_single(
             _sendable(out),
             _sendable(sent),
@@ -122,7 +122,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bo
         return sum_in_rank_order(exchanged(op, x.split(list(sizes), dim=dim), [shape] * len(sizes), process_group))
     pieces = x if dim == 0 else torch.cat([p.flatten() for p in x.split(list(sizes), dim=dim)])
     out = x.new_empty(shape)
-    with naming_peers(op, process_group):
+    with translate_backend_errors(op, process_group):
         reduce_scatter_single(out.view(-1), pieces.contiguous().view(-1), group=process_group)
     return out
 
@@ -139,7 +139,7 @@ def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
     _agree(op, x, process_group, (*x.shape, fp32_reduction), f"fp32_reduction={fp32_reduction}")
     if not fp32_reduction:
         out = x.clone(memory_format=torch.contiguous_format)
-        with naming_peers(op, process_group):
+        with translate_backend_errors(op, process_group):
             dist.all_reduce(out, group=process_group)
         return out
     if x.nbytes <= _GATHER_BYTES:
@@ -195,7 +195,7 @@ def _agree(
     op: str, x: Tensor, group: ProcessGroup, same: tuple[object, ...], text: str, own: tuple[int, ...] = ()
 ) -> list[list[int]] | None:
     call = Call(op, (x.dtype, x.dim(), *same), f"x of {list(x.shape)} {x.dtype}, {text}", own)
-    return agree(group, call, x.device)
+    return check_consistency(group, call, x.device)
 
 
 def _agree_to_exchange(

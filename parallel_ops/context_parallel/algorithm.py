@@ -48,18 +48,20 @@ def ring_attention_choice(
 
 
 def check_placement(
-    q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, head_ranks: int | None
+    q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, ulysses_degree: int | None
 ) -> None:
     """What one rank can see to be wrong by itself, and is wrong on one rank too."""
     if layout not in LAYOUTS:
         raise ValueError(f"{NAME}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"{NAME}: algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
-    if head_ranks is not None:
-        if not isinstance(head_ranks, int) or isinstance(head_ranks, bool):
-            raise TypeError(f"{NAME}: head_ranks must be an int or None, got {type(head_ranks).__name__}")
+    if ulysses_degree is not None:
+        if not isinstance(ulysses_degree, int) or isinstance(ulysses_degree, bool):
+            raise TypeError(f"{NAME}: ulysses_degree must be an int or None, got {type(ulysses_degree).__name__}")
         if algorithm != "hybrid":
-            raise ValueError(f'{NAME}: head_ranks is for algorithm="hybrid", got {head_ranks} with {algorithm!r}')
+            raise ValueError(
+                f'{NAME}: ulysses_degree is for algorithm="hybrid", got {ulysses_degree} with {algorithm!r}'
+            )
     if length is None or torch.compiler.is_compiling():
         return
     if not isinstance(length, int) or isinstance(length, bool):
@@ -112,12 +114,12 @@ def _head_ranks_of_least_bytes(ranks: int, heads: int, kv_heads: int, causal: bo
         length=ranks * _COMPILED_TOKENS, ranks=ranks, batch=1, heads=heads, kv_heads=kv_heads, head_dim=64, itemsize=2,
         causal=causal, window=window,
     )  # fmt: skip
-    return chosen(shape, None).way.head_ranks
+    return chosen(shape, None).way.ulysses_degree
 
 
 def way_of(
     q: Tensor, k: Tensor, group: ProcessGroup, layout: str, algorithm: str, causal: bool, window: int | None,
-    documents: bool, length: int | None, head_ranks: int | None,
+    documents: bool, length: int | None, ulysses_degree: int | None,
 ) -> Way:  # fmt: skip
     size, heads = group.size(), k.shape[2]
     if algorithm == "auto":
@@ -127,23 +129,24 @@ def way_of(
     if algorithm in ("ring", "gathered"):
         return Way(1, algorithm == "gathered")
     if algorithm == "all_to_all":
-        head_ranks = min(size, heads)
-        if size % head_ranks or heads % head_ranks:
+        ulysses_degree = min(size, heads)
+        if size % ulysses_degree or heads % ulysses_degree:
             raise ValueError(
                 f"{NAME}: all_to_all needs kv heads that {size} ranks divide, or that divide these, got {heads}; "
                 'use algorithm="hybrid", "ring" or "gathered"'
             )
-        return Way(head_ranks, False)
-    if head_ranks is None:
+        return Way(ulysses_degree, False)
+    if ulysses_degree is None:
         found = [n for n in range(2, size) if size % n == 0 and heads % n == 0]
         if not found:
             raise ValueError(
-                f"{NAME}: hybrid needs head_ranks between 1 and {size} that divide {size} ranks and {heads} kv heads, "
-                'and there are none; use algorithm="ring", "all_to_all" or "gathered"'
+                f"{NAME}: hybrid needs a ulysses_degree between 1 and {size} that divides {size} ranks and {heads} kv "
+                'heads, and there are none; use algorithm="ring", "all_to_all" or "gathered"'
             )
         return Way(found[-1], False)
-    if head_ranks < 1 or size % head_ranks or heads % head_ranks:
+    if ulysses_degree < 1 or size % ulysses_degree or heads % ulysses_degree:
         raise ValueError(
-            f"{NAME}: head_ranks must divide the {size} ranks of the group and the {heads} kv heads, got {head_ranks}"
+            f"{NAME}: ulysses_degree must divide the {size} ranks of the group and the {heads} kv heads, "
+            f"got {ulysses_degree}"
         )
-    return Way(head_ranks, False)
+    return Way(ulysses_degree, False)

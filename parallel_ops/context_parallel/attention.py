@@ -27,7 +27,7 @@ from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
 from parallel_ops._internal.registration import register
 from parallel_ops.comm.collectives import all_gather
-from parallel_ops.comm.consistency import Call, agree, agreed_error, announcing, sends
+from parallel_ops.comm.consistency import Call, agreed_error, check_consistency, propagate_errors, sends
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME, Algorithm, Layout, check_placement, way_of
@@ -58,7 +58,7 @@ def ring_attention(
     cu_seqlens: Tensor | None = None,
     first_head: int = 0,
     length: int | None = None,
-    head_ranks: int | None = None,
+    ulysses_degree: int | None = None,
 ) -> Tensor:
     """``flash_attention`` of the whole sequence, of which each rank has a part.
 
@@ -72,8 +72,8 @@ def ring_attention(
         group: the ranks that share the sequence; ``None``, or one rank, is ``flash_attention``.
         layout: which tokens a rank has; see ``SequenceLayout``, which splits and joins them.
         algorithm: ``"ring"``; ``"all_to_all"``, which needs kv heads that the ranks divide, or that divide the ranks:
-            the rest is a ring; ``"hybrid"``: all-to-all among ``head_ranks`` neighbours, a ring around; ``"gathered"``;
-            ``"auto"``: the fastest of them by ``cost.chosen`` (``ring_attention_choice`` says why).
+            the rest is a ring; ``"hybrid"``: all-to-all among ``ulysses_degree`` neighbours, a ring around;
+            ``"gathered"``; ``"auto"``: the fastest of them by ``cost.chosen`` (``ring_attention_choice`` says why).
         causal, scale, window, sink, softcap, dropout_p: as of ``flash_attention``; the same on every rank, sink too.
         seed: as of ``flash_attention``, the same on every rank, and the mask is that of one rank with the whole
             sequence. ``None`` draws it from the default generator, which must be in the same state on every rank.
@@ -82,8 +82,8 @@ def ring_attention(
         first_head: where these heads begin among those of all ranks, which is what dropout draws by.
         length: tokens of the whole sequence; ``None`` where all ranks have as many. Otherwise ``s`` must be what the
             layout gives this rank, 0 for some if there are fewer tokens than ranks.
-        head_ranks: for ``"hybrid"``: how many ranks share out the heads, a divisor of ``kv_heads`` and of the group's
-            size; ``None`` for the largest below the group's size.
+        ulysses_degree: for ``"hybrid"``: how many ranks share out the heads, a divisor of ``kv_heads`` and of the
+            group's size; ``None`` for the largest below the group's size.
 
     Returns:
         ``[s, b, heads, d]``, the dtype of q. Under autocast q, k and v are cast to the autocast dtype.
@@ -99,12 +99,12 @@ def ring_attention(
     """
     name = group_name(NAME, group)
     if group is None or name is None:
-        check_placement(q, group, layout, algorithm, length, head_ranks)
+        check_placement(q, group, layout, algorithm, length, ulysses_degree)
         return flash_attention(
             q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=dropout_p,
             seed=seed, cu_seqlens=cu_seqlens, first_head=first_head,
         )  # fmt: skip
-    with announcing(NAME, group, q, asks=True):
+    with propagate_errors(NAME, group, q, asks=True):
         check_tensor(NAME, q, group)
         check_attention(NAME, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
         if q.shape[0] != k.shape[0]:
@@ -112,12 +112,12 @@ def ring_attention(
         if q.is_cuda and q.dtype is torch.float64:
             raise TypeError(f"{NAME}: q must be float32, float16 or bfloat16 on a GPU, got {q.dtype}")
         drawn = dropout_seed(NAME, "dropout_p", dropout_p, seed, "q", q)
-        check_placement(q, group, layout, algorithm, length, head_ranks)
+        check_placement(q, group, layout, algorithm, length, ulysses_degree)
         documents = cu_seqlens is not None
-        way = way_of(q, k, group, layout, algorithm, causal, window, documents, length, head_ranks)
-    held = way.head_ranks * q.shape[0]
-    if length is not None and way.head_ranks > 1:
-        held = tokens(runs(layout, length, group.size(), group.rank(), way.head_ranks))
+        way = way_of(q, k, group, layout, algorithm, causal, window, documents, length, ulysses_degree)
+    held = way.ulysses_degree * q.shape[0]
+    if length is not None and way.ulysses_degree > 1:
+        held = tokens(runs(layout, length, group.size(), group.rank(), way.ulysses_degree))
     whole = q.shape[0] * group.size() if length is None else length
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
@@ -153,7 +153,7 @@ class _Call(NamedTuple):
     group: str
     length: int
     layout: str
-    head_ranks: int
+    ulysses_degree: int
     gathered: bool
     causal: bool
     scale: float
@@ -166,10 +166,10 @@ class _Call(NamedTuple):
         options = Options(
             self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head
         )
-        way = Way(self.head_ranks, self.gathered)
+        way = Way(self.ulysses_degree, self.gathered)
         return Attention(NAME, transport_of(resolve_group(self.group)), self.length, self.layout, way, options)
 
-    def agree(
+    def check_consistency(
         self, q: Tensor, k: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, gradients: bool
     ) -> None:
         """The ranks make the same call: else all raise."""
@@ -178,7 +178,7 @@ class _Call(NamedTuple):
         # Values can be read without waiting for a device on a CPU alone.
         documents = None if cu_seqlens is None or cu_seqlens.is_cuda else tuple(cu_seqlens.tolist())
         drawn = None if seed is None or seed.is_cuda else seed.item()
-        way = Way(self.head_ranks, self.gathered).name(size)
+        way = Way(self.ulysses_degree, self.gathered).name(size)
         s, *rest = q.shape
         options = (*rest, k.shape[2], *self[1:], sink is None, cu_seqlens is None, gradients)
         # Cut off where the message ends, so with what differs most often first.
@@ -189,7 +189,7 @@ class _Call(NamedTuple):
             f"sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
-        answer = agree(group, Call(NAME, same, text, (s,)), q.device)
+        answer = check_consistency(group, Call(NAME, same, text, (s,)), q.device)
         have = [s] if answer is None else [n for (n,) in answer]
         want = lengths(self.layout, self.length, size)
         if answer is not None and have != list(want):
@@ -214,7 +214,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *options, gradients = arguments
     call = _Call(group, length, *options)
-    call.agree(q, k, sink, seed, cu_seqlens, gradients)
+    call.check_consistency(q, k, sink, seed, cu_seqlens, gradients)
     return call.attention(seed, cu_seqlens).forward(q, k, v, sink)
 
 
@@ -230,20 +230,20 @@ def _backward(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
-    length: int, held: int, layout: str, head_ranks: int, *arguments: Any,
+    length: int, held: int, layout: str, ulysses_degree: int, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s, b, h, d = q.shape
     lse = q.new_empty((b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
-    kept = q.new_empty((held, b, (h + 2 * k.shape[2]) // head_ranks, d) if head_ranks > 1 else 0)
+    kept = q.new_empty((held, b, (h + 2 * k.shape[2]) // ulysses_degree, d) if ulysses_degree > 1 else 0)
     return q.new_empty(q.shape), lse, kept
 
 
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cu_seqlens: Tensor | None, group: str, length: int, layout: str, head_ranks: int, *arguments: Any,
+    cu_seqlens: Tensor | None, group: str, length: int, layout: str, ulysses_degree: int, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s, b, _, d = grad.shape
-    gradients = (t.new_empty((s, b, t.shape[2] * head_ranks, d)) for t in (q, k, v))
+    gradients = (t.new_empty((s, b, t.shape[2] * ulysses_degree, d)) for t in (q, k, v))
     return *gradients, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
@@ -253,7 +253,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(lse, kept)
     ctx.set_materialize_grads(False)
     ctx.call = _Call(group, length, *arguments)
-    u = ctx.call.head_ranks
+    u = ctx.call.ulysses_degree
     ctx.heads = [t.shape[2] // u for t in (q, k, v)]
     ctx.save_for_backward(*((q, k, v) if u == 1 else (kept,)), sink, out, lse, seed, cu_seqlens)
 
@@ -263,7 +263,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return nothing
     *inputs, sink, out, lse, seed, cu_seqlens = ctx.saved_tensors
-    q, k, v = inputs if ctx.call.head_ranks == 1 else inputs[0].split(ctx.heads, dim=2)
+    q, k, v = inputs if ctx.call.ulysses_degree == 1 else inputs[0].split(ctx.heads, dim=2)
     dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, lse, seed, cu_seqlens, *ctx.call)
     return dq, dk, dv, None if sink is None else dsink, *nothing[4:]
 

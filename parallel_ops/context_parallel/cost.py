@@ -68,18 +68,18 @@ class AttentionShape:
 
 
 class Way(NamedTuple):
-    """How an attention is shared out: ``head_ranks`` neighbours share out the heads, and the keys of the rest come one
-    rank after another, or all at once if ``gathered``."""
+    """How an attention is shared out: ``ulysses_degree`` neighbours share out the heads, and the keys of the rest
+    come one rank after another, or all at once if ``gathered``."""
 
-    head_ranks: int
+    ulysses_degree: int
     gathered: bool
 
     def name(self, ranks: int) -> str:
         if self.gathered:
             return "gathered"
-        if self.head_ranks == 1:
+        if self.ulysses_degree == 1:
             return "ring"
-        return "all_to_all" if self.head_ranks == ranks else f"hybrid of {self.head_ranks}"
+        return "all_to_all" if self.ulysses_degree == ranks else f"hybrid of {self.ulysses_degree}"
 
 
 class Choice(NamedTuple):
@@ -127,36 +127,36 @@ def heads_sent(
 
 def sent(shape: AttentionShape, way: Way) -> list[Sent]:
     """Exactly what each rank sends."""
-    inside, around = _inside(shape, way.head_ranks), _around(shape, way.head_ranks)
+    inside, around = _inside(shape, way.ulysses_degree), _around(shape, way.ulysses_degree)
     return [Sent(a.forward + b.forward, a.backward + b.backward) for a, b in zip(inside, around, strict=True)]
 
 
-def _inside(shape: AttentionShape, head_ranks: int) -> list[Sent]:
+def _inside(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
     """What goes to neighbours, for all-to-all."""
     own = lengths(shape.layout, shape.length, shape.ranks)
-    queries, keys = (shape.batch * shape.head_dim * n / head_ranks for n in (shape.heads, shape.kv_heads))
-    heads = shape.batch * shape.heads / head_ranks
+    queries, keys = (shape.batch * shape.head_dim * n / ulysses_degree for n in (shape.heads, shape.kv_heads))
+    heads = shape.batch * shape.heads / ulysses_degree
     return [
         _total(
             heads_sent(own[rank], own[other], queries, 2 * keys, queries, heads, shape.itemsize)
-            for other in neighbours(shape.layout, shape.ranks, rank, head_ranks)
+            for other in neighbours(shape.layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
     ]
 
 
-def _around(shape: AttentionShape, head_ranks: int) -> list[Sent]:
+def _around(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
     """What goes around the ring, or is gathered."""
-    shards = [runs(shape.layout, shape.length, shape.ranks, rank, head_ranks) for rank in range(shape.ranks)]
-    width = 2 * shape.batch * shape.kv_heads / head_ranks * shape.head_dim
+    shards = [runs(shape.layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)]
+    width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
     return [
         _total(
             keys_sent(
                 _seen(shape, shards[rank], shards[other]), _seen(shape, shards[other], shards[rank]), width,
                 shape.itemsize,
             )
-            for other in counterparts(shape.layout, shape.ranks, rank, head_ranks)
+            for other in counterparts(shape.layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
@@ -194,7 +194,7 @@ def ways(shape: AttentionShape) -> list[Way]:
 
 def seconds(shape: AttentionShape, way: Way, link: Link) -> float:
     """Forward and backward of the slowest rank."""
-    u = way.head_ranks
+    u = way.ulysses_degree
     others = counterparts(shape.layout, shape.ranks, 0, u)
     shards = [runs(shape.layout, shape.length, shape.ranks, rank, u) for rank in others]
     work = max(_pairs(shard, shape) for shard in shards) * 4 * shape.head_dim * shape.heads / u * shape.batch

@@ -1,6 +1,6 @@
 """Modules whose parameters are shared by the ranks of a mesh, for models of the user's own."""
 
-from parallel_ops.layers import core_attention as attention_cores
+from parallel_ops.layers import core_attention as core_attention
 from parallel_ops.layers.attention import ParallelSelfAttention
 from parallel_ops.layers.embedding import VocabParallelEmbedding
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -16,5 +16,5 @@ __all__ = [
     "ParallelTransformerLayer",
     "RowParallelLinear",
     "VocabParallelEmbedding",
-    "attention_cores",
+    "core_attention",
 ]

@@ -4,7 +4,7 @@
     q, k    normed by head, if asked; rotated by their positions, if these are rotary
     y       = W_o core(q, k, v) + b_o
 
-The core is a callable (``attention_cores``). Where there are fewer key and value heads than ranks, their weights are
+The core is a callable (``core_attention``). Where there are fewer key and value heads than ranks, their weights are
 whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.groups import group_rank
-from parallel_ops.layers.checks import announced, check_input
-from parallel_ops.layers.core_attention import AttentionCore, flash
+from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.core_attention import CoreAttention, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import Init, ShardedModule, divided, local_parts
+from parallel_ops.layers.parameters import Init, ShardedModule, ensure_divisible, to_local
 from parallel_ops.ops import rms_norm, rotary_embedding
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -41,7 +41,7 @@ class ParallelSelfAttention(ShardedModule):
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
         causal: no token sees a later one.
         window: how many tokens a token sees at most, itself included; causal only.
-        core: what mixes the values; ``None`` for ``flash``. See ``attention_cores``.
+        core: what mixes the values; ``None`` for ``flash``. See ``core_attention``.
         attention_dropout: probability, on the core's probabilities.
         bias: of all four linears; qkv_bias: of the first three, where it differs.
         sequence_parallel, overlap: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
@@ -63,7 +63,7 @@ class ParallelSelfAttention(ShardedModule):
         norm_eps: float = 1e-5,
         causal: bool = True,
         window: int | None = None,
-        core: AttentionCore | None = None,
+        core: CoreAttention | None = None,
         attention_dropout: float = 0.0,
         bias: bool = True,
         qkv_bias: bool | None = None,
@@ -91,10 +91,10 @@ class ParallelSelfAttention(ShardedModule):
             raise ValueError(
                 f"ParallelSelfAttention: attention_dropout must be from 0 to below 1, got {attention_dropout}"
             )
-        self.heads = divided("ParallelSelfAttention", "heads", heads, self.ranks)  # of this rank
+        self.heads = ensure_divisible("ParallelSelfAttention", "heads", heads, self.ranks)  # of this rank
         self.kv_heads, rows = self._key_heads(kv_heads)
         self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
-        self.core: AttentionCore = flash if core is None else core
+        self.core: CoreAttention = flash if core is None else core
         self._core_takes = frozenset(inspect.signature(self.core).parameters)
         common = LinearOptions(
             mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
@@ -124,7 +124,7 @@ class ParallelSelfAttention(ShardedModule):
         first = group_rank(self.group) * kv_heads // self.ranks * self.head_dim
         return 1, slice(first, first + self.head_dim)
 
-    @announced
+    @propagates_errors
     def forward(
         self,
         x: Tensor,
@@ -162,7 +162,7 @@ class ParallelSelfAttention(ShardedModule):
         q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             # A rank norms its own heads.
-            q_weight, k_weight = local_parts(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
+            q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
             assert q_weight is not None and k_weight is not None
             q, k = rms_norm(q, q_weight, self.q_norm.eps), rms_norm(k, k_weight, self.k_norm.eps)
         if angles is not None:

@@ -7,13 +7,13 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops.comm.consistency import announcing
+from parallel_ops.comm.consistency import propagate_errors
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def announced(forward: Callable[P, R]) -> Callable[P, R]:
+def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
     """For the forward of a module over a mesh: what goes wrong in it on one rank is announced to the others.
 
     The outermost such module does it, at once and without waiting; the others read it in their next collective.
@@ -25,7 +25,7 @@ def announced(forward: Callable[P, R]) -> Callable[P, R]:
         if module.group is None:  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
         name = type(module).__name__
-        with announcing(name, module.group, *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
+        with propagate_errors(name, module.group, *args[1:], *kwargs.values()):  # type: ignore[attr-defined]
             return forward(*args, **kwargs)
 
     return call

@@ -21,7 +21,7 @@ from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_mask
 _LEAST_BLOCK = 256
 
 
-class AttentionCore(Protocol):
+class CoreAttention(Protocol):
     """See the module."""
 
     def __call__(

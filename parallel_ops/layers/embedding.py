@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 from parallel_ops._internal.checks import check_same_device
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group, reduce_scatter
-from parallel_ops.layers.checks import announced
-from parallel_ops.layers.parameters import Init, ShardedModule, draw, empty_parameter, local_parts
+from parallel_ops.layers.checks import propagates_errors
+from parallel_ops.layers.parameters import Init, ShardedModule, draw, empty_parameter, to_local
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -75,11 +75,11 @@ class VocabParallelEmbedding(ShardedModule):
 
         Its gradient becomes that of ``weight``.
         """
-        (weight,) = local_parts(self, self.weight)
+        (weight,) = to_local(self, self.weight)
         assert weight is not None
         return weight
 
-    @announced
+    @propagates_errors
     def forward(self, tokens: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ...]`` token ids to ``[s, ..., embedding_dim]``.
 

@@ -21,18 +21,23 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group
-from parallel_ops.layers.checks import announced, check_input
+from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.parameters import (
     Init,
     ShardedModule,
-    divided,
     draw,
     empty_parameter,
-    local_parts,
+    ensure_divisible,
+    to_local,
     uniform,
 )
 from parallel_ops.ops import bias_dropout_add
-from parallel_ops.tensor_parallel import DeferredWeightGradients, all_gather_linear, copy_linear, linear_reduce_scatter
+from parallel_ops.tensor_parallel import (
+    DeferredWeightGradients,
+    all_gather_linear,
+    column_parallel_linear,
+    linear_reduce_scatter,
+)
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
 from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
 
@@ -139,7 +144,7 @@ def column_linears(
     owners = [linear for linear in linears for _ in range(2)]
     parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
     # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
-    handed = local_parts(first, *parameters, partial=[linear.rows is not None for linear in owners])
+    handed = to_local(first, *parameters, partial=[linear.rows is not None for linear in owners])
     used = [t if t is None or linear.rows is None else t[linear.rows] for t, linear in zip(handed, owners, strict=True)]
     weights, biases = [w for w in used[::2] if w is not None], used[1::2]
     added = biases if add_bias else [None] * len(linears)
@@ -164,7 +169,7 @@ def column_linears(
     if first.sequence_parallel:
         outputs = all_gather_linear(x, weights, given, sizes=sizes, **handed_on)
     else:
-        outputs = copy_linear(x, weights, given, **handed_on)
+        outputs = column_parallel_linear(x, weights, given, **handed_on)
     return list(outputs), biases
 
 
@@ -209,9 +214,9 @@ class ColumnParallelLinear(_Linear):
         super().__init__(in_features, out_features, (placement, placement), bias, init_method, options)
         self.rows = rows
         if rows is None:
-            divided("ColumnParallelLinear", "out_features", out_features, self.ranks)
+            ensure_divisible("ColumnParallelLinear", "out_features", out_features, self.ranks)
 
-    @announced
+    @propagates_errors
     def forward(self, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ..., in_features]`` to ``[s, ..., out_features / P]``.
 
@@ -263,9 +268,9 @@ class RowParallelLinear(_Linear):
             mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
         super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
-        divided("RowParallelLinear", "in_features", in_features, self.ranks)
+        ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
-    @announced
+    @propagates_errors
     def forward(
         self,
         x: Tensor,
@@ -291,7 +296,7 @@ class RowParallelLinear(_Linear):
         Sharding: x S(-1); the result (and residual) replicated, or S(0) with ``sequence_parallel``.
         """
         check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
-        weight, bias = local_parts(self, self.weight, self.bias)
+        weight, bias = to_local(self, self.weight, self.bias)
         assert weight is not None
         target = self.weight_gradient()
         if self.sequence_parallel:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers.checks import announced, check_input
+from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
 from parallel_ops.layers.parameters import Init, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
@@ -61,7 +61,7 @@ class ParallelMLP(ShardedModule):
         self.up = ColumnParallelLinear(hidden, width, bias=bias, init_method=init_method, **common)
         self.down = RowParallelLinear(width, hidden, bias=bias, init_method=output_init_method, **common)
 
-    @announced
+    @propagates_errors
     def forward(
         self,
         x: Tensor,

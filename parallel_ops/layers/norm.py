@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill, local_parts
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill, to_local
 from parallel_ops.ops import layer_norm, rms_norm
 
 
@@ -59,7 +59,7 @@ class Norm(ShardedModule):
 
         Sharding: x and the result replicated, or sharded by tokens with ``sequence_parallel``.
         """
-        weight, bias = local_parts(self, self.weight, self.bias, partial=(self.sequence_parallel,) * 2)
+        weight, bias = to_local(self, self.weight, self.bias, partial=(self.sequence_parallel,) * 2)
         assert weight is not None
         if self.bias is None:
             return rms_norm(x, weight, self.eps)

@@ -91,7 +91,7 @@ def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
     return None if mesh.size() == 1 else mesh
 
 
-def divided(layer: str, name: str, value: int, ranks: int) -> int:
+def ensure_divisible(layer: str, name: str, value: int, ranks: int) -> int:
     """``value`` divided by the number of ranks, which must go evenly."""
     if value < 1:
         raise ValueError(f"{layer}: {name} must be positive, got {value}")
@@ -104,7 +104,7 @@ def divided(layer: str, name: str, value: int, ranks: int) -> int:
     return value // ranks
 
 
-def local_parts(
+def to_local(
     module: ShardedModule, *parameters: Tensor | None, partial: Sequence[bool] | None = None
 ) -> tuple[Tensor | None, ...]:
     """This rank's part of each parameter, for ops; its gradient becomes that of the parameter.
@@ -134,7 +134,7 @@ def local_parts(
         whole = zip(local, summed or [False] * len(local), strict=True)
         handed = [copy_to_group(t, module.group) if part else t for t, part in whole]
     elif torch.is_grad_enabled():
-        handed = _hand_out(module, summed, *there)
+        handed = _to_local(module, summed, *there)
     else:
         handed = [p._local_tensor for p in there]  # type: ignore[attr-defined]
     if len(there) == len(parameters):
@@ -143,7 +143,7 @@ def local_parts(
     return tuple(None if p is None else next(parts) for p in parameters)
 
 
-class _HandOut(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, module: ShardedModule, partial: Sequence[bool], *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -167,7 +167,7 @@ class _HandOut(torch.autograd.Function):
 
 
 # Without the Python around it, which looks for function transforms: they do not know DTensors anyway.
-_hand_out: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _HandOut).apply
+_to_local: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _ToLocal).apply
 
 
 def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
-from parallel_ops.layers.checks import announced, check_input
-from parallel_ops.layers.core_attention import AttentionCore
+from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import Init, ShardedModule
@@ -65,7 +65,7 @@ class ParallelTransformerLayer(ShardedModule):
         bias: bool = True,
         qkv_bias: bool | None = None,
         window: int | None = None,
-        core: AttentionCore | None = None,
+        core: CoreAttention | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
         init_method: Init | None = None,
@@ -99,7 +99,7 @@ class ParallelTransformerLayer(ShardedModule):
         self.norm_mlp = Norm(hidden, norm, norm_eps, **where)  # type: ignore[arg-type]
         self.mlp = ParallelMLP(hidden, ffn_hidden, activation=activation, **linear, **where)  # type: ignore[arg-type]
 
-    @announced
+    @propagates_errors
     def forward(
         self,
         x: Tensor,

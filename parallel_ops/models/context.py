@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.comm import primitives as _primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import Algorithm, Layout
-from parallel_ops.layers.core_attention import AttentionCore
+from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
 
 # The target of a token that has none.
@@ -78,7 +78,7 @@ class Context:
         self.kind = SequenceLayout(1, 1, layout).kind  # checked here, not at the first forward
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.core: AttentionCore | None = None
+        self.core: CoreAttention | None = None
         if mesh is not None:
             assert self.group is not None
             self.core = RingCore(self.group, layout, algorithm)

@@ -27,7 +27,7 @@ from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.context_parallel.algorithm import Algorithm, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
-from parallel_ops.layers.core_attention import AttentionCore
+from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.context import IGNORED, Context
 from parallel_ops.models.huggingface import PretrainedModel
@@ -75,7 +75,7 @@ class Transformer(PretrainedModel):
         context: DeviceMesh | None = None,
         layout: Layout = "zigzag",
         algorithm: Algorithm = "auto",
-        core: AttentionCore | None = None,
+        core: CoreAttention | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear, all_gather_linear_reference
-from parallel_ops.tensor_parallel.linear.copy_linear import copy_linear, copy_linear_reference
+from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear, copy_linear_reference
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import (
     linear_reduce_scatter,
     linear_reduce_scatter_reference,
@@ -15,7 +15,7 @@ __all__ = [
     "DeferredWeightGradients",
     "all_gather_linear",
     "all_gather_linear_reference",
-    "copy_linear",
+    "column_parallel_linear",
     "copy_linear_reference",
     "linear_reduce_scatter",
     "linear_reduce_scatter_reference",

@@ -28,7 +28,7 @@ _PRODUCTS = (
 )  # fmt: skip
 # Of this package: products and attention, and what sends.
 _OURS = (
-    "all_gather_linear", "copy_linear", "linear_reduce_scatter", "flash_attention", "ring_attention",
+    "all_gather_linear", "column_parallel_linear", "linear_reduce_scatter", "flash_attention", "ring_attention",
     "comm_all_gather", "comm_reduce_scatter", "comm_all_reduce", "comm_all_to_all",
 )  # fmt: skip
 _SENDING = ("_c10d_functional", "c10d")

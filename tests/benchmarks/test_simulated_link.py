@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.simulated_link import PacedLink, PacedTransport
+from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from parallel_ops.comm.transport.base import Receive, Send
 from ptx import aot
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def transport(seconds_per_mib, latency=0.0):
-    return PacedTransport(4, 1, PacedLink(MIB / seconds_per_mib, latency), CPU)
+    return SimulatedTransport(4, 1, SimulatedLink(MIB / seconds_per_mib, latency), CPU)
 
 
 def test_chunks_of_one_direction_follow_each_other():
@@ -51,13 +51,13 @@ def test_what_arrives_is_not_zero(dtype):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PacedLink(0), "bandwidth must be positive"),
-        (lambda: PacedLink(math.nan), "bandwidth must be positive"),
-        (lambda: PacedLink(1, -1), "latency must be a number of seconds of at least 0, got -1"),
-        (lambda: PacedTransport(0, 0, PacedLink(1), CPU), "size must be at least 1, got 0"),
-        (lambda: PacedTransport(2, 2, PacedLink(1), CPU), r"rank must be in \[0, 2\), got 2"),
+        (lambda: SimulatedLink(0), "bandwidth must be positive"),
+        (lambda: SimulatedLink(math.nan), "bandwidth must be positive"),
+        (lambda: SimulatedLink(1, -1), "latency must be a number of seconds of at least 0, got -1"),
+        (lambda: SimulatedTransport(0, 0, SimulatedLink(1), CPU), "size must be at least 1, got 0"),
+        (lambda: SimulatedTransport(2, 2, SimulatedLink(1), CPU), r"rank must be in \[0, 2\), got 2"),
         (
-            lambda: PacedTransport(2, 0, PacedLink(1), torch.device("meta")),
+            lambda: SimulatedTransport(2, 0, SimulatedLink(1), torch.device("meta")),
             "device must be a CPU or CUDA device, got meta",
         ),
     ],
@@ -85,7 +85,7 @@ def test_kernels_read_the_clock(capability):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_chunks_take_their_time_on_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
-    link = PacedTransport(4, 1, PacedLink(MIB / 0.01), device)
+    link = SimulatedTransport(4, 1, SimulatedLink(MIB / 0.01), device)
     chunks = [Receive(torch.zeros(MIB, dtype=torch.uint8, device=device), 0) for _ in range(3)]
     for handle in link.post("test", chunks):  # the first compiles
         handle.wait()

@@ -49,8 +49,10 @@ def test_a_group_may_compare_the_first_call_of_a_kind_alone():
     for first, again, other in ranks(2).run(collectives.compared_once):
         assert (first, again) == (1, 0)
         assert "make different calls" in other
-    with pytest.raises(TypeError, match=r"compare_calls: group must be a torch.distributed.ProcessGroup, got str"):
-        comm.compare_calls("world", "first")
+    with pytest.raises(
+        TypeError, match=r"set_consistency_checks: group must be a torch.distributed.ProcessGroup, got str"
+    ):
+        comm.set_consistency_checks("world", "first")
 
 
 def test_counts_that_do_not_meet():
@@ -198,18 +200,18 @@ def test_on_cuda_a_call_asks_once(monkeypatch):
     monkeypatch.setattr(_agreement, "_MOST_ASKED", 3)
     cuda, group = torch.device("cuda"), Group()
     call = _agreement.Call("op", (torch.float32, 3), "x of [3]", (5, 6))
-    assert _agreement.agree(group, call, cuda) == [[1], [2]]
-    assert _agreement.agree(group, call, cuda) is None
-    assert _agreement.agree(group, dataclasses.replace(call, text="again", own=(7, 8)), cuda) is None
-    assert _agreement.agree(Group(), call, cuda) is not None
+    assert _agreement.check_consistency(group, call, cuda) == [[1], [2]]
+    assert _agreement.check_consistency(group, call, cuda) is None
+    assert _agreement.check_consistency(group, dataclasses.replace(call, text="again", own=(7, 8)), cuda) is None
+    assert _agreement.check_consistency(Group(), call, cuda) is not None
     assert len(asked) == 2
     refused = dataclasses.replace(call, op="refused")
     for _ in range(2):
         with pytest.raises(ValueError, match="refused"):
-            _agreement.agree(group, refused, cuda)
+            _agreement.check_consistency(group, refused, cuda)
     for n in range(3):  # the last of them is one too many: all are forgotten
-        assert _agreement.agree(group, dataclasses.replace(call, same=(n,)), cuda) is not None
-    assert _agreement.agree(group, call, cuda) is not None
+        assert _agreement.check_consistency(group, dataclasses.replace(call, same=(n,)), cuda) is not None
+    assert _agreement.check_consistency(group, call, cuda) is not None
     # What asks cannot be captured in a CUDA graph.
     assert captured == [c.op for c in asked]
-    assert _agreement.agree(group, call, torch.device("cpu")) is not None
+    assert _agreement.check_consistency(group, call, torch.device("cpu")) is not None

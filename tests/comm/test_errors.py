@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from parallel_ops.comm.errors import naming_peers
+from parallel_ops.comm.errors import translate_backend_errors
 from support import failures
 from support.distributed import Raised, Ranks, ranks
 
@@ -30,7 +30,7 @@ def check(outcomes, lost, limit):
 
 
 def test_memory_that_runs_out_is_no_news_of_a_peer():
-    with pytest.raises(torch.OutOfMemoryError), naming_peers("op", None):
+    with pytest.raises(torch.OutOfMemoryError), translate_backend_errors("op", None):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -48,9 +48,10 @@ def test_killed():
     finally:
         group.close()
     assert outcomes[lost].type == "Killed"
-    announced = [said.pop("all_gather")[0] for rank, said in enumerate(outcomes) if rank != lost]
+    propagates_errors = [said.pop("all_gather")[0] for rank, said in enumerate(outcomes) if rank != lost]
     assert all(
-        "rank 0 failed in Layer: RuntimeError: no more memory" in m.replace("of the group ", "") for m in announced
+        "rank 0 failed in Layer: RuntimeError: no more memory" in m.replace("of the group ", "")
+        for m in propagates_errors
     )
     check(outcomes, lost, 5)
 

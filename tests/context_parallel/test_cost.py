@@ -64,7 +64,7 @@ def test_the_choice_and_its_reason():
     long, why = cost.chosen(changed(length=8 * 32768), NVLINK)
     assert long == Way(1, False) and why.startswith("ring: fastest") and "all_to_all" in why and "MiB sent" in why
     # Where the ring cannot hide, heads change hands, if there are enough.
-    assert cost.chosen(changed(length=8 * 1024), NETWORK).way.head_ranks > 1
+    assert cost.chosen(changed(length=8 * 1024), NETWORK).way.ulysses_degree > 1
     assert cost.chosen(changed(length=8 * 1024, heads=8, kv_heads=1, documents=True), NETWORK).way == Way(1, True)
     # Nothing is known of a CPU: the fewest bytes.
     for shape in (LLAMA, changed(kv_heads=32), changed(kv_heads=1)):

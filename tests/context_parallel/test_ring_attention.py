@@ -16,7 +16,7 @@ def cases_of(size):
     """Every layout and way; odd lengths, fewer tokens than ranks, grouped queries, and every option."""
     documents = (0, 3, 7, 0, 1, 8)
     for layout in LAYOUTS:
-        for way in ({}, {"gathered": True}, {"head_ranks": size}, *([{"head_ranks": 2}] if size == 4 else [])):
+        for way in ({}, {"gathered": True}, {"ulysses_degree": size}, *([{"ulysses_degree": 2}] if size == 4 else [])):
             options = {"heads": 2 * size, "kv_heads": size, "layout": layout, **way}
             yield Case(19, batch=2, **options)
             yield Case(size - 1, causal=False, sink=True, **options)
@@ -43,7 +43,7 @@ def test_the_dropout_mask_is_the_same_on_any_number_of_ranks():
 
 @pytest.mark.parametrize("algorithm", ["ring", "hybrid", "gathered"])
 def test_every_run_has_the_same_bits(algorithm):
-    way = {"hybrid": {"head_ranks": 2}, "gathered": {"gathered": True}}.get(algorithm, {})
+    way = {"hybrid": {"ulysses_degree": 2}, "gathered": {"gathered": True}}.get(algorithm, {})
     for results in ranks(4).run(on_rank.repeated, Case(33, heads=4, kv_heads=2, head_dim=16, **way), 3):
         for again in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
@@ -118,13 +118,13 @@ def test_disagreement_raises_on_every_rank(size, what, message):
         ({"layout": "blocks"}, {}, "layout must be one of zigzag, striped, contiguous, got 'blocks'"),
         ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, gathered, got 'usp'"),
         ({"algorithm": "all_to_all"}, {"heads": 6, "kv_heads": 3}, "all_to_all needs kv heads that 2 ranks divide"),
-        ({"algorithm": "hybrid"}, {}, "hybrid needs head_ranks between 1 and 2"),
+        ({"algorithm": "hybrid"}, {}, "hybrid needs ulysses_degree between 1 and 2"),
         (
-            {"algorithm": "hybrid", "head_ranks": 3},
+            {"algorithm": "hybrid", "ulysses_degree": 3},
             {},
-            "head_ranks must divide the 2 ranks .* and the 2 kv heads, got 3",
+            "ulysses_degree must divide the 2 ranks .* and the 2 kv heads, got 3",
         ),
-        ({"algorithm": "ring", "head_ranks": 2}, {}, "head_ranks is for algorithm=.hybrid., got 2 with 'ring'"),
+        ({"algorithm": "ring", "ulysses_degree": 2}, {}, "ulysses_degree is for algorithm=.hybrid., got 2 with 'ring'"),
         ({"window": 4, "causal": False}, {}, "window needs causal=True"),
         ({"window": 0}, {}, "window must be at least 1"),
         ({"length": 9}, {}, "of length=9 tokens in zigzag layout rank . of 2 has"),
@@ -162,8 +162,12 @@ class TestOneRank:
             ({"algorithm": "usp"}, ValueError, "algorithm must be one of"),
             ({"length": 5}, ValueError, "of length=5 tokens in zigzag layout rank 0 of 1 has 5, but q has 4"),
             ({"length": 4.0}, TypeError, "length must be an int or None, got float"),
-            ({"head_ranks": 1}, ValueError, "head_ranks is for algorithm"),
-            ({"head_ranks": "all", "algorithm": "hybrid"}, TypeError, "head_ranks must be an int or None, got str"),
+            ({"ulysses_degree": 1}, ValueError, "ulysses_degree is for algorithm"),
+            (
+                {"ulysses_degree": "all", "algorithm": "hybrid"},
+                TypeError,
+                "ulysses_degree must be an int or None, got str",
+            ),
             ({"group": "cp"}, TypeError, "group must be None or a torch.distributed.ProcessGroup"),
         ],
     )

@@ -36,7 +36,7 @@ def cases(draw):
     """Any attention, shared out in any way: (case, ranks)."""
     size = draw(st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16]))
     kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
-    head_ranks = draw(st.sampled_from([n for n in divisors(size) if kv_heads % n == 0]))
+    ulysses_degree = draw(st.sampled_from([n for n in divisors(size) if kv_heads % n == 0]))
     length = draw(st.integers(0, 40))
     documents = None
     if draw(st.booleans()):
@@ -55,8 +55,8 @@ def cases(draw):
         dropout_p=draw(st.sampled_from([0.0, 0.3])),
         documents=documents,
         layout=draw(st.sampled_from(KINDS)),
-        head_ranks=head_ranks,
-        gathered=head_ranks == 1 and draw(st.booleans()),
+        ulysses_degree=ulysses_degree,
+        gathered=ulysses_degree == 1 and draw(st.booleans()),
     )
     return case, size
 
@@ -67,7 +67,7 @@ def test_any_attention_is_that_of_one_rank(drawn, seed, credits):
 
 
 @pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}, {"head_ranks": 4}])
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4}])
 def test_every_layout_and_way_with_every_option(layout, way):
     """4 ranks; 13 tokens of which one document is empty and one a single token; fewer tokens than ranks."""
     options = {"heads": 8, "kv_heads": 4, "layout": layout, **way}
@@ -79,19 +79,19 @@ def test_every_layout_and_way_with_every_option(layout, way):
 
 
 @pytest.mark.parametrize("size", [8, 16])
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}])
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}])
 def test_the_error_does_not_grow_with_the_ring(size, way):
     """In bfloat16: the relative error of each result is that of one rank."""
     case = Case(192, heads=4, kv_heads=2, head_dim=32, **way)
     tensors = case.tensors(torch.bfloat16)
     want = oracle(case, tensors)
-    alone = run(dataclasses.replace(case, head_ranks=1, gathered=False), 1, tensors)[0]
+    alone = run(dataclasses.replace(case, ulysses_degree=1, gathered=False), 1, tensors)[0]
     for got, one, true in zip(joined(case, run(case, size, tensors)), alone, want, strict=True):
         errors = [((t.double() - true).norm() / true.norm()).item() for t in (got, one)]
         assert errors[0] <= 1.01 * errors[1], errors
 
 
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"head_ranks": 2}])
+@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}])
 def test_the_same_bits_in_any_interleaving(way):
     case = Case(45, heads=4, kv_heads=2, head_dim=8, dropout_p=0.2, **way)
     tensors = case.tensors(torch.bfloat16)
@@ -141,7 +141,7 @@ def shape_of(case, size, itemsize):
 def test_the_cost_is_what_is_sent(drawn, dtype):
     case, size = drawn
     case = dataclasses.replace(case, documents=None, dropout_p=0.0)
-    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Way(case.head_ranks, case.gathered))
+    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Way(case.ulysses_degree, case.gathered))
     assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
 
 
@@ -164,7 +164,7 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
     for rank, own in enumerate(shards):
         calls.clear()
         q, k, v = (torch.randn(8, 1, 2, 4) for _ in range(3))
-        carry = _blocks.Carry(q, own, None, case.options())
+        carry = _blocks.SoftmaxAccumulator(q, own, None, case.options())
         for shard in shards:
             parts = places.seen(shard, own, True, None)
             carry.add(k[: places.tokens(parts)], v[: places.tokens(parts)], parts)

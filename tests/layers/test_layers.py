@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
-from parallel_ops.layers import core_attention as attention_cores
+from parallel_ops.layers import core_attention
 from support import layer_modes
 from support import layers as on_rank
 from support.distributed import Raised, ranks
@@ -147,7 +147,7 @@ def test_an_embedding_compiles_to_one_graph():
 
 def test_attention_without_causality_sees_the_mask():
     torch.manual_seed(0)
-    masked = {"causal": False, "core": attention_cores.unfused}
+    masked = {"causal": False, "core": core_attention.unfused}
     attention = layers.ParallelSelfAttention(8, 2, mesh=None, **masked).double()
     causal = layers.ParallelSelfAttention(8, 2, mesh=None).double()
     causal.load_state_dict(attention.state_dict())
@@ -169,15 +169,15 @@ def test_cores_agree_and_never_make_all_scores(window):
         torch.randn(700, 2, heads, 8, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
     )
     results = []
-    for core in (attention_cores.sdpa, attention_cores.unfused):
+    for core in (core_attention.sdpa, core_attention.unfused):
         y = core(q, k, v, window=window)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
     torch.testing.assert_close(*results)
     with LargestOutput() as largest, torch.no_grad():
-        attention_cores.sdpa(q, k, v, window=window)
+        core_attention.sdpa(q, k, v, window=window)
     assert largest.elements < 700 * 700
     with pytest.raises(ValueError, match="window needs causal"):
-        attention_cores.sdpa(q, k, v, window=2, causal=False)
+        core_attention.sdpa(q, k, v, window=2, causal=False)
 
 
 class LargestOutput(TorchDispatchMode):

@@ -168,7 +168,7 @@ def symmetric_transport(rank: int, options: dict[str, Any]) -> None:
 def compared_once(rank: int) -> tuple[int, int, str]:
     """How often two calls of one kind compare, in a group that asks once, and the error of one of another kind."""
     group = dist.new_group()
-    comm.compare_calls(group, "first")
+    comm.set_consistency_checks(group, "first")
     counts = []
     for _ in range(2):
         with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
@@ -180,7 +180,7 @@ def compared_once(rank: int) -> tuple[int, int, str]:
         said = "nothing"
     except ValueError as error:
         said = str(error)
-    comm.compare_calls(group, "always")
+    comm.set_consistency_checks(group, "always")
     with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
         comm.reduce_from_group(torch.ones(3), group)
     assert ask.call_count == 1

@@ -33,7 +33,7 @@ class Case:
     dropout_p: float = 0.0
     documents: tuple[int, ...] | None = None  # their lengths
     layout: str = "zigzag"
-    head_ranks: int = 1
+    ulysses_degree: int = 1
     gathered: bool = False
 
     @property
@@ -104,11 +104,11 @@ def shared(
     q, k, v, sink, grad = tensors
     q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
     attention = Attention(
-        "test", transport, case.length, case.layout, Way(case.head_ranks, case.gathered), case.options()
+        "test", transport, case.length, case.layout, Way(case.ulysses_degree, case.gathered), case.options()
     )
     out, lse, held = attention.forward(q, k, v, sink)
-    if case.head_ranks > 1:
-        q, k, v = held.split([n // case.head_ranks for n in (case.heads, case.kv_heads, case.kv_heads)], dim=2)
+    if case.ulysses_degree > 1:
+        q, k, v = held.split([n // case.ulysses_degree for n in (case.heads, case.kv_heads, case.kv_heads)], dim=2)
     between()
     *gradients, dsink = attention.backward(grad, q, k, v, sink, out, lse)
     return [out, *gradients, *([] if dsink is None else [dsink])]

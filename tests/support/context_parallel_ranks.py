@@ -32,8 +32,8 @@ def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str 
     leaves = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
     sink = None if sink is None else sink.clone().requires_grad_()
     if not algorithm:
-        algorithm = "gathered" if case.gathered else "ring" if case.head_ranks == 1 else "hybrid"
-        options["head_ranks"] = case.head_ranks if algorithm == "hybrid" else None
+        algorithm = "gathered" if case.gathered else "ring" if case.ulysses_degree == 1 else "hybrid"
+        options["ulysses_degree"] = case.ulysses_degree if algorithm == "hybrid" else None
     out = ring_attention(
         *leaves,
         group=group,

@@ -18,7 +18,7 @@ from parallel_ops._internal.compat import group_store
 from parallel_ops.comm import consistency as _agreement
 from parallel_ops.comm import errors as _failure
 from parallel_ops.comm import primitives as _primitives
-from parallel_ops.comm.consistency import announcing
+from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Receive, Send
 from parallel_ops.comm.transport.c10d import C10dTransport
@@ -58,7 +58,7 @@ def call_without(rank: int, lost: int, how: str, timeout: float) -> dict[str, tu
     groups = {op: dist.new_group(timeout=limit) for op in CALLS}
     dist.barrier()
     if rank == lost and how == "killed":
-        with contextlib.suppress(RuntimeError), announcing("Layer", groups["all_gather"], torch.ones(1)):
+        with contextlib.suppress(RuntimeError), propagate_errors("Layer", groups["all_gather"], torch.ones(1)):
             raise RuntimeError("no more memory")
         os.kill(os.getpid(), signal.SIGKILL)
     said = {}
@@ -92,7 +92,7 @@ def fail_alone(rank: int, guilty: int) -> list[tuple[str, str, float]]:
         if rank != guilty:
             store.wait([key])
         try:
-            with announcing("Model", group, x), announcing("Layer", group, x):
+            with propagate_errors("Model", group, x), propagate_errors("Layer", group, x):
                 if rank == guilty:
                     raise error("as it happens")
                 comm.all_gather(x, group)
@@ -124,7 +124,7 @@ def fail_in_many_ways(rank: int) -> list[str]:
         try:
             comm.all_gather(torch.ones(2 + rank), group)
         except ValueError:
-            with announcing("Inner", group, x):
+            with propagate_errors("Inner", group, x):
                 if rank == 1:
                     raise RuntimeError("another") from None
                 comm.all_gather(x, group)
@@ -139,7 +139,7 @@ def fail_in_many_ways(rank: int) -> list[str]:
 
     for block in (wrapped, another, recovered):
         try:
-            with announcing("Outer", group, x):
+            with propagate_errors("Outer", group, x):
                 block()
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
@@ -168,7 +168,7 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
     dist.barrier()
     broken = mock.patch.object(_primitives, "exchanged", fail) if rank == 1 else contextlib.nullcontext()
     try:
-        with broken, announcing("Layer", group, x):
+        with broken, propagate_errors("Layer", group, x):
             comm.reduce_scatter(x, group)
     except RuntimeError as error:
         assert group not in _agreement._posted

@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel_ops import all_gather_linear, copy_linear, linear_reduce_scatter
+from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter
 from parallel_ops.comm import consistency as _agreement
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
@@ -456,14 +456,14 @@ class Stage(torch.nn.Module):
 
 
 def copied_linear(rank: int, whole: list[Tensor], overlap: Any) -> list[Tensor]:
-    """(y, dx, dW, db) of ``copy_linear``, of its reference where ``overlap`` is None; output features are split."""
+    """(y, dx, dW, db) of ``column_parallel_linear``, of its reference where ``overlap`` is None."""
     x, weight, bias, grad = whole
     world = dist.get_world_size()
     leaves = [_leaf(t) for t in (x, weight.chunk(world)[rank], bias.chunk(world)[rank])]
     if overlap is None:
         y = copy_linear_reference(*leaves, group=dist.group.WORLD)
     else:
-        y = copy_linear(*leaves, group=dist.group.WORLD, overlap=overlap)
+        y = column_parallel_linear(*leaves, group=dist.group.WORLD, overlap=overlap)
     y.backward(grad.chunk(world, dim=-1)[rank])
     return [y.detach(), *(t.grad for t in leaves)]
 
@@ -476,7 +476,7 @@ def copied_to_several(rank: int, overlap: Any) -> list[list[Tensor]]:
         leaf, ws, queue = _leaf(x), [_leaf(w) for w in weights], DeferredWeightGradients()
         mains = [torch.zeros(3, 4), None]
         options = {"main_grad": mains, "deferred": queue} if handled else {}
-        ys = copy_linear(leaf, ws, group=dist.group.WORLD, overlap=overlap, **options)
+        ys = column_parallel_linear(leaf, ws, group=dist.group.WORLD, overlap=overlap, **options)
         torch.autograd.backward(ys, [integers(*y.shape, seed=9) for y in ys])
         if handled:
             assert not mains[0].any() and ws[1].grad is None
@@ -497,18 +497,18 @@ def copies_sent(rank: int) -> dict[str, int]:
             ) as collective,
             unittest.mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask,
         ):
-            copy_linear(x, weight, group=dist.group.WORLD, overlap="off").sum().backward()
+            column_parallel_linear(x, weight, group=dist.group.WORLD, overlap="off").sum().backward()
         counts[wanted] = post.call_count + collective.call_count + ask.call_count
     return counts
 
 
 def copied_apart(rank: int) -> None:
-    copy_linear(normal(4 + rank, 3, seed=0).requires_grad_(), normal(2, 3, seed=1), group=dist.group.WORLD)
+    column_parallel_linear(normal(4 + rank, 3, seed=0).requires_grad_(), normal(2, 3, seed=1), group=dist.group.WORLD)
 
 
 def copied_and_compiled(rank: int) -> list[list[Tensor]]:
     def step(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return copy_linear(x, weight, bias, group=dist.group.WORLD).square().sum()
+        return column_parallel_linear(x, weight, bias, group=dist.group.WORLD).square().sum()
 
     outcomes = []
     for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):

@@ -31,7 +31,7 @@ _SOURCES = {
     ("_overlap.py", "gather"): "all-gather",
     ("_overlap.py", "start_scatter"): "reduce-scatter",
     ("_overlap.py", "scatter"): "reduce-scatter",
-    ("copy_linear.py", None): "all-reduce",  # whose sums are scattered and gathered
+    ("column_parallel_linear.py", None): "all-reduce",  # whose sums are scattered and gathered
     ("_ring.py", None): "send-receive",
     ("_heads.py", None): "all-to-all",
 }

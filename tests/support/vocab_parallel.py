@@ -144,12 +144,12 @@ def mismatched_rows(rank: int, rows: list[int]):
 @contextlib.contextmanager
 def _asking_as_on_cuda() -> Iterator[None]:
     """Ranks compare their calls where tensors on CUDA would: at the first call of a kind."""
-    ask, agree, cuda = _agreement._ask, _agreement.agree, torch.device("cuda")
+    ask, check_consistency, cuda = _agreement._ask, _agreement.check_consistency, torch.device("cuda")
     with (
         mock.patch.object(_agreement, "refuse_capture"),
         mock.patch.object(_agreement, "_ask", lambda group, call, device: ask(group, call, torch.device("cpu"))),
         mock.patch.object(
-            _vocab_shards, "agree", lambda group, call, device, known: agree(group, call, cuda, known=known)
+            _vocab_shards, "agree", lambda group, call, device, known: check_consistency(group, call, cuda, known=known)
         ),
     ):
         yield

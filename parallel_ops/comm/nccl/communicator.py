@@ -179,7 +179,7 @@ class Communicator:
             pause = min(2 * pause, 1e-3)
         self.check(op)
 
-    def agree(self, op: str, error: Exception | None) -> None:
+    def check_consistency(self, op: str, error: Exception | None) -> None:
         """Raises on every rank if one of them found its arguments wrong: its ``error``, elsewhere NotSupported.
 
         Collective: one small all-reduce, which the host waits for.
@@ -207,7 +207,7 @@ class Communicator:
             settings = native_config("split", config, self._library)
         except Exception as raised:
             error = raised
-        self.agree("split", error)
+        self.check_consistency("split", error)
         native = self._native.split(_nccl.NO_COLOR if color is None else color, key, settings, self._timeout)
         if native is None:
             return None

@@ -83,7 +83,7 @@ class Window:
     """
 
     def __init__(self, communicator: Communicator, tensor: Tensor, *, symmetric: bool = True) -> None:
-        communicator.agree("Window", _why_no_window(communicator, tensor))
+        communicator.check_consistency("Window", _why_no_window(communicator, tensor))
         self.tensor = tensor
         self._communicator = communicator
         self._handle = communicator.register_window(tensor, _SYMMETRIC if symmetric else 0)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.compat import all_gather_single
 from parallel_ops._internal.groups import group_device_types
-from parallel_ops.comm.errors import naming_peers
+from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
 
 # Parts of up to so many bytes go in one collective: in half to two thirds of the time on two processes, where larger
@@ -36,7 +36,7 @@ class _Work:
         self._group, self._op, self._what, self._work = group, op, what, work
 
     def wait(self) -> None:
-        with naming_peers(self._op, self._group, self._what):
+        with translate_backend_errors(self._op, self._group, self._what):
             self._work.wait()
 
 
@@ -64,7 +64,7 @@ class C10dTransport(Endpoint):
             for chunk in chunks
         ]
         peers = sorted({chunk.peer for chunk in chunks})
-        with naming_peers(op, self._group, f"could not start its transfers with ranks {peers}"):
+        with translate_backend_errors(op, self._group, f"could not start its transfers with ranks {peers}"):
             works = dist.batch_isend_irecv(calls)
         # Backends that coalesce the batch return one work for all of it.
         whole = works * len(chunks) if len(works) == 1 else works
@@ -74,12 +74,12 @@ class C10dTransport(Endpoint):
         if received.is_cuda or not 0 < received.nbytes <= _COLLECTIVE_BYTES * self.size:
             return None
         start = all_gather_single if sent.numel() < received.numel() else dist.all_to_all_single
-        with naming_peers(op, self._group):
+        with translate_backend_errors(op, self._group):
             work = start(_flat(received), _flat(sent), group=self._group, async_op=True)
         return _Work(self._group, op, "lost the other ranks", work)
 
     def barrier(self, op: str) -> None:
-        with naming_peers(op, self._group, "waited in vain at a barrier"):
+        with translate_backend_errors(op, self._group, "waited in vain at a barrier"):
             # NCCL takes the device from this argument, and else guesses it with a warning.
             dist.barrier(group=self._group, device_ids=[torch.cuda.current_device()] if self._on_gpu else None)
             if self._on_gpu:

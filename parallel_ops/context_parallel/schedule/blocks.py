@@ -112,7 +112,7 @@ def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Opti
     return Visible(spans=spans, query_spans=query_spans)
 
 
-class Carry:
+class SoftmaxAccumulator:
     """The running result of queries ``[s, b, h, d]``: (O, log sum of exponentials), in fp32 (fp64 for fp64).
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
-from parallel_ops.context_parallel.schedule.blocks import Carry, Gradients, Options
+from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator
 from parallel_ops.context_parallel.token_ranges import Run, merged, seen, tokens, where
 
 
@@ -53,19 +53,19 @@ class Ring:
         return seen(self.shards[source], self.shards[target], self.options.causal, self.options.window)
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, gathered: bool) -> Carry:
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, gathered: bool) -> SoftmaxAccumulator:
     """The attention of this rank's queries.
 
     Args:
         q: ``[s, b, h, d]``; k, v: ``[s, b, kv_heads, d]``, contiguous: this rank's.
         sink: ``[h]``.
     """
-    carry = Carry(q, ring.own, sink, ring.options)
+    carry = SoftmaxAccumulator(q, ring.own, sink, ring.options)
     if gathered:
         parts, keys = _gather(ring, k, v)
         carry.add(keys[0], keys[1], parts)
     else:
-        feed = Feed(ring, k, v)
+        feed = KVPrefetcher(ring, k, v)
         carry.add(k, v, ring.own)
         for _ in range(1, len(ring.shards)):
             parts, keys = feed.take()
@@ -83,8 +83,8 @@ def backward(
         parts, keys = _gather(ring, k, v)
         total = _scatter(ring, gradients.add(keys[0], keys[1], parts), parts)
     else:
-        feed = Feed(ring, k, v)
-        returns = Returns(ring, gradients.add(k, v, ring.own))
+        feed = KVPrefetcher(ring, k, v)
+        returns = KVGradReducer(ring, gradients.add(k, v, ring.own))
         for step in range(1, len(ring.shards)):
             parts, keys = feed.take()
             returns.post(step, gradients.add(keys[0], keys[1], parts))
@@ -103,7 +103,7 @@ def _receives(ring: Ring, keys: Tensor, parts: Sequence[Run], among: Sequence[Ru
     return [Receive(t[where(part, among)], ring.ranks[source]) for t in keys for part in parts]
 
 
-class Feed:
+class KVPrefetcher:
     """The keys of the other ranks, one rank after another, of which the next are on their way."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
@@ -134,7 +134,7 @@ class Feed:
             return
 
 
-class Returns:
+class KVGradReducer:
     """The gradients of keys, on their way to whose keys they are.
 
     Args:

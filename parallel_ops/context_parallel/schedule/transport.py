@@ -13,7 +13,7 @@ from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.ulysses import Heads, join_heads, split_heads
 from parallel_ops.context_parallel.token_ranges import counterparts, neighbours, runs
 from parallel_ops.ops.attention.block import attention_delta, attention_sink_gradient
-from parallel_ops.ops.attention.flash_attention import adjacent
+from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """O ``[s, b, h, d]``, its logsumexp ``[b, h, s]``, and q, k and v of this rank's heads where heads are shared
-        out, ``[all tokens, b, (h + 2 kv_heads) / head_ranks, d]``: what a backward then takes in their place."""
+        out, ``[all tokens, b, (h + 2 kv_heads) / ulysses_degree, d]``: what a backward then takes in their place."""
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
-            carry = _ring.forward(self.ring(), adjacent(q), k, v, sink, gathered=self.way.gathered)
+            carry = _ring.forward(self.ring(), with_unit_last_stride(q), k, v, sink, gathered=self.way.gathered)
             return carry.out.to(q.dtype), carry.lse, q.new_empty(0)
-        u, at = self.way.head_ranks, self._heads.at
+        u, at = self.way.ulysses_degree, self._heads.at
         kept = self._heads.tokens_to_heads(split_heads(u, q, k, v))
         heads = q.shape[2] // u
         q, k, v = kept.split([heads, k.shape[2] // u, v.shape[2] // u], dim=2)
@@ -62,14 +62,16 @@ class Attention:
         lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv of this rank's tokens, and the gradient of the sink that they give."""
-        grad = adjacent(grad)
+        grad = with_unit_last_stride(grad)
         delta = attention_delta(grad, out) if grad.numel() else lse.new_zeros(lse.shape)
         dsink = None if sink is None else attention_sink_gradient(sink, lse, delta)
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
-            dq, (dk, dv) = _ring.backward(self.ring(), grad, adjacent(q), k, v, lse, delta, gathered=self.way.gathered)
+            dq, (dk, dv) = _ring.backward(
+                self.ring(), grad, with_unit_last_stride(q), k, v, lse, delta, gathered=self.way.gathered
+            )
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
-        u, at = self.way.head_ranks, self._heads.at
+        u, at = self.way.ulysses_degree, self._heads.at
         heads = [t.shape[2] for t in (q, k, v)]
         grad = self._heads.tokens_to_heads(split_heads(u, grad))
         rows = torch.stack([lse, delta], dim=-1).permute(2, 0, 1, 3)
@@ -83,7 +85,7 @@ class Attention:
 
     @cached_property
     def _heads(self) -> Heads | None:
-        rank, size, u = self.transport.rank, self.transport.size, self.way.head_ranks
+        rank, size, u = self.transport.rank, self.transport.size, self.way.ulysses_degree
         if u == 1:
             return None
         ranks = neighbours(self.layout, size, rank, u)
@@ -93,7 +95,7 @@ class Attention:
 
     def ring(self, first_head: int = 0) -> _ring.Ring:
         """Whose keys this rank attends to."""
-        rank, size, u = self.transport.rank, self.transport.size, self.way.head_ranks
+        rank, size, u = self.transport.rank, self.transport.size, self.way.ulysses_degree
         ranks = counterparts(self.layout, size, rank, u)
         shards = [runs(self.layout, self.length, size, r, u) for r in ranks]
         options = self.options.with_first_head(self.options.first_head + first_head)

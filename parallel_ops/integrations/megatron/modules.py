@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from parallel_ops import ops
-from parallel_ops.comm import compare_calls
+from parallel_ops.comm import set_consistency_checks
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
 
@@ -62,7 +62,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 def _compare_once(linear: Any) -> None:
     """A message a call shows in small models on CPUs, and Megatron's own linears compare nothing."""
     if linear.tp_group is not None:
-        compare_calls(linear.tp_group, "first")
+        set_consistency_checks(linear.tp_group, "first")
 
 
 def _covered(linear: Any, weight: Tensor) -> bool:

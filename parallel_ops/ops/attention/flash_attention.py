@@ -156,7 +156,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v = (adjacent(t) for t in (q, k, v))
+    q, k, v = (with_unit_last_stride(t) for t in (q, k, v))
     out, lse = _fake(q)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
     if sink is None and mask is not None:
@@ -174,7 +174,7 @@ def _run_backward(
     cu_seqlens: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grad, q, k, v = (adjacent(t) for t in (grad, q, k, v))
+    grad, q, k, v = (with_unit_last_stride(t) for t in (grad, q, k, v))
     dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, lse, sink)
     delta = attention_delta(grad, out)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
@@ -191,7 +191,7 @@ def _run_backward(
     return gradients
 
 
-def adjacent(t: Tensor) -> Tensor:
+def with_unit_last_stride(t: Tensor) -> Tensor:
     """``t``, or a copy of it whose elements of a head are adjacent in memory, as block ops need them."""
     return t if t.stride(3) == 1 or t.shape[3] == 1 else t.contiguous()
 

@@ -220,7 +220,9 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
 
     if transport is None:
         return run(OFF)
-    call.agree(transport, x, (x.shape[1:], len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights)
+    call.check_consistency(
+        transport, x, (x.shape[1:], len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
+    )
     columns = sum(w.shape[0] for w in weights)
     return run(call.pieces("gather", transport, x, columns, x.shape[-1], run))
 

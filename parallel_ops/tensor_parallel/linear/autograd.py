@@ -26,7 +26,7 @@ from parallel_ops._internal.checks import check_floating, check_same_device, che
 from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, resolve_group
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops.comm.consistency import Call, agree, announcing
+from parallel_ops.comm.consistency import Call, check_consistency, propagate_errors
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
@@ -58,7 +58,7 @@ class GroupCall:
     def needs_biases(self, count: int) -> list[bool]:
         return self.needs[1 + count :]
 
-    def agree(
+    def check_consistency(
         self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
         weights: Sequence[Tensor],
     ) -> None:  # fmt: skip
@@ -80,7 +80,7 @@ class GroupCall:
             words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
             return f"{words}, weights of {measured}" if measured else words
 
-        agree(group, Call(self.op, (x.dtype, *same, *options, *measured), text), x.device)
+        check_consistency(group, Call(self.op, (x.dtype, *same, *options, *measured), text), x.device)
 
     def transport(self) -> Transport | None:
         return None if self.group is None else transport_of(resolve_group(self.group))
@@ -190,7 +190,7 @@ class LinearOp:
     ) -> list[Tensor]:
         """Checks everything, ``split()`` (the sizes) last, and runs. ``more`` fields of the ``GroupCall``."""
         group_id = group_name(self.name, group)
-        with announcing(self.name, group, x, *weights, asks=True):
+        with propagate_errors(self.name, group, x, *weights, asks=True):
             _check(self.name, x, weights, biases, group)
             targets = targets_of(self.name, weights, main_grads, deferred)
             pieces, sizes = plan.encode(self.name, overlap), split()
@@ -199,7 +199,7 @@ class LinearOp:
         arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, *more)
         tensors = x, *weights, *biases
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
-        if handled or (any(needs) and _unwatched(tensors)):
+        if handled or (any(needs) and _can_bypass_dispatcher(tensors)):
             call = GroupCall(self.name, *arguments)
             return list(_Linear.apply(self, call, targets, deferred if handled else None, *tensors))
         return self._op(x, weights, biases, *arguments)
@@ -214,14 +214,14 @@ class LinearOp:
         def products(dys: Sequence[Tensor], inputs: Tensor) -> None:
             dweights[:] = [add_to(t, dy, inputs) if n else None for t, dy, n in zip(targets, dys, needed, strict=True)]
 
-        with _settled(x):
+        with _autocast_disabled(x):
             dx, dys = self._gradients(call, grads, x, weights, products)
             summed = [matrix(g) for g in grads] if call.partial_bias else dys
             biases = zip(summed, call.needs_biases(len(weights)), strict=False)
             return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
 
     def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _settled(x):
+        with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
             return self._forward(call, x, weights, biases)
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
@@ -290,13 +290,13 @@ def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], grou
         check_same_dtype(op, "bias", bias, "x", x)
 
 
-def _settled(x: Tensor) -> AbstractContextManager[None]:
+def _autocast_disabled(x: Tensor) -> AbstractContextManager[None]:
     """No autocast in here, a backward inside its region included: all dtypes are what they should be."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
-def _unwatched(tensors: Sequence[Tensor]) -> bool:
+def _can_bypass_dispatcher(tensors: Sequence[Tensor]) -> bool:
     """Whether nobody wants to see the op or to put something in its place."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False

@@ -165,7 +165,7 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
     if transport is None:
         return [run(OFF)]
     same = (x.shape[:-1], weight.shape[0], len(biases))
-    call.agree(transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
+    call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
     return [run(call.pieces("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
 
 

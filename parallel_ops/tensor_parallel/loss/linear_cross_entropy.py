@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops.comm.consistency import announcing
+from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.ops.cross_entropy import kernels as local
 from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference
 from parallel_ops.ops.cross_entropy.options import (
@@ -102,7 +102,7 @@ def vocab_parallel_linear_cross_entropy(
         parts, size = _check(*checked)
         o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
     else:
-        with announcing(_NAME, group, hidden, weight, target, asks=True):
+        with propagate_errors(_NAME, group, hidden, weight, target, asks=True):
             parts, size = _check(*checked)
             o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
     grad = torch.is_grad_enabled()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.groups import resolve_group
-from parallel_ops.comm.consistency import Call, agree, sends
+from parallel_ops.comm.consistency import Call, check_consistency, sends
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as local
 from parallel_ops.ops.cross_entropy.cross_entropy import forward as cross_entropy_forward
@@ -100,7 +100,7 @@ def backward(
         group = resolve_group(call.group)
         widest = max(known_layout(group, weight.shape[0]).sizes)
         rows = grad.numel()
-        agree(group, Call(f"backward of {NAME}", (rows, *call[1:]), f"{rows} rows"), grad.device)
+        check_consistency(group, Call(f"backward of {NAME}", (rows, *call[1:]), f"{rows} rows"), grad.device)
     chunks = Chunks(hidden, weight, bias, call, widest)
     grads, columns = chunks.of(grad), chunks.of(column)
     kept = [chunks.of(row) for row in saved]

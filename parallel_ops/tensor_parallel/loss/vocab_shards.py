@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm.consistency import Call, agree, agreed_error
+from parallel_ops.comm.consistency import Call, agreed_error, check_consistency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def agreed_layout(
     furthest = _furthest(target, ignore_index) if target.device.type == "cpu" else _NONE
     layouts, same = _layouts.setdefault(group, {}), (target.numel(), ignore_index, *options)
     call = Call(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
-    answers = agree(group, call, target.device, known=cols in layouts)
+    answers = check_consistency(group, call, target.device, known=cols in layouts)
     if answers is not None:
         layouts[cols] = layout = Layout(tuple(own[0] for own in answers), group.rank())
         for rank, (_, *of_rank) in enumerate(answers):

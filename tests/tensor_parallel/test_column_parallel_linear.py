@@ -1,9 +1,9 @@
-"""copy_linear over gloo groups of 2 and 3 ranks, and on one."""
+"""column_parallel_linear over gloo groups of 2 and 3 ranks, and on one."""
 
 import pytest
 import torch
 
-from parallel_ops import copy_linear
+from parallel_ops import column_parallel_linear
 from parallel_ops.tensor_parallel import copy_linear_reference
 from support import parallel_linear as on_rank
 from support import suite
@@ -45,7 +45,10 @@ def test_sends_once_and_only_where_the_gradient_of_x_is_wanted():
 
 def test_ranks_that_disagree_all_raise():
     outcomes = ranks(2).outcomes(on_rank.copied_apart)
-    assert all(isinstance(o, Raised) and "copy_linear: the ranks of the group make diff" in o.message for o in outcomes)
+    assert all(
+        isinstance(o, Raised) and "column_parallel_linear: the ranks of the group make diff" in o.message
+        for o in outcomes
+    )
 
 
 def test_compiles_to_the_same_gradients():
@@ -58,9 +61,9 @@ def test_one_rank_is_a_linear(device):
     args = [
         suite.randn(*s, dtype=torch.float32, device=device, seed=i) for i, s in enumerate([(5, 2, 8), (3, 8), (3,)])
     ]
-    ours, reference = (lambda *a, f=f: f(*a, group=None) for f in (copy_linear, copy_linear_reference))
+    ours, reference = (lambda *a, f=f: f(*a, group=None) for f in (column_parallel_linear, copy_linear_reference))
     suite.check_numerics(ours, reference, args)
     suite.check_checkpointing(ours, args)
     suite.check_second_derivative_raises(ours, args)
-    op = torch.ops.parallel_ops.copy_linear.default
+    op = torch.ops.parallel_ops.column_parallel_linear.default
     suite.check_op(op, [args[0], [args[1]], [args[2]], None, [5], 0, [True, True, True]])

@@ -29,11 +29,11 @@ from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, st
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
 from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target
 
-_NAME = "copy_linear"
+_NAME = "column_parallel_linear"
 
 
 @overload
-def copy_linear(
+def column_parallel_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -44,7 +44,7 @@ def copy_linear(
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor: ...
 @overload
-def copy_linear(
+def column_parallel_linear(
     x: Tensor,
     weight: Sequence[Tensor],
     bias: Sequence[Tensor] | None = None,
@@ -54,7 +54,7 @@ def copy_linear(
     main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]: ...
-def copy_linear(
+def column_parallel_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
     bias: Tensor | Sequence[Tensor] | None = None,
@@ -114,7 +114,9 @@ def copy_linear_reference(
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     transport = call.transport()
     if transport is not None and call.needs[0]:  # else nothing will be sent
-        call.agree(transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights)
+        call.check_consistency(
+            transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
+        )
     each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
     return column_forward(None, x, [x.shape[0]], weights, each, OFF)
 
