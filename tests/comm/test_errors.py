@@ -48,10 +48,9 @@ def test_killed():
     finally:
         group.close()
     assert outcomes[lost].type == "Killed"
-    propagates_errors = [said.pop("all_gather")[0] for rank, said in enumerate(outcomes) if rank != lost]
+    reported = [said.pop("all_gather")[0] for rank, said in enumerate(outcomes) if rank != lost]
     assert all(
-        "rank 0 failed in Layer: RuntimeError: no more memory" in m.replace("of the group ", "")
-        for m in propagates_errors
+        "rank 0 failed in Layer: RuntimeError: no more memory" in m.replace("of the group ", "") for m in reported
     )
     check(outcomes, lost, 5)
 

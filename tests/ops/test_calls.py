@@ -66,11 +66,11 @@ class Seen(TorchDispatchMode):
 def test_same_bits_as_through_the_dispatcher(name, monkeypatch):
     op, args = CALLS[name]
     args = [a.detach().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    bypass_dispatcher = forward_backward(op, args)
+    direct = forward_backward(op, args)
     with torch.no_grad():
         alone = op(*args)
     monkeypatch.setattr(_autograd, "_profiler", _autograd._always)
-    for a, b in zip(bypass_dispatcher, forward_backward(op, args), strict=True):
+    for a, b in zip(direct, forward_backward(op, args), strict=True):
         assert torch.equal(a, b)
     with torch.no_grad():
         for a, b in zip(_tuple(alone), _tuple(op(*args)), strict=True):
@@ -106,12 +106,10 @@ def test_bad_arguments_are_refused_alike(name, gradients, monkeypatch):
         for index, a in enumerate(args)
         for how, change in BROKEN.items()
     }
-    bypass_dispatcher = {case: outcome(op, given) for case, given in broken.items()}
+    direct = {case: outcome(op, given) for case, given in broken.items()}
     monkeypatch.setattr(_autograd, "_profiler", _autograd._always)
-    assert bypass_dispatcher == {case: outcome(op, given) for case, given in broken.items()}
-    kinds = {
-        kind for (_, how), (kind, _) in bypass_dispatcher.items() if how != "sparse"
-    }  # torch refuses sparse targets itself
+    assert direct == {case: outcome(op, given) for case, given in broken.items()}
+    kinds = {kind for (_, how), (kind, _) in direct.items() if how != "sparse"}  # torch refuses sparse targets itself
     assert kinds <= {None, TypeError, ValueError}
 
 
