@@ -2,7 +2,10 @@
 
 from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear, all_gather_linear_reference
-from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear, copy_linear_reference
+from parallel_ops.tensor_parallel.linear.column_parallel_linear import (
+    column_parallel_linear,
+    column_parallel_linear_reference,
+)
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import (
     linear_reduce_scatter,
     linear_reduce_scatter_reference,
@@ -16,7 +19,7 @@ __all__ = [
     "all_gather_linear",
     "all_gather_linear_reference",
     "column_parallel_linear",
-    "copy_linear_reference",
+    "column_parallel_linear_reference",
     "linear_reduce_scatter",
     "linear_reduce_scatter_reference",
     "use_transport",

@@ -21,7 +21,7 @@ from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
     DeferredWeightGradients,
     all_gather_linear_reference,
-    copy_linear_reference,
+    column_parallel_linear_reference,
     linear_reduce_scatter_reference,
     use_transport,
 )
@@ -461,7 +461,7 @@ def copied_linear(rank: int, whole: list[Tensor], overlap: Any) -> list[Tensor]:
     world = dist.get_world_size()
     leaves = [_leaf(t) for t in (x, weight.chunk(world)[rank], bias.chunk(world)[rank])]
     if overlap is None:
-        y = copy_linear_reference(*leaves, group=dist.group.WORLD)
+        y = column_parallel_linear_reference(*leaves, group=dist.group.WORLD)
     else:
         y = column_parallel_linear(*leaves, group=dist.group.WORLD, overlap=overlap)
     y.backward(grad.chunk(world, dim=-1)[rank])

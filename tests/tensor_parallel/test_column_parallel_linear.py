@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_ops import column_parallel_linear
-from parallel_ops.tensor_parallel import copy_linear_reference
+from parallel_ops.tensor_parallel import column_parallel_linear_reference
 from support import parallel_linear as on_rank
 from support import suite
 from support.distributed import Raised, ranks
@@ -61,7 +61,9 @@ def test_one_rank_is_a_linear(device):
     args = [
         suite.randn(*s, dtype=torch.float32, device=device, seed=i) for i, s in enumerate([(5, 2, 8), (3, 8), (3,)])
     ]
-    ours, reference = (lambda *a, f=f: f(*a, group=None) for f in (column_parallel_linear, copy_linear_reference))
+    ours, reference = (
+        lambda *a, f=f: f(*a, group=None) for f in (column_parallel_linear, column_parallel_linear_reference)
+    )
     suite.check_numerics(ours, reference, args)
     suite.check_checkpointing(ours, args)
     suite.check_second_derivative_raises(ours, args)

@@ -103,7 +103,7 @@ def column_parallel_linear(
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
 
-def copy_linear_reference(
+def column_parallel_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | None
 ) -> Tensor:
     """The same in plain PyTorch: a product, and in the backward a collective after the products."""
