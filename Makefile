@@ -10,7 +10,7 @@ FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
 
 # Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
 TEST_ENV := OMP_NUM_THREADS=1
-PYTEST := $(BIN)/pytest -n 2
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # The oldest Triton that the kernels are for; constraints.txt pins the newest.
 OLDEST_TRITON := 3.6.0
 
@@ -20,7 +20,7 @@ MEGATRONS := 0.17.1 0.18.2 0.19.2
 # The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
-.PHONY: venv demo test test-oldest-triton test-megatrons test-transformers bench lint format clean
+.PHONY: venv demo test test-kernels test-oldest-triton test-megatrons test-transformers bench lint format clean
 
 venv: $(VENV)/.installed
 
@@ -39,8 +39,13 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 demo: venv
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
+# Of the tests that compile or execute Triton kernels without a GPU, one case each.
 test: venv
 	$(TEST_ENV) $(PYTEST)
+
+# All of them.
+test-kernels: venv
+	$(TEST_ENV) $(PYTEST) --kernels all -m "executed or aot"
 
 # What depends on Triton itself: launches, and every kernel compiled and executed once.
 OLDEST := test_launch or read_the_clock or (test_rms_norm and 34000) or (in_shared_memory and 16384) or \
@@ -51,7 +56,7 @@ OLDEST := test_launch or read_the_clock or (test_rms_norm and 34000) or (in_shar
 test-oldest-triton: venv
 	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) tests/kernels \
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) --kernels all tests/kernels \
 		tests/benchmarks/test_simulated_link.py -k "$(OLDEST)"
 
 test-megatrons: venv

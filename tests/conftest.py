@@ -26,8 +26,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="quick",
         help="tests that execute the PTX of kernels: as compiled for sm_90, or for sm_80, sm_90 and sm_100",
     )
+    parser.addoption(
+        "--kernels",
+        choices=("smoke", "all"),
+        default="smoke",
+        help="tests that compile or execute Triton kernels without a GPU: one case of each test, or all of them",
+    )
     parser.addoption("--elastic", action="store_true", help="a run whose nodes go and come: a minute")
     parser.addoption("--plans", type=int, default=6, help="random plans that the trainer's test trains and resumes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one case of each kernel test, in bfloat16 where it has one. Each planted bug is a test of its own."""
+    if config.getoption("--kernels") == "all":
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("executed") or item.get_closest_marker("aot"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {id(next((item for item in group if "bfloat16" in item.name), group[0])) for group in cases.values()}
+    left_out = {id(item) for group in cases.values() for item in group} - chosen
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

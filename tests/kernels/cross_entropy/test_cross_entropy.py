@@ -104,10 +104,20 @@ def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
     return differentiable(forward, backward)
 
 
+SIZES = [((3, 2, 70), 1), ((9, 9), 3), ((2, 17003), 2)]
+OPTIONS = [(0.0, 0.0, None), (0.1, 0.0, None), (0.0, 0.01, None), (0.2, 0.01, 3.0)]
+
+
 @pytest.mark.executed
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [(0.0, 0.0, None), (0.1, 0.0, None), (0.0, 0.01, None), (0.2, 0.01, 3.0)], ids=str)
-@pytest.mark.parametrize(("shape", "shards"), [((3, 2, 70), 1), ((9, 9), 3), ((2, 17003), 2)])
+@pytest.mark.parametrize(
+    ("shape", "shards", "options", "dtype"),
+    [
+        *((*sizes, options, torch.float32) for sizes in SIZES for options in OPTIONS),
+        *((*SIZES[0], OPTIONS[-1], dtype) for dtype in (torch.bfloat16, torch.float16)),
+        (*SIZES[2], OPTIONS[-1], torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_interpreted(shape, shards, options, dtype):
     logits = randn(*shape, dtype=dtype, scale=3)
     target = torch.randint(0, shape[-1], shape[:-1], generator=torch.Generator().manual_seed(0))

@@ -67,11 +67,10 @@ def check(args, g, zero_centered):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *itertools.product([(3, 5, 70), (600, 9), (2, 1030), (0, 8)], DTYPES),
+        # The kernels are those of layer_norm, whose test has the other sizes.
+        *itertools.product([(3, 5, 70)], DTYPES),
         ((3, 16384), torch.bfloat16),  # a row in chunks
-        ((3, 9000), torch.float32),  # wide in the backward, the parameters' gradients of two programs a column
-        ((1, 34000), torch.float32),  # wide in both
-        ((3, 70), torch.float64),
+        ((1, 34000), torch.float32),  # wide in forward and backward
     ],
     ids=str,
 )

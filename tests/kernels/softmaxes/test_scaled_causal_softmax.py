@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from ptx import aot
 from ptx.kernels import check_compiled, differentiable, meta, poisoned
 from support import suite
 from support.softmax import check_numerics, compiled_cases, row_values, walks
-from support.suite import DTYPES, randn
+from support.suite import randn
 
 ACC = torch.float32
 
@@ -71,10 +72,18 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(_softmax, "LOOP_BLOCK", 32)
 
 
+SHAPES = [(2, 3, 5, 70), (3, 1030), (1, 9), (2, 1, 1), (2, 0, 4)]
+
+
 @pytest.mark.executed
-@pytest.mark.parametrize("window", [None, 1, 20, 5000])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 5, 70), (3, 1030), (1, 9), (2, 1, 1), (2, 0, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "window"),
+    [
+        *itertools.product(SHAPES, [torch.float32], [None, 1, 20, 5000]),
+        *itertools.product(SHAPES[:1], [torch.bfloat16, torch.float16, torch.float64], [20]),
+    ],
+    ids=str,
+)
 def test_interpreted(shape, dtype, window):
     x, grad = randn(*shape, dtype=dtype, scale=3), randn(*shape, dtype=dtype, seed=2).detach()
     reference = functools.partial(scaled_causal_softmax_reference, scale=-0.5, window=window)
