@@ -18,8 +18,8 @@ def refuse_capture(op: str, device_type: str, what: str, stream: torch.cuda.Stre
 def begin_watch_thread(device: torch.device) -> None:
     """Prepares the current thread, which never captures, to look at events of ``device`` until it ends.
 
-    While another thread captures a graph in the usual, global mode, CUDA takes a query of any event for a mistake and
-    invalidates that graph, unless the thread that asks has said that it ignores what other threads capture.
+    While another thread captures a graph in the usual, global mode, CUDA treats the query of any event as a mistake and
+    invalidates that graph, unless the querying thread ignores what other threads capture.
     """
     if device.type != "cuda":
         return

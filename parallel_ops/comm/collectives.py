@@ -17,7 +17,7 @@ the ranks' shards along ``dim``, in rank order, the same tuple on every rank; wi
 ``fp32_reduction=True`` sums in rank order in fp32 with one rounding at the end: the same bits run after run, whatever
 the backend. ``False`` leaves the sum to the backend, in the tensor's dtype and in the backend's order.
 
-Ranks that make different calls all get the same ValueError before data moves (``_agreement`` says when it is asked).
+Ranks that make different calls all raise the same ValueError before data moves (see ``consistency``).
 Under ``torch.compile`` each is one opaque op of the graph: nothing is fused into it and it blocks its stream in program
 order. Arguments are then checked when the graph is made, and what ranks must have in common at every run. A compiler
 may swap ops that do not depend on each other; it is sure to do so alike on all ranks only where they compile the same
@@ -82,7 +82,7 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None, *, fp32_reduction: 
     """
     op = "reduce_from_group"
     name = group_name(op, group)
-    with propagate_errors(op, group, x, asks=True):
+    with propagate_errors(op, group, x, checked=True):
         check_summable(op, x, group)
     return x if name is None else _functions.Reduce.apply(x, fp32_reduction, name, op)
 
@@ -124,7 +124,7 @@ def gather_from_group(
     """
     op = "gather_from_group"
     name = group_name(op, group)
-    with propagate_errors(op, group, x, asks=True):
+    with propagate_errors(op, group, x, checked=True):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
@@ -150,7 +150,7 @@ def all_gather(
     """
     op = "all_gather"
     name = group_name(op, group)
-    with propagate_errors(op, group, x, asks=True):
+    with propagate_errors(op, group, x, checked=True):
         check_tensor(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, shard=x)
@@ -176,7 +176,7 @@ def reduce_scatter(
     """
     op = "reduce_scatter"
     name = group_name(op, group)
-    with propagate_errors(op, group, x, asks=True):
+    with propagate_errors(op, group, x, checked=True):
         check_summable(op, x, group)
         dim = check_dim(op, "dim", dim, x)
         split = check_sizes(op, "sizes", sizes, group, dim, whole=x)
@@ -210,7 +210,7 @@ def all_to_all(
     """
     op = "all_to_all"
     name = group_name(op, group)
-    with propagate_errors(op, group, x, asks=True):
+    with propagate_errors(op, group, x, checked=True):
         check_tensor(op, x, group)
         split_dim = check_dim(op, "split_dim", split_dim, x)
         concat_dim = check_dim(op, "concat_dim", concat_dim, x)

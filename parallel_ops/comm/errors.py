@@ -1,9 +1,8 @@
-"""What a rank says when it loses the others: which op, which rank, and who else has not been heard of.
+"""Errors of lost connections, with the op, the rank, and the ranks that have not reported.
 
-A backend's own error names an address at best. So every rank that loses contact leaves a note in the store of its
-group, waits a moment for the notes of the others, and names those who left none: they are gone, stuck, or (in a large
-group) have not noticed yet. A rank that fails leaves word of what failed there too, for those who lose it because it
-has ended.
+A backend's own error names an address at best. A rank that loses its connection therefore writes a key to the group's
+store, waits a moment for the keys of the other ranks, and names those without one: they are gone, stuck, or (in a large
+group) have not noticed yet. A rank that fails also publishes its error there, for ranks that lose it when it ends.
 """
 
 import contextlib
@@ -17,15 +16,15 @@ from parallel_ops._internal.compat import group_store
 
 
 class PeerError(RuntimeError):
-    """A rank of the group is gone, stuck, or does something else. The message names it, if known, and the op."""
+    """A rank of the group is gone, stuck, or makes other calls. The message names the op and, if known, the rank."""
 
 
 class TransportUnavailable(RuntimeError):
-    """A transport that this machine, driver or backend does not have. The message says what is missing."""
+    """This machine, driver or backend lacks a transport. The message names what is missing."""
 
 
 # Long enough for ranks that time out in the same collective, which they entered at slightly different times.
-NOTE_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 
 
@@ -41,7 +40,7 @@ class translate_backend_errors:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        # Running out of memory is no news of a peer.
+        # Running out of memory says nothing about the other ranks.
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError | torch.OutOfMemoryError):
             group = self._group
             raise PeerError(
@@ -50,42 +49,43 @@ class translate_backend_errors:
 
 
 def _silent(group: ProcessGroup) -> str:
-    """Leaves this rank's note and says who has left none."""
+    """Writes this rank's key and names the ranks without one."""
     missing = [rank for rank in range(group.size()) if rank != group.rank()]
-    end = time.monotonic() + NOTE_SECONDS
+    end = time.monotonic() + REPORT_SECONDS
     try:
         store = group_store(group)
-        store.set(_note(group, group.rank()), "1")
+        store.set(_lost_key(group, group.rank()), "1")
         while missing and time.monotonic() < end:
-            missing = [rank for rank in missing if not store.check([_note(group, rank)])]
+            missing = [rank for rank in missing if not store.check([_lost_key(group, rank)])]
             time.sleep(_POLL_SECONDS)
-        said = [
-            f"; rank {rank} {store.get(_word(group, rank)).decode(errors='replace')}"
+        failures = [
+            f"; rank {rank} {store.get(_failure_key(group, rank)).decode(errors='replace')}"
             for rank in range(group.size())
-            if rank != group.rank() and store.check([_word(group, rank)])
+            if rank != group.rank() and store.check([_failure_key(group, rank)])
         ]
     except RuntimeError:
         return "the job's store is gone too, and with it probably rank 0 of the job"
     if not missing:
-        return "all ranks reported a failure" + "".join(said)
-    silent = f"no word from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
-    return silent + "".join(said)
+        return "all ranks reported a failure" + "".join(failures)
+    silent = f"no report from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+    return silent + "".join(failures)
 
 
 def publish_failure(group: ProcessGroup, text: str) -> None:
-    """Of what failed on this rank, for ranks that lose it."""
+    """Publishes what failed on this rank, for ranks that lose it."""
     with contextlib.suppress(RuntimeError):
-        group_store(group).set(_word(group, group.rank()), text)
+        group_store(group).set(_failure_key(group, group.rank()), text)
 
 
 def retract_failure(group: ProcessGroup) -> None:
+    """Removes what ``publish_failure`` wrote."""
     with contextlib.suppress(RuntimeError):
-        group_store(group).delete_key(_word(group, group.rank()))
+        group_store(group).delete_key(_failure_key(group, group.rank()))
 
 
-def _note(group: ProcessGroup, rank: int) -> str:
+def _lost_key(group: ProcessGroup, rank: int) -> str:
     return f"parallel_ops/lost/{group.group_name}/{rank}"
 
 
-def _word(group: ProcessGroup, rank: int) -> str:
+def _failure_key(group: ProcessGroup, rank: int) -> str:
     return f"parallel_ops/failed/{group.group_name}/{rank}"

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
 from parallel_ops._internal.groups import resolve_group
-from parallel_ops.comm.consistency import Call, agreed_error, check_consistency, sends
+from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, shared_error
 from parallel_ops.comm.errors import translate_backend_errors
 
 # Below this an all-reduce gathers everything and every rank adds for itself: one message instead of two. The bits are
@@ -79,7 +79,7 @@ def sum_in_rank_order(partials: Sequence[Tensor], bias: Tensor | None = None) ->
 
 
 @torch.library.custom_op("parallel_ops::comm_all_gather", mutates_args=())
-@sends
+@communicates
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -111,7 +111,7 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
 
 
 @torch.library.custom_op("parallel_ops::comm_reduce_scatter", mutates_args=())
-@sends
+@communicates
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     same = (*x.shape, dim, *sizes, fp32_reduction)
@@ -133,7 +133,7 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: st
 
 
 @torch.library.custom_op("parallel_ops::comm_all_reduce", mutates_args=())
-@sends
+@communicates
 def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
     process_group = resolve_group(group)
     _agree(op, x, process_group, (*x.shape, fp32_reduction), f"fp32_reduction={fp32_reduction}")
@@ -157,7 +157,7 @@ def _(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
 
 
 @torch.library.custom_op("parallel_ops::comm_all_to_all", mutates_args=())
-@sends
+@communicates
 def all_to_all(
     x: Tensor,
     split_dim: int,
@@ -194,7 +194,7 @@ def _(
 def _agree(
     op: str, x: Tensor, group: ProcessGroup, same: tuple[object, ...], text: str, own: tuple[int, ...] = ()
 ) -> list[list[int]] | None:
-    call = Call(op, (x.dtype, x.dim(), *same), f"x of {list(x.shape)} {x.dtype}, {text}", own)
+    call = CallSignature(op, (x.dtype, x.dim(), *same), f"x of {list(x.shape)} {x.dtype}, {text}", own)
     return check_consistency(group, call, x.device)
 
 
@@ -224,4 +224,4 @@ def _agree_to_exchange(
         if rows[i][j] != rows[j][size + i]:
             sends, expects = rows[i][j], rows[j][size + i]
             where = f"rank {i} sends {sends} entries of dimension {split_dim} to rank {j}"
-            raise agreed_error(group, f"{op}: {where}, which expects {expects}")
+            raise shared_error(group, f"{op}: {where}, which expects {expects}")

@@ -27,7 +27,7 @@ from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
 from parallel_ops._internal.registration import register
 from parallel_ops.comm.collectives import all_gather
-from parallel_ops.comm.consistency import Call, agreed_error, check_consistency, propagate_errors, sends
+from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.context_parallel.algorithm import NAME, Algorithm, Layout, check_placement, way_of
@@ -104,7 +104,7 @@ def ring_attention(
             q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=dropout_p,
             seed=seed, cu_seqlens=cu_seqlens, first_head=first_head,
         )  # fmt: skip
-    with propagate_errors(NAME, group, q, asks=True):
+    with propagate_errors(NAME, group, q, checked=True):
         check_tensor(NAME, q, group)
         check_attention(NAME, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
         if q.shape[0] != k.shape[0]:
@@ -189,11 +189,11 @@ class _Call(NamedTuple):
             f"sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
-        answer = check_consistency(group, Call(NAME, same, text, (s,)), q.device)
+        answer = check_consistency(group, CallSignature(NAME, same, text, (s,)), q.device)
         have = [s] if answer is None else [n for (n,) in answer]
         want = lengths(self.layout, self.length, size)
         if answer is not None and have != list(want):
-            raise agreed_error(
+            raise shared_error(
                 group,
                 f"{NAME}: the ranks have {have} tokens, but of length={self.length} in {self.layout} layout they have "
                 f"{list(want)}",
@@ -201,13 +201,13 @@ class _Call(NamedTuple):
         if documents is not None and (
             documents[0] != 0 or documents[-1] != self.length or sorted(documents) != list(documents)
         ):
-            raise agreed_error(
+            raise shared_error(
                 group,
                 f"{NAME}: cu_seqlens must rise from 0 to {self.length}, the tokens of all ranks, got {documents}",
             )
 
 
-@sends
+@communicates
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
     length: int, held: int, *arguments: Any,
@@ -218,7 +218,7 @@ def _forward(
     return call.attention(seed, cu_seqlens).forward(q, k, v, sink)
 
 
-@sends
+@communicates
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, seed: Tensor | None,
     cu_seqlens: Tensor | None, *arguments: Any,

@@ -8,7 +8,7 @@ import torch
 
 from parallel_ops import comm
 from parallel_ops._internal import groups as _group
-from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import consistency
 from support import collectives
 from support.distributed import Raised, ranks
 
@@ -81,7 +81,7 @@ def test_counts_that_do_not_meet():
 def test_one_wrong_rank_ends_the_call_of_all(bad, options, message):
     said = messages(2, "all_gather", [(2, 2), bad], [{}, options])
     assert said[1] == message
-    assert said[0] == f"all_gather: rank 1 of the group found its arguments wrong: {message}"
+    assert said[0] == f"all_gather: rank 1 of the group rejected its arguments: {message}"
 
 
 def test_arguments_checked_without_a_group():
@@ -151,9 +151,9 @@ def test_an_error_of_one_rank_is_announced_where_its_tensors_are(backend):
     others, own = ranks(2).run(collectives.wrong_on_one_rank, backend)
     ops = ["all_gather", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"]
     for op, other in zip(ops, others, strict=True):
-        assert other.startswith(f"{op}: rank 1 of the group found its arguments wrong")
+        assert other.startswith(f"{op}: rank 1 of the group rejected its arguments")
     for op, message in zip(ops, own, strict=True):
-        assert message.startswith(f"{op}: ") and "found its arguments wrong" not in message
+        assert message.startswith(f"{op}: ") and "rejected its arguments" not in message
 
 
 CPU, META = torch.zeros(1), torch.zeros(1, device="meta")
@@ -195,23 +195,23 @@ def test_on_cuda_a_call_asks_once(monkeypatch):
             raise ValueError(call.op)
         return [[1], [2]]
 
-    monkeypatch.setattr(_agreement, "_ask", ask)
-    monkeypatch.setattr(_agreement, "refuse_capture", lambda op, device_type, what: captured.append(op))
-    monkeypatch.setattr(_agreement, "_MOST_ASKED", 3)
+    monkeypatch.setattr(consistency, "_compare", ask)
+    monkeypatch.setattr(consistency, "refuse_capture", lambda op, device_type, what: captured.append(op))
+    monkeypatch.setattr(consistency, "_MOST_CHECKED", 3)
     cuda, group = torch.device("cuda"), Group()
-    call = _agreement.Call("op", (torch.float32, 3), "x of [3]", (5, 6))
-    assert _agreement.check_consistency(group, call, cuda) == [[1], [2]]
-    assert _agreement.check_consistency(group, call, cuda) is None
-    assert _agreement.check_consistency(group, dataclasses.replace(call, text="again", own=(7, 8)), cuda) is None
-    assert _agreement.check_consistency(Group(), call, cuda) is not None
+    call = consistency.CallSignature("op", (torch.float32, 3), "x of [3]", (5, 6))
+    assert consistency.check_consistency(group, call, cuda) == [[1], [2]]
+    assert consistency.check_consistency(group, call, cuda) is None
+    assert consistency.check_consistency(group, dataclasses.replace(call, text="again", own=(7, 8)), cuda) is None
+    assert consistency.check_consistency(Group(), call, cuda) is not None
     assert len(asked) == 2
     refused = dataclasses.replace(call, op="refused")
     for _ in range(2):
         with pytest.raises(ValueError, match="refused"):
-            _agreement.check_consistency(group, refused, cuda)
+            consistency.check_consistency(group, refused, cuda)
     for n in range(3):  # the last of them is one too many: all are forgotten
-        assert _agreement.check_consistency(group, dataclasses.replace(call, same=(n,)), cuda) is not None
-    assert _agreement.check_consistency(group, call, cuda) is not None
+        assert consistency.check_consistency(group, dataclasses.replace(call, same=(n,)), cuda) is not None
+    assert consistency.check_consistency(group, call, cuda) is not None
     # What asks cannot be captured in a CUDA graph.
     assert captured == [c.op for c in asked]
-    assert _agreement.check_consistency(group, call, torch.device("cpu")) is not None
+    assert consistency.check_consistency(group, call, torch.device("cpu")) is not None

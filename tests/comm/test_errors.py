@@ -24,7 +24,7 @@ def check(outcomes, lost, limit):
         for op, (message, seconds) in said.items():
             assert message.startswith(f"{op}: rank {rank} of 3 ")
             # On a busy machine a rank that is there may be slow to say so, and is then named too.
-            (silent,) = re.findall(r"no word from ranks? ([\d, ]+) of the group", message)
+            (silent,) = re.findall(r"no report from ranks? ([\d, ]+) of the group", message)
             assert str(lost) in silent.split(", ")
             assert seconds < limit
 
@@ -63,7 +63,7 @@ def test_an_error_is_its_own_ranks_at_once_and_the_others_when_they_come(guilty)
             if rank == guilty:
                 assert error == name and "as it happens" in message
             else:
-                what = "found its arguments wrong: as" if name == "TypeError" else f"failed in Layer: {name}: "
+                what = "rejected its arguments: as" if name == "TypeError" else f"failed in Layer: {name}: "
                 assert error == "ValueError" and message.startswith(f"all_gather: rank {guilty} of the group {what}")
 
 
@@ -72,7 +72,7 @@ def test_what_the_others_know_is_not_announced_and_what_they_do_not_is():
     assert first[1::2] == second[1::2] == ["[0, 1]"] * 3
     assert [first[0], second[0]] == ["wrapped"] * 2
     assert second[2] == "another" and "rank 1 of the group failed in Inner: RuntimeError: another" in first[2]
-    assert second[4] == "nothing" and "rank 1 of the group found its arguments wrong: all_gather: dim=7" in first[4]
+    assert second[4] == "nothing" and "rank 1 of the group rejected its arguments: all_gather: dim=7" in first[4]
 
 
 def test_an_op_and_a_loss_are_compared():
@@ -84,7 +84,7 @@ def test_an_op_and_a_loss_are_compared():
 def test_an_error_where_data_is_under_way_is_left_in_the_store():
     lost, own = ranks(2).run(failures.fail_while_data_is_under_way, TIMEOUT)
     assert own == "RuntimeError: no more memory"
-    assert lost.startswith("PeerError: reduce_scatter: rank 0 of 2 lost the other ranks; no word from rank 1")
+    assert lost.startswith("PeerError: reduce_scatter: rank 0 of 2 lost the other ranks; no report from rank 1")
     assert "; rank 1 failed in Layer: RuntimeError: no more memory" in lost
 
 
@@ -96,14 +96,14 @@ def test_a_process_that_has_ended_is_quoted(tmp_path):
     program = """
         import sys, time, torch, torch.distributed as dist
         from parallel_ops.comm import all_gather, PeerError
-        from parallel_ops.comm.consistency import announcing
+        from parallel_ops.comm.consistency import propagate_errors
 
         rank, x = int(sys.argv[1]), torch.ones(2)
         dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
         all_gather(x, dist.group.WORLD)
         try:
             if rank == 1:
-                with announcing("Layer", dist.group.WORLD, x):
+                with propagate_errors("Layer", dist.group.WORLD, x):
                     raise RuntimeError("no more memory")
             sys.stdin.read()
             all_gather(x, dist.group.WORLD)

@@ -50,7 +50,7 @@ def test_all_ranks_raise_at_once_and_name_rank_and_argument(size, guilty):
             assert message in text, (case, rank, text)
             assert seconds < COLLECTIVE_SECONDS / 5, (case, rank)
             if rank != guilty:
-                assert f"rank {guilty} of the group found its arguments wrong: " in text, (case, rank, text)
+                assert f"rank {guilty} of the group rejected its arguments: " in text, (case, rank, text)
 
 
 @pytest.mark.parametrize("kind", ["layer", "llama", "embedding", "row"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import comm, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.base import Receive, Send
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.comm.transport.symmetric import transport as symmetric
@@ -171,7 +171,7 @@ def compared_once(rank: int) -> tuple[int, int, str]:
     comm.set_consistency_checks(group, "first")
     counts = []
     for _ in range(2):
-        with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
+        with mock.patch.object(consistency, "_compare", side_effect=consistency._compare) as ask:
             total = comm.reduce_from_group(torch.ones(3), group)
         assert total.tolist() == [2.0] * 3
         counts.append(ask.call_count)
@@ -181,7 +181,7 @@ def compared_once(rank: int) -> tuple[int, int, str]:
     except ValueError as error:
         said = str(error)
     comm.set_consistency_checks(group, "always")
-    with mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask:
+    with mock.patch.object(consistency, "_compare", side_effect=consistency._compare) as ask:
         comm.reduce_from_group(torch.ones(3), group)
     assert ask.call_count == 1
     return *counts, said

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops import all_gather_linear, comm, linear_reduce_scatter, vocab_parallel_cross_entropy
 from parallel_ops._internal.compat import group_store
-from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import consistency
 from parallel_ops.comm import errors as _failure
 from parallel_ops.comm import primitives as _primitives
 from parallel_ops.comm.consistency import propagate_errors
@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[ProcessGroup], Any]] = {
 
 def call_without(rank: int, lost: int, how: str, timeout: float) -> dict[str, tuple[str, float]]:
     """Every call in a group of its own in which rank ``lost`` takes no part: (PeerError's message, seconds)."""
-    _failure.NOTE_SECONDS = 0.3  # the ranks start each call together
+    _failure.REPORT_SECONDS = 0.3  # the ranks start each call together
     limit = datetime.timedelta(seconds=timeout)
     groups = {op: dist.new_group(timeout=limit) for op in CALLS}
     dist.barrier()
@@ -104,7 +104,7 @@ def fail_alone(rank: int, guilty: int) -> list[tuple[str, str, float]]:
             said.append(("nothing", "", 0.0))
     time.sleep(0.1)
     comm.all_gather(x, group)
-    assert not _agreement._posted  # nothing is kept of what has arrived
+    assert not consistency._posted  # nothing is kept of what has arrived
     return said
 
 
@@ -163,7 +163,7 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
     def fail(*_: Any) -> None:
         raise RuntimeError("no more memory")
 
-    _failure.NOTE_SECONDS = 0.3
+    _failure.REPORT_SECONDS = 0.3
     group, x = dist.new_group(timeout=datetime.timedelta(seconds=timeout)), torch.ones(4)
     dist.barrier()
     broken = mock.patch.object(_primitives, "exchanged", fail) if rank == 1 else contextlib.nullcontext()
@@ -171,6 +171,6 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
         with broken, propagate_errors("Layer", group, x):
             comm.reduce_scatter(x, group)
     except RuntimeError as error:
-        assert group not in _agreement._posted
+        assert group not in consistency._posted
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter
-from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
     DeferredWeightGradients,
@@ -495,7 +495,7 @@ def copies_sent(rank: int) -> dict[str, int]:
             unittest.mock.patch.object(
                 C10dTransport, "collective", autospec=True, side_effect=C10dTransport.collective
             ) as collective,
-            unittest.mock.patch.object(_agreement, "_ask", side_effect=_agreement._ask) as ask,
+            unittest.mock.patch.object(consistency, "_compare", side_effect=consistency._compare) as ask,
         ):
             column_parallel_linear(x, weight, group=dist.group.WORLD, overlap="off").sum().backward()
         counts[wanted] = post.call_count + collective.call_count + ask.call_count

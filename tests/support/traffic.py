@@ -19,21 +19,21 @@ from parallel_ops.train.trainer import Trainer
 
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.
 _SOURCES = {
-    ("_agreement.py", None): "agreement",
+    ("consistency.py", None): "agreement",
     ("trainer.py", "_read"): "report",
     ("trainer.py", "_targets"): "report",
-    ("_context.py", "mean"): "report",
-    ("_primitives.py", "all_gather"): "all-gather",
-    ("_primitives.py", "reduce_scatter"): "reduce-scatter",
-    ("_primitives.py", "all_reduce"): "all-reduce",
-    ("_primitives.py", "all_to_all"): "all-to-all",
-    ("_overlap.py", "start_gather"): "all-gather",
-    ("_overlap.py", "gather"): "all-gather",
-    ("_overlap.py", "start_scatter"): "reduce-scatter",
-    ("_overlap.py", "scatter"): "reduce-scatter",
+    ("context.py", "mean"): "report",
+    ("primitives.py", "all_gather"): "all-gather",
+    ("primitives.py", "reduce_scatter"): "reduce-scatter",
+    ("primitives.py", "all_reduce"): "all-reduce",
+    ("primitives.py", "all_to_all"): "all-to-all",
+    ("overlap.py", "start_gather"): "all-gather",
+    ("overlap.py", "gather"): "all-gather",
+    ("overlap.py", "start_scatter"): "reduce-scatter",
+    ("overlap.py", "scatter"): "reduce-scatter",
     ("column_parallel_linear.py", None): "all-reduce",  # whose sums are scattered and gathered
-    ("_ring.py", None): "send-receive",
-    ("_heads.py", None): "all-to-all",
+    ("ring.py", None): "send-receive",
+    ("ulysses.py", None): "all-to-all",
 }
 # Methods of a process group, by their names in torch 2.11 and in 2.13: kind, and bytes that a rank sends.
 _METHODS = {
@@ -101,7 +101,7 @@ def _kind(kind: str) -> str:
     frame, found = sys._getframe(2), kind
     while frame is not None:
         file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-        if file == "_agreement.py":
+        if file == "consistency.py":
             return "agreement"
         found = _SOURCES.get((file, None)) or _SOURCES.get((file, function)) or found
         frame = frame.f_back

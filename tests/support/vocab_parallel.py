@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_ops import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from parallel_ops.comm import consistency as _agreement
+from parallel_ops.comm import consistency
 from parallel_ops.comm import primitives as _primitives
 from parallel_ops.tensor_parallel.loss import vocab_shards as _vocab_shards
 from ptx.kernels import differentiable
@@ -144,12 +144,14 @@ def mismatched_rows(rank: int, rows: list[int]):
 @contextlib.contextmanager
 def _asking_as_on_cuda() -> Iterator[None]:
     """Ranks compare their calls where tensors on CUDA would: at the first call of a kind."""
-    ask, check_consistency, cuda = _agreement._ask, _agreement.check_consistency, torch.device("cuda")
+    ask, check_consistency, cuda = consistency._compare, consistency.check_consistency, torch.device("cuda")
     with (
-        mock.patch.object(_agreement, "refuse_capture"),
-        mock.patch.object(_agreement, "_ask", lambda group, call, device: ask(group, call, torch.device("cpu"))),
+        mock.patch.object(consistency, "refuse_capture"),
+        mock.patch.object(consistency, "_compare", lambda group, call, device: ask(group, call, torch.device("cpu"))),
         mock.patch.object(
-            _vocab_shards, "agree", lambda group, call, device, known: check_consistency(group, call, cuda, known=known)
+            _vocab_shards,
+            "check_consistency",
+            lambda group, call, device, known: check_consistency(group, call, cuda, known=known),
         ),
     ):
         yield
@@ -178,7 +180,7 @@ def _counted() -> Iterator[list[str]]:
     """The messages of the block, by what sends them."""
     sent: list[str] = []
     with contextlib.ExitStack() as stack:
-        for module in (_agreement, _primitives):
+        for module in (consistency, _primitives):
 
             def counted(*args: Any, _module: Any = module, _send: Any = module.all_gather_single, **kwargs: Any) -> Any:
                 sent.append(_module.__name__)

@@ -105,7 +105,7 @@ def test_integer_logits_give_the_unsharded_gradient_exactly(shards):
 def test_one_agreement_and_one_gather_for_any_number_of_rows():
     for rows, options in ((6, {}), (12_000, {}), (6, {"label_smoothing": 0.1, "inplace_backward": True})):
         for sent in ranks(2).run(functools.partial(vocab_parallel.messages, **options), rows):
-            assert sent == ["_agreement", "_primitives"]
+            assert sent == ["consistency", "primitives"]
 
 
 def test_a_shard_may_change_its_size():

@@ -55,7 +55,7 @@ class Communicator:
     Raises:
         TypeError, ValueError: the arguments of this rank are wrong.
         NotSupported: a rank has no CUDA device or no NCCL, or one that is too old for its ``config``; the ranks have
-            different versions of NCCL; another rank found its arguments wrong.
+            different versions of NCCL; another rank rejected its arguments.
         NcclError: NCCL failed, or a rank did not join in time.
     """
 
@@ -180,7 +180,7 @@ class Communicator:
         self.check(op)
 
     def check_consistency(self, op: str, error: Exception | None) -> None:
-        """Raises on every rank if one of them found its arguments wrong: its ``error``, elsewhere NotSupported.
+        """Raises on every rank if one of them rejected its arguments: its ``error``, elsewhere NotSupported.
 
         Collective: one small all-reduce, which the host waits for.
         """
@@ -189,7 +189,7 @@ class Communicator:
         if error is not None:
             raise error
         if last := int(wrong):
-            raise NotSupported(f"{op}: rank {last - 1} of the communicator found its arguments wrong; see its error")
+            raise NotSupported(f"{op}: rank {last - 1} of the communicator rejected its arguments; see its error")
 
     def split(self, color: int | None, *, key: int = 0, config: Config | None = None) -> "Communicator | None":
         """A communicator of the ranks with the same ``color``, ordered by ``key``; ``None`` for a rank without one.
@@ -198,7 +198,7 @@ class Communicator:
 
         Raises:
             TypeError, ValueError: the arguments of this rank are wrong.
-            NotSupported: NCCL is too old for it or for ``config``; another rank found its arguments wrong.
+            NotSupported: NCCL is too old for it or for ``config``; another rank rejected its arguments.
             NcclError: NCCL failed, or a rank did not join in time.
         """
         settings, error = _nccl.Config(), None

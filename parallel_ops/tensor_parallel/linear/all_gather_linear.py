@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops.comm import all_gather
-from parallel_ops.comm.consistency import sends
+from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import (
@@ -210,7 +210,7 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], shape: S
     return total
 
 
-@sends
+@communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
     transport = call.transport()

@@ -26,7 +26,7 @@ from parallel_ops._internal.checks import check_floating, check_same_device, che
 from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, resolve_group
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
-from parallel_ops.comm.consistency import Call, check_consistency, propagate_errors
+from parallel_ops.comm.consistency import CallSignature, check_consistency, propagate_errors
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
@@ -80,7 +80,7 @@ class GroupCall:
             words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
             return f"{words}, weights of {measured}" if measured else words
 
-        check_consistency(group, Call(self.op, (x.dtype, *same, *options, *measured), text), x.device)
+        check_consistency(group, CallSignature(self.op, (x.dtype, *same, *options, *measured), text), x.device)
 
     def transport(self) -> Transport | None:
         return None if self.group is None else transport_of(resolve_group(self.group))
@@ -190,7 +190,7 @@ class LinearOp:
     ) -> list[Tensor]:
         """Checks everything, ``split()`` (the sizes) last, and runs. ``more`` fields of the ``GroupCall``."""
         group_id = group_name(self.name, group)
-        with propagate_errors(self.name, group, x, *weights, asks=True):
+        with propagate_errors(self.name, group, x, *weights, checked=True):
             _check(self.name, x, weights, biases, group)
             targets = targets_of(self.name, weights, main_grads, deferred)
             pieces, sizes = plan.encode(self.name, overlap), split()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import copy_to_group
-from parallel_ops.comm.consistency import sends
+from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, as_list, matrix, rows_of
@@ -110,7 +110,7 @@ def column_parallel_linear_reference(
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
-@sends
+@communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     transport = call.transport()
     if transport is not None and call.needs[0]:  # else nothing will be sent

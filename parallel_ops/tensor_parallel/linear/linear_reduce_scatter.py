@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank, resolve_group
 from parallel_ops.comm import reduce_scatter
-from parallel_ops.comm.consistency import sends
+from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
@@ -155,7 +155,7 @@ def _rows(call: GroupCall) -> int:
     return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
 
 
-@sends
+@communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     (weight,), bias, transport = weights, biases[0] if biases else None, call.transport()
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.groups import group_name, resolve_group
 from parallel_ops._internal.registration import register
-from parallel_ops.comm.consistency import propagate_errors, sends
+from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as local
 from parallel_ops.ops.cross_entropy.cross_entropy import unsharded
@@ -73,7 +73,7 @@ def vocab_parallel_cross_entropy(
             _NAME, logits, target, class_weight, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range,
             reduction, inplace_backward, gradient_in_forward, return_statistics,
         )  # fmt: skip
-    with propagate_errors(_NAME, group, logits, target, asks=True):
+    with propagate_errors(_NAME, group, logits, target, checked=True):
         check_logits(_NAME, logits, target, class_weight)
         check_reduction(_NAME, reduction)
         if gradient_in_forward:
@@ -87,7 +87,7 @@ def vocab_parallel_cross_entropy(
     return (loss, local.statistics_of(column, saved, target.shape)) if return_statistics else loss
 
 
-@sends
+@communicates
 def _forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, group: str, label_smoothing: float, z_loss: float,
     softcap: float, ignore_index: int, ignore_invalid: bool, inplace_backward: bool,

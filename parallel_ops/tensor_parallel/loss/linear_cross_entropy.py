@@ -102,7 +102,7 @@ def vocab_parallel_linear_cross_entropy(
         parts, size = _check(*checked)
         o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
     else:
-        with propagate_errors(_NAME, group, hidden, weight, target, asks=True):
+        with propagate_errors(_NAME, group, hidden, weight, target, checked=True):
             parts, size = _check(*checked)
             o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
     grad = torch.is_grad_enabled()

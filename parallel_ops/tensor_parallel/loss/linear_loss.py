@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.groups import resolve_group
-from parallel_ops.comm.consistency import Call, check_consistency, sends
+from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as local
 from parallel_ops.ops.cross_entropy.cross_entropy import forward as cross_entropy_forward
@@ -50,7 +50,7 @@ def _alone(
     return loss.view(target.shape) if call.reduction == NONE else loss, column, saved, divisor, *chunks.gradients()
 
 
-@sends
+@communicates
 def _shared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, call: LinearCall
 ) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ def _shared(
     return loss, column, saved, divisor, *chunks.gradients()
 
 
-@sends
+@communicates
 def backward(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, column: Tensor,
     saved: Tensor, *arguments: Any,
@@ -100,7 +100,7 @@ def backward(
         group = resolve_group(call.group)
         widest = max(known_layout(group, weight.shape[0]).sizes)
         rows = grad.numel()
-        check_consistency(group, Call(f"backward of {NAME}", (rows, *call[1:]), f"{rows} rows"), grad.device)
+        check_consistency(group, CallSignature(f"backward of {NAME}", (rows, *call[1:]), f"{rows} rows"), grad.device)
     chunks = Chunks(hidden, weight, bias, call, widest)
     grads, columns = chunks.of(grad), chunks.of(column)
     kept = [chunks.of(row) for row in saved]

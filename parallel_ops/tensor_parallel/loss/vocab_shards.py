@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm.consistency import Call, agreed_error, check_consistency
+from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ def agreed_layout(
     """
     furthest = _furthest(target, ignore_index) if target.device.type == "cpu" else _NONE
     layouts, same = _layouts.setdefault(group, {}), (target.numel(), ignore_index, *options)
-    call = Call(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
+    call = CallSignature(op, same, f"{same[0]} rows, options {same[1:]}", (cols, *furthest))
     answers = check_consistency(group, call, target.device, known=cols in layouts)
     if answers is not None:
         layouts[cols] = layout = Layout(tuple(own[0] for own in answers), group.rank())
         for rank, (_, *of_rank) in enumerate(answers):
             if _outside(of_rank, layout):
-                raise agreed_error(group, _bad_target(op, of_rank, layout, f" (on rank {rank})"))
+                raise shared_error(group, _bad_target(op, of_rank, layout, f" (on rank {rank})"))
     return layouts[cols]
 
 

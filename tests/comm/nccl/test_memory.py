@@ -49,7 +49,7 @@ def test_a_rank_without_a_window_tells_the_others_first(fake, make, error, messa
         Window(comm, make())
     assert [line.split()[0] for line in fake.log()[1:]] == ["GroupStart", "AllReduce", "GroupEnd"] and comm.alive
     fake.all_reduce(1)
-    with pytest.raises(nccl.NotSupported, match="Window: rank 0 of the communicator found its arguments wrong"):
+    with pytest.raises(nccl.NotSupported, match="Window: rank 0 of the communicator rejected its arguments"):
         Window(comm, page())
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_come_frees_the_others_after_the_timeout():
 
     outcomes = run(3, main, timeout=0.2)
     for rank in (0, 2):
-        message = f"gather: rank {rank} of 3 waited 0.2 s for its transfers with ranks [1]; no word from ranks [1]"
+        message = f"gather: rank {rank} of 3 waited 0.2 s for its transfers with ranks [1]; no report from ranks [1]"
         assert outcomes[rank] == (message, True)
 
 

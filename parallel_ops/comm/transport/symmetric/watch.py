@@ -112,5 +112,5 @@ class Watch:
         silent = sorted({i % size for i, (flag, expected) in enumerate(pairs) if (flag - expected) % (1 << 32)})
         return (
             f"{batch.op}: rank {rank} of {size} waited {self._timeout:g} s for its transfers with ranks "
-            f"{list(batch.peers)}; no word from ranks {[p for p in silent if p in batch.peers] or silent}"
+            f"{list(batch.peers)}; no report from ranks {[p for p in silent if p in batch.peers] or silent}"
         )
