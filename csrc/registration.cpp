@@ -86,7 +86,8 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "bool[] needs)"
       " -> Tensor[]");
   m.def(
-      "column_parallel_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
+      "column_parallel_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
+      "overlap, "
       "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "linear_reduce_scatter(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "

@@ -5,8 +5,8 @@ Here the first launch of a kind goes through Triton, and the compiled kernel tha
 What makes a kind is what Triton compiles for: the compile-time constants and options, the device, and of each argument
 what Triton's own function says (type, alignment and divisibility by 16, being 1).
 
-Where somebody wants to see launches (launch hooks, pre-run hooks, a ``JITFunction.run`` replaced) or to change what is
-compiled, and in versions of Triton other than those whose launch was compared, Triton does all of it.
+With launch hooks, pre-run hooks, a replaced ``JITFunction.run`` or settings that change what is compiled, and in
+versions of Triton other than those whose launch was compared, every launch goes through Triton.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,12 @@ _known: dict[int, dict[tuple[Any, ...], _Known]] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     """``kernel[grid](*args, **meta)``; ``args`` are the run-time arguments, ``meta`` the constants and options."""
-    if not isinstance(kernel, JITFunction) or JITFunction.run is not _RUN or kernel.pre_run_hooks or _watched():
+    if (
+        not isinstance(kernel, JITFunction)
+        or JITFunction.run is not _RUN
+        or kernel.pre_run_hooks
+        or _needs_triton_launch()
+    ):
         kernel[grid](*args, **meta)  # also interpreted, autotuned, and what else there may be
         return
     known = _known.get(id(kernel))
@@ -52,8 +57,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
     run(x, y, z, active.get_current_stream(device), *handles, *args, *constants)
 
 
-def _watched() -> bool:
-    """Is there a hook, which Triton calls with what only it knows of a launch, or a Triton that nobody compared?"""
+def _needs_triton_launch() -> bool:
+    """True if a hook needs what only Triton knows about a launch, or if this version's launch was not compared."""
     if _specialisation is None:
         return True
     runtime = knobs.runtime

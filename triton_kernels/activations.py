@@ -241,7 +241,7 @@ def backward(
     dgate: Tensor, dup: Tensor | None, dbias: Tensor, dweights: Tensor, *, activation: str,
     alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0,
 ) -> None:  # fmt: skip
-    """``dgate`` and ``dup``, with adjacent columns and rows equally far apart in both, and the sums that are asked for.
+    """``dgate`` and ``dup``, with unit column stride and equal row strides in both, and the sums.
 
     ``dbias`` and ``dweights`` are written where ``bias`` and ``weights`` are given.
     """

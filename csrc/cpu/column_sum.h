@@ -45,9 +45,9 @@ void add_chunks(const acc_t<T>* partial, int64_t chunks, int64_t stride, int64_t
   });
 }
 
-// Calls f(row, col, n, acc) for every tile of a rows x cols array, in parallel; f adds the n values it
-// wants summed to acc[0..n). The sums over all rows go to out, of cols elements. An op whose tile gives several column
-// blocks (gate and up of SwiGLU) asks for kBlocks: block b is added to acc[b * kTileCols ..) and its sums go
+// Calls f(row, col, n, acc) for every tile of a rows x cols array, in parallel; f adds the n values to
+// be summed to acc[0..n). The sums over all rows go to out, of cols elements. An op whose tile gives several column
+// blocks (gate and up of SwiGLU) takes kBlocks: block b is added to acc[b * kTileCols ..) and its sums go
 // to out[b * cols ..).
 template <class T, int kBlocks = 1, class F>
 void for_each_tile_summing_columns(Shape2d shape, Tensor& out, const F& f) {
@@ -83,7 +83,7 @@ void for_each_tile_summing_columns(Shape2d shape, Tensor& out, const F& f) {
 }
 
 // The same for a row that needs a pass of its own before its values are known: calls f(row, acc) for whole rows; f adds
-// what it wants summed to acc[0..cols), acc[cols..2 cols) and so on, and the sums go to out[0], out[1] and so on.
+// what is to be summed to acc[0..cols), acc[cols..2 cols) and so on, and the sums go to out[0], out[1] and so on.
 template <class T, class F>
 void for_each_row_summing_columns(Shape2d shape, const std::vector<T*>& out, const F& f) {
   using A = acc_t<T>;
@@ -110,7 +110,7 @@ void for_each_row_summing_columns(Shape2d shape, const std::vector<T*>& out, con
   }
 }
 
-// The same where the sums may not be wanted: without `wanted`, f adds to an accumulator that nobody reads.
+// The same with optional sums: without `wanted`, f adds to an accumulator that is not read.
 template <class T, int kBlocks = 1, class F>
 void for_each_tile_summing_columns_if(bool wanted, Shape2d shape, Tensor& out, const F& f) {
   if (wanted) return for_each_tile_summing_columns<T, kBlocks>(shape, out, f);

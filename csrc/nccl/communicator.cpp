@@ -133,14 +133,14 @@ void Communicator::abort(const std::string& reason) {
     comm = std::exchange(comm_, nullptr);
     ended_ = reason;
   }
-  // Nobody else has it any more. It may take long, for it waits for the device, and other calls shall fail meanwhile.
+  // No other thread can reach it now. It waits for the device, which may take long; other calls fail meanwhile.
   library_->CommAbort()(comm);
 }
 
 Communicator::~Communicator() {
   try {
     abort("it was dropped");
-  } catch (...) {  // a destructor has nobody to tell
+  } catch (...) {  // a destructor must not throw
   }
 }
 

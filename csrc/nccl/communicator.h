@@ -106,8 +106,8 @@ class Communicator {
   std::shared_ptr<const Library> library_;
   int size_, rank_;
   Interrupt interrupt_;
-  // Held by a call until NCCL has done in the background what it asked for: until then NCCL takes no other, and threads
-  // (forward and backward, say) may share a communicator.
+  // Held by a call until NCCL has finished it in the background: until then NCCL takes no other call, and threads
+  // (forward and backward, for example) may share a communicator.
   std::mutex serial_;
   // Held only while NCCL is called, never while waiting, so that check() and abort() get through.
   mutable std::mutex mutex_;

@@ -17,7 +17,7 @@ struct NcclError : std::runtime_error {
   Result code;
 };
 
-// The library is too old for what was asked.
+// The library is too old for this call.
 struct NotSupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -69,7 +69,7 @@ class Library {
 };
 
 // Device memory from ncclMemAlloc, which symmetric windows need; freed with the object. ncclMemFree waits for no
-// kernel: whoever drops the object has synchronised with the device.
+// kernel: the caller synchronises with the device before dropping the object.
 class Memory {
  public:
   Memory(std::shared_ptr<const Library> library, size_t size);

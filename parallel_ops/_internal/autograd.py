@@ -1,18 +1,17 @@
-"""How an op is called: in eager mode past torch's dispatcher, which costs the host more than a small op's arithmetic.
+"""Calls of ops in eager mode without torch's dispatcher, which costs the host more than a small op's arithmetic.
 
-Torch's autograd of custom ops rebuilds the op's schema in Python for every call that has gradients, and each way from
-Python through the dispatcher to a kernel, twice where the kernel is Python, costs some microseconds more. So a public
-function calls one ``torch.autograd.Function`` itself, whose forward and backward call the kernel of the device. That
-holds where nobody could tell: for tensors that are just memory, with nobody watching or changing what runs. Compilers,
-autocast, modes, subclasses, function transforms, tracers, profilers and ``torch.ops`` find the same op with the same
-formula in the dispatcher.
-
-After an engine's turn everything here runs cold, at a third of a microsecond a Python function. So this file has few
-functions on the way of a call, and a CPU kernel's own checks of tensors come first: Python's, which name the argument,
-run where the kernel refused.
-
-The private names of torch below only ask whether somebody could tell. A torch that lacks one always takes the
+torch's autograd of custom ops rebuilds the op's schema in Python for every call with gradients, and each pass from
+Python through the dispatcher to a kernel, two if the kernel is Python, costs some microseconds more. A public function
+therefore calls one ``torch.autograd.Function``, whose forward and backward call the kernel of the device. It does so
+only for tensors that are plain memory, and only if nothing observes or changes what runs. Compilers, autocast, modes,
+subclasses, function transforms, tracers, profilers and ``torch.ops`` find the same op with the same formula in the
 dispatcher.
+
+After the autograd engine has run, everything here is cold in the caches, at a third of a microsecond a Python function.
+This file therefore has few functions on the path of a call, and a CPU kernel's own checks of tensors come first: the
+Python checks, which name the argument, run after the kernel has refused.
+
+The private names of torch below only detect such observers. A torch without one of them always takes the dispatcher.
 """
 
 from collections.abc import Callable
@@ -40,11 +39,11 @@ _profiler = getattr(torch.autograd, "_profiler_enabled", _always)
 def bypass_dispatcher(
     op: torch._ops.OpOverload, kernel: Callable[..., Any], apply: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """``op`` as a function: ``kernel``, or with gradients ``apply``, where nobody could tell, else the dispatcher.
+    """``op`` as a function: ``kernel``, or ``apply`` with gradients, if nothing observes it; else dispatched.
 
-    The function takes ``check`` beside the op's arguments, which raises where these are bad. It runs first, but for a
-    kernel on the CPU, which must refuse the same arguments by itself: there only once that has raised. ``all_outputs``
-    goes to the dispatcher for the outputs that ``with_autograd`` leaves out.
+    Beside the op's arguments the function takes ``check``, which raises if they are bad. It runs first, except for a
+    CPU kernel, which must refuse the same arguments by itself: there it runs once the kernel has raised. ``all_outputs``
+    takes the dispatcher, for the outputs that ``with_autograd`` leaves out.
     """
     arguments = op._schema.arguments
     kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]

@@ -42,7 +42,7 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-# Every call asks, and it never changes.
+# Needed by every call, and constant.
 _device_types: weakref.WeakKeyDictionary[ProcessGroup, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -60,14 +60,14 @@ def device_types_of(config: str) -> tuple[str, ...]:
 
 
 def group_device(group: ProcessGroup) -> torch.device:
-    """Where a group's tensors live if nothing else tells: on CUDA devices, if it can send from them."""
+    """The default device of a group's tensors: CUDA, if the group can send from it."""
     return torch.device("cuda" if "cuda" in group_device_types(group) else "cpu")
 
 
 def device_of_call(device_types: Sequence[str], arguments: Sequence[object]) -> torch.device | None:
-    """Where the other ranks of a group have the tensors of a call that this rank makes with ``arguments``.
+    """The device of a call's tensors on the other ranks, judged by this rank's ``arguments``.
 
-    ``None`` where nobody can tell: a group sends from several kinds of device and no argument is a tensor on one.
+    ``None`` if it is ambiguous: the group sends from several kinds of device, and no argument is a tensor on one.
     """
     for argument in arguments:
         if isinstance(argument, Tensor) and argument.device.type in device_types:

@@ -179,7 +179,7 @@ class ParallelMesh:
         return concatenate_meshes([self._meshes[name] for name in several])
 
     def group(self, name: str) -> ProcessGroup | None:
-        """The process group that this rank is in; ``None`` if it is alone, which is how every op is told the same."""
+        """The process group of this rank in dimension ``name``; ``None`` for one rank, as ops take it."""
         mesh = self[name]
         return None if mesh is None else mesh.get_group()
 

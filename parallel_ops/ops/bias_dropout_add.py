@@ -48,8 +48,8 @@ def bias_dropout_add(
             read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
             ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it as they treat ``F.dropout``.
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
-        inplace: writes over ``x`` and returns it, for evaluation: nothing may want a gradient, and ``x`` must be
-            contiguous and of the result's dtype. Under ``torch.compile`` memory is the compiler's to plan.
+        inplace: writes over ``x`` and returns it, for evaluation: no input may require a gradient, and ``x`` must
+            be contiguous and of the result's dtype. Under ``torch.compile`` memory is the compiler's to plan.
 
     Returns:
         ``[..., H]``, contiguous, of the wider dtype of ``x`` and ``residual``, as PyTorch's ``+`` would give:

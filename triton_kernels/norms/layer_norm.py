@@ -18,7 +18,7 @@ def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
     dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of what was normalised, once more in a narrower dtype if asked, and of the parameters there are."""
+    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the given parameters."""
     _norm_backward.backward(
         grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, dweight, dbias, zero_centered=zero_centered
     )

@@ -18,7 +18,7 @@ def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
     dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of what was normalised, once more in a narrower dtype if asked, and of the weight if there is one."""
+    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the weight if given."""
     _norm_backward.backward(
         grad, grad_sum, x, weight, None, rstd, dx, narrow_dx, dweight, None, zero_centered=zero_centered
     )

@@ -4,9 +4,9 @@
 // chunk's gradient of queries is summed over the blocks of keys in scratch; the gradients of a head's keys and values
 // are summed over all its chunks. Where there are few heads, their chunks are dealt out to several parts, each with its
 // own sums, which are then added in order: shapes alone decide, so no bit depends on the number of threads.
-#include "tiles.h"
 #include "../output.h"
 #include "../softmaxes/softmax.h"
+#include "tiles.h"
 
 namespace parallel_ops::cpu {
 namespace {

@@ -9,10 +9,10 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "attention_rows.h"
 #include "../dtype.h"
-#include "product.h"
 #include "../rows.h"
+#include "attention_rows.h"
+#include "product.h"
 
 namespace parallel_ops::cpu {
 

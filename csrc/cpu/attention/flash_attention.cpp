@@ -4,9 +4,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "block.h"
 #include "../check.h"
 #include "../softmaxes/softmax.h"
+#include "block.h"
 
 namespace parallel_ops::cpu {
 namespace {

@@ -5,8 +5,8 @@
 // row's maximum, sum and output so far are carried from block to block and written, or merged, at the end.
 #include <cmath>
 
-#include "tiles.h"
 #include "../softmaxes/softmax.h"
+#include "tiles.h"
 
 namespace parallel_ops::cpu {
 namespace {

@@ -1,4 +1,4 @@
-// Cross-entropy of whole rows of logits in one call, its gradient with it where that is wanted.
+// Cross-entropy of whole rows of logits in one call, optionally with its gradient.
 #include <optional>
 #include <tuple>
 #include <utility>

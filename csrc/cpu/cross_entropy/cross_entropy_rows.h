@@ -6,9 +6,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "cross_entropy_tile.h"
 #include "../output.h"
 #include "../rows.h"
+#include "cross_entropy_tile.h"
 
 namespace parallel_ops::cpu {
 

@@ -16,9 +16,9 @@
 
 #include "../check.h"
 #include "../column_sum.h"
-#include "norm_tile.h"
 #include "../output.h"
 #include "../rows.h"
+#include "norm_tile.h"
 
 namespace parallel_ops::cpu {
 namespace {

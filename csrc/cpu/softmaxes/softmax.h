@@ -1,11 +1,11 @@
-// What the softmaxes share: one row's forward and backward, the scratch that a row needs, and the walk over rows.
+// Shared by the softmaxes: one row's forward and backward, the scratch that a row needs, and the walk over rows.
 //
 // Forward, with the row's logits kept in fp32 scratch in between: (1) read the row, write its logits, take their
 // maximum; (2) exponentiate in place and sum; (3) scale, round, write. Memory sees one read and one write, and
 // exp is computed once. Backward reads y and dy twice, the second time from the cache.
 //
 // Maxima and sums run in kExpLanes fixed lanes, joined in a fixed order: the compiler can vectorise them without
-// being told to reorder additions, and the bits do not depend on the thread count.
+// leave to reorder additions, and the bits do not depend on the thread count.
 //
 // A sink is one more logit of a row, whose probability is in no output; -inf is no sink.
 #pragma once

@@ -1,4 +1,4 @@
-"""What a communicator can be asked to do with tensors: one small object an operation, checked before any is started.
+"""Operations of a communicator on tensors: one small object each, checked before any is started.
 
     communicator.enqueue("ring step", [send(mine, right), receive(theirs, left)])
 

@@ -12,11 +12,11 @@ from parallel_ops.comm.nccl.library import Library, NcclError, NotSupported
 
 
 def exchange_unique_id(group: ProcessGroup, ready: Library | Exception) -> bytes:
-    """NCCL's unique id from rank 0 to all ranks of ``group``, once all have said that they are ready. Collective.
+    """Sends NCCL's unique id from rank 0 to all ranks of ``group``, once all are ready. Collective.
 
     Args:
-        group: of any backend.
-        ready: this rank's NCCL, or why it is not ready, which is raised here after the others know.
+        group: Process group of any backend.
+        ready: this rank's NCCL, or the error that prevents it, which is raised here after the other ranks have it.
 
     Raises:
         NcclError: rank 0 could not make an id.

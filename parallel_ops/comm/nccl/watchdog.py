@@ -1,8 +1,8 @@
 """Ends a communicator whose work on the GPU fails or never finishes.
 
-Work on a stream has nobody who waits for it: a kernel whose peer is gone would spin for ever, and so would the first
-``torch.cuda.synchronize()`` after it. A thread looks at the oldest unfinished event now and then; when its time is up
-or NCCL has noticed an error, it aborts the communicator. The kernel ends, and the next call raises what was wrong.
+No thread waits for work on a stream: a kernel whose peer is gone would spin for ever, and so would the next
+``torch.cuda.synchronize()``. A thread polls the oldest unfinished event; after the timeout, or when NCCL reports an
+error, it aborts the communicator. The kernel ends, and the next call raises the reason.
 """
 
 import collections

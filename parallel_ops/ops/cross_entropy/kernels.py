@@ -57,7 +57,7 @@ def gradient(
     grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
     options: Any, *, inplace: bool,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits, over them where that is asked for and possible.
+    """The gradient of the logits, written over them if requested and possible.
 
     ``grad`` is one for each row, or with a divisor one for all, to be divided by it.
     """

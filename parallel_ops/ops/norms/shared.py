@@ -84,7 +84,7 @@ def present(t: Tensor, wanted: bool) -> Tensor | None:
 
 
 def unused_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of an output that nobody used, without memory of its own."""
+    """Zero gradient of an unused output, without memory of its own."""
     return x.new_zeros((), dtype=dtype).expand(x.shape)
 
 

@@ -11,7 +11,7 @@ _REASONS = {
 
 
 def why_not() -> str | None:
-    """Why streams cannot signal here, or ``None`` if they can. Asks for the driver, not for a GPU."""
+    """The reason why streams cannot signal here, or ``None``. Needs the driver, but no GPU."""
     return _REASONS[torch.ops.parallel_ops.stream_signal_status()]
 
 

@@ -43,7 +43,7 @@ _COUNTER = 1 << 32  # flags count chunks modulo this
 
 
 def why_not(group: ProcessGroup | None) -> str | None:
-    """Why this rank cannot use the transport in ``group``, or ``None`` if nothing local speaks against it.
+    """The reason why this rank cannot use the transport in ``group``, or ``None`` if there is no local one.
 
     Whether the ranks can map each other's memory shows when the transport is made.
     """
