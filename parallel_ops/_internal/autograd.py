@@ -42,8 +42,8 @@ def bypass_dispatcher(
     """``op`` as a function: ``kernel``, or ``apply`` with gradients, if nothing observes it; else dispatched.
 
     Beside the op's arguments the function takes ``check``, which raises if they are bad. It runs first, except for a
-    CPU kernel, which must refuse the same arguments by itself: there it runs once the kernel has raised. ``all_outputs``
-    takes the dispatcher, for the outputs that ``with_autograd`` leaves out.
+    CPU kernel, which must refuse the same arguments by itself: there it runs after the kernel has raised.
+    ``all_outputs`` takes the dispatcher, for the outputs that ``with_autograd`` leaves out.
     """
     arguments = op._schema.arguments
     kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
