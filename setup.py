@@ -30,6 +30,16 @@ except ImportError:
 TORCH_TARGET_VERSION = "0x020b000000000000"
 
 
+# A subpackage of parallel_ops that lies beside it in the source tree.
+KERNELS = "parallel_ops.triton_kernels"
+
+
+def packages() -> list[str]:
+    """Every folder with an ``__init__.py`` of the two trees."""
+    kernels = [f"{KERNELS}.{name}" for name in find_packages("triton_kernels")]
+    return [*find_packages(include=["parallel_ops", "parallel_ops.*"]), KERNELS, *kernels]
+
+
 def cuda_sources() -> list[str]:
     """The CUDA sources to build: none, unless asked for or unless a toolkit and a GPU are there."""
     sources = sorted(glob("csrc/cuda/*.cu"))
@@ -128,13 +138,7 @@ setup(
     cmdclass={"build_ext": BuildExtension},
     # Without the NCCL binding one wheel serves every CPython from 3.10; with it, the version that built it.
     options={} if nccl is not None else {"bdist_wheel": {"py_limited_api": "cp310"}},
-    packages=find_packages(include=["parallel_ops*"])
-    + ["parallel_ops.triton_kernels"]
-    + [f"parallel_ops.triton_kernels.{name}" for name in find_packages("triton_kernels")],
-    package_dir={"parallel_ops.triton_kernels": "triton_kernels"},
-    package_data={
-        "parallel_ops": ["py.typed", "*.pyi"],
-        "parallel_ops.planner.presets": ["*.json"],
-        "parallel_ops.planner.validation": ["*.csv", "*.json"],
-    },
+    packages=packages(),
+    package_dir={KERNELS: "triton_kernels"},
+    package_data={"": ["py.typed", "*.pyi", "*.json", "*.csv"]},
 )

@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests that compile or execute Triton kernels without a GPU: one case of each test, or all of them",
     )
     parser.addoption("--elastic", action="store_true", help="a run whose nodes go and come: a minute")
+    parser.addoption(
+        "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
+    )
     parser.addoption("--plans", type=int, default=6, help="random plans that the trainer's test trains and resumes")
 
 
