@@ -21,14 +21,10 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError:
-    sys.exit(
-        "parallel_ops: building needs torch 2.11 or later in this environment; "
-        "install it, then run: pip install --no-build-isolation ."
-    )
+    torch = None
 
 # The oldest torch that the built wheel runs on (its stable ABI).
 TORCH_TARGET_VERSION = "0x020b000000000000"
-
 
 # A subpackage of parallel_ops that lies beside it in the source tree.
 KERNELS = "parallel_ops.triton_kernels"
@@ -78,16 +74,21 @@ def nccl_extension() -> Extension | None:
     )
 
 
-class BuildExtension(cpp_extension.BuildExtension):
-    """torch's, in which a failure of an optional extension is a warning, as it is in setuptools' own."""
+def build_command() -> type:
+    """The ``build_ext`` command."""
 
-    def build_extension(self, ext: Extension) -> None:
-        try:
-            super().build_extension(ext)
-        except Exception as error:
-            if not ext.optional:
-                raise
-            self.warn(f"{ext.name} was not built, since it failed to compile: {error}")
+    class BuildExtension(cpp_extension.BuildExtension):
+        """torch's, in which a failure of an optional extension is a warning, as it is in setuptools' own."""
+
+        def build_extension(self, ext: Extension) -> None:
+            try:
+                super().build_extension(ext)
+            except Exception as error:
+                if not ext.optional:
+                    raise
+                self.warn(f"{ext.name} was not built, since it failed to compile: {error}")
+
+    return BuildExtension
 
 
 def check_compiler() -> None:
@@ -128,17 +129,27 @@ def extension() -> Extension:
     )
 
 
-if not {"sdist", "egg_info", "dist_info", "--version"} & set(sys.argv):
-    check_compiler()
+def extensions() -> dict:
+    """The arguments of ``setup`` that concern the extensions. Metadata and the sdist need no torch and no compiler."""
+    builds = not {"sdist", "egg_info", "dist_info", "--version"} & set(sys.argv)
+    if torch is None and builds:
+        sys.exit("parallel_ops: building needs torch 2.11 or later; install it, then run: pip install .")
+    if torch is None:
+        return {}
+    if builds:
+        check_compiler()
+    nccl = nccl_extension()
+    return {
+        "ext_modules": [extension()] if nccl is None else [extension(), nccl],
+        "cmdclass": {"build_ext": build_command()},
+        # Without the NCCL binding one wheel serves every CPython from 3.10; with it, the version that built it.
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}} if nccl is None else {},
+    }
 
-nccl = nccl_extension()
 
 setup(
-    ext_modules=[extension()] + ([] if nccl is None else [nccl]),
-    cmdclass={"build_ext": BuildExtension},
-    # Without the NCCL binding one wheel serves every CPython from 3.10; with it, the version that built it.
-    options={} if nccl is not None else {"bdist_wheel": {"py_limited_api": "cp310"}},
     packages=packages(),
     package_dir={KERNELS: "triton_kernels"},
     package_data={"": ["py.typed", "*.pyi", "*.json", "*.csv"]},
+    **extensions(),
 )

@@ -11,8 +11,8 @@ except ImportError as error:
     source_tree = (Path(__file__).parents[2] / "setup.py").exists()
     hint = (
         "it was imported from its source tree, where the extension is not built: run "
-        "`pip install --no-build-isolation -e .` there, or start Python in another folder"
+        "`pip install -e .` there, or start Python in another folder"
         if source_tree
-        else "reinstall it against the torch of this environment: pip install --no-build-isolation parallel_ops"
+        else "reinstall it against the torch of this environment: pip install --force-reinstall --no-deps parallel_ops"
     )
     raise ImportError(f"parallel_ops: the compiled extension could not be loaded ({error}); {hint}") from error

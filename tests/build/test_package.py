@@ -1,5 +1,6 @@
 """What installing and importing the package promise."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -82,6 +83,52 @@ def test_a_missing_compiler_is_one_clear_sentence(tmp_path):
     lines = result.stderr.strip().splitlines()
     assert lines[-1].startswith("parallel_ops: no C++ compiler found (looked for 'no-such-compiler')")
     assert "Traceback" not in result.stderr
+
+
+def hook(folder, call, environment=None):
+    """The value of a call of the build backend, from a Python that finds setuptools alone, as under build isolation.
+
+    Args:
+        environment: folder of packages that stands for the environment that pip installs into; by default the real one.
+    """
+    (folder / "isolated").mkdir()
+    setuptools = Path(importlib.util.find_spec("setuptools").origin).parents[1]
+    for path in [setuptools / "_distutils_hack", *setuptools.glob("setuptools*")]:
+        (folder / "isolated" / path.name).symlink_to(path)
+    (folder / "build.cfg").write_text(f"[egg_info]\negg_base = {folder}\n")
+    paths = [str(folder / "isolated"), str(ROOT / "build_backend")]
+    code = f"""
+import importlib.util, sys, sysconfig
+sys.path = [*{paths!r}, *(path for path in sys.path if not path.endswith("site-packages"))]
+environment = {environment and str(environment)!r}
+if environment is not None:
+    sysconfig.get_path = lambda name: environment
+assert importlib.util.find_spec("torch") is None
+import parallel_ops_build as backend
+print({call})
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "DIST_EXTRA_CONFIG": str(folder / "build.cfg")},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+def test_an_isolated_build_takes_the_torch_that_is_installed(tmp_path):
+    call = "(backend.get_requires_for_build_wheel(), backend.get_requires_for_build_editable(), __import__('torch'))"
+    assert hook(tmp_path, call).startswith("([], [], <module 'torch' from")
+
+
+@pytest.mark.parametrize("version", [None, "2.10.1+cpu"])
+def test_an_isolated_build_requires_torch_where_none_that_fits_is_installed(tmp_path, version):
+    environment = tmp_path / "site-packages"
+    environment.mkdir()
+    if version is not None:
+        (environment / f"torch-{version}.dist-info").mkdir()
+        (environment / f"torch-{version}.dist-info/METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+    calls = "backend.get_requires_for_build_wheel() + backend.get_requires_for_build_sdist()"
+    assert hook(tmp_path, calls, environment) == "['torch>=2.11']"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")

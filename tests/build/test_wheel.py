@@ -119,7 +119,7 @@ def compiler(request, tmp_path_factory):
     script = tmp_path_factory.mktemp("compiler") / "c++"
     script.write_text(COPYING_COMPILER.format(compiled=Path(parallel_ops.__file__).parent))
     script.chmod(0o755)
-    return {"CXX": str(script)}
+    return {"CXX": str(script), "CCACHE_DISABLE": "1"}
 
 
 @pytest.fixture(scope="module")
