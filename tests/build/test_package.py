@@ -50,6 +50,18 @@ print(torch.ops.parallel_ops.bias_gelu(torch.zeros(1, 2), None, True).tolist())
     assert python(code) == "[[0.0, 0.0]]"
 
 
+def test_every_room_is_an_attribute_of_the_package():
+    folder = Path(parallel_ops.__file__).parent
+    rooms = sorted(path.parent.name for path in folder.glob("[!_]*/__init__.py"))
+    code = f"""
+import parallel_ops
+rooms = [room for room in {rooms} if room != "triton_kernels"]  # launched by ops alone
+assert set(rooms) <= set(dir(parallel_ops)), rooms
+print([getattr(parallel_ops, room).__name__.removeprefix("parallel_ops.") for room in rooms] == rooms)
+"""
+    assert "train" in rooms and python(code) == "True"
+
+
 def test_cpu_ops_work_without_triton():
     code = """
 import sys
