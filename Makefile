@@ -20,7 +20,7 @@ MEGATRONS := 0.17.1 0.18.2 0.19.2
 # The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
-.PHONY: venv demo test test-kernels test-oldest-triton test-megatrons test-transformers bench lint format clean
+.PHONY: venv demo test test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
 
 venv: $(VENV)/.installed
 
@@ -92,6 +92,14 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(FORMATTED)
+
+# The documentation as a site in build/site. Any warning fails: a broken link, a docstring that cannot be parsed.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: docs/requirements.txt $(VENV)/.requirements
+	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt -c constraints.txt
+	touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info parallel_ops/_C*.so parallel_ops/_nccl*.so

@@ -68,7 +68,7 @@ class ParallelMesh:
 
     Raises:
         TypeError: a size that is not an int. ValueError: a size below 1, sizes that do not multiply to the world size,
-        or an ``ep`` that does not divide ``dp_shard * cp * tp``.
+            or an ``ep`` that does not divide ``dp_shard * cp * tp``.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ParallelMesh:
 
         Raises:
             ValueError: an unknown name, names that share ranks or are out of order, or shards of one rank beside
-            replicas of several, which ``fully_shard`` would take for shards.
+                replicas of several, which ``fully_shard`` would take for shards.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
         several = [name for name in wanted if self.size(name) > 1]

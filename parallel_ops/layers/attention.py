@@ -150,7 +150,7 @@ class ParallelSelfAttention(ShardedModule):
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask or an option
-            that the core does not take, angles, positions or a mask that do not fit.
+                that the core does not take, angles, positions or a mask that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).

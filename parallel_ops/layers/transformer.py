@@ -120,7 +120,7 @@ class ParallelTransformerLayer(ShardedModule):
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the norm, angles that do not fit: on
-            every rank.
+                every rank.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``. Gradients of all parameters are
         complete.

@@ -173,7 +173,7 @@ class Transformer(PretrainedModel):
 
         Raises:
             ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not to be split evenly by
-            ``sequence_parallel``; targets or positions of another shape.
+                ``sequence_parallel``; targets or positions of another shape.
             TypeError: documents for a core that does not know them.
 
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.

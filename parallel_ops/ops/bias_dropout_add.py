@@ -58,7 +58,7 @@ def bias_dropout_add(
     Raises:
         TypeError: unsupported dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
         ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``,
-        ``inplace`` where it cannot be.
+            ``inplace`` where it cannot be.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
     sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and

@@ -62,7 +62,7 @@ def rotary_embedding(
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes or devices, positions out of range (CPU), angles that
-        require a gradient.
+            require a gradient.
 
     Sharding: every token and head is independent, so x may be sharded on any dimension but the last, and y is sharded
     alike; positions are those of the tokens that the rank holds, cos and sin are replicated.

@@ -87,7 +87,7 @@ def parallelize(model: nn.Module, mesh: ParallelMesh, spread: Spread | None = No
 
     Raises:
         ValueError: ``tp`` or ``cp`` for a module that is not a ``Transformer``, or for one that has its parameters
-        already; pipeline or expert parallelism; no block of these names; ``offload`` without shards.
+            already; pipeline or expert parallelism; no block of these names; ``offload`` without shards.
     """
     spread = Spread() if spread is None else spread
     for name in ("pp", "ep"):

@@ -112,7 +112,7 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
 
     Raises:
         TypeError: a model of another family, or one with such a model inside. ValueError: an unknown op, a model with
-        ops applied, or one in which nothing could be replaced. The model is as it was then.
+            ops applied, or one in which nothing could be replaced. The model is as it was then.
     """
     names = OPS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
     for name in names:

@@ -47,7 +47,7 @@ def bias_swiglu(
 
     Raises:
         TypeError: unsupported dtypes, an option that is no number. ValueError: wrong shape (an odd last dimension too)
-        or device, a ``limit`` that is not above 0.
+            or device, a ``limit`` that is not above 0.
 
     Sharding: elementwise over rows, so any shard of rows gives that shard of y. A shard of the last dimension must
     hold the gate columns and the up columns of the same features, as ``[gate shard, up shard]``; bias likewise, and

@@ -52,7 +52,7 @@ def silu_mul(
 
     Raises:
         TypeError: unsupported or differing dtypes, an option that is no number. ValueError: wrong shapes or devices,
-        a ``limit`` that is not above 0.
+            a ``limit`` that is not above 0.
 
     Sharding: elementwise, so any shard of gate and up gives that shard of y. The gradient of weights is partial over
     ranks that hold different columns.

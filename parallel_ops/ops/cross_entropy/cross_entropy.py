@@ -98,8 +98,8 @@ def cross_entropy(
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options and, on CPU, a target outside the
-        vocabulary. On CUDA, where looking would mean waiting for the device, rows with such a target have NaN loss and
-        gradient.
+            vocabulary. On CUDA, where looking would mean waiting for the device, rows with such a target have NaN loss
+            and gradient.
 
     Sharding: every row is independent; logits, target and loss may be sharded on any dimension but the vocabulary's.
     """

@@ -69,7 +69,7 @@ def linear_reduce_scatter(
 
     Raises:
         TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
-        options. On CPU every call is compared, on CUDA the first one of its kind.
+            options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
     for this rank's features, that of bias is complete and the same on every rank, unless it is to be partial.

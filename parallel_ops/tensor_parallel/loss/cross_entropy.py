@@ -53,16 +53,18 @@ def vocab_parallel_cross_entropy(
         group: the ranks that share the vocabulary; ``None`` for unsharded logits.
         class_weight: ``[V_r]``, this rank's part.
         gradient_in_forward: without a group only.
-        label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, inplace_backward,
-            return_statistics: as in ``cross_entropy``; smoothing is over the whole vocabulary.
+        label_smoothing: as in ``cross_entropy``; over the whole vocabulary.
+        z_loss, softcap, ignore_index, ignore_out_of_range, reduction, inplace_backward, return_statistics: as in
+            ``cross_entropy``.
 
     Returns:
         As ``cross_entropy``. All ranks get the same bits.
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options, ranks that disagree on the number
-        of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank, so that none waits. On
-        CUDA, where looking would mean waiting for the device, rows with such a target have NaN loss and gradient.
+            of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank, so that none waits.
+            On CUDA, where looking would mean waiting for the device, rows with such a target have NaN loss and
+            gradient.
 
     Sharding: logits S(-1) over group, class_weight S(0), target, loss and statistics replicated, gradient of logits
     S(-1). Every rank calls with the same rows; the incoming gradient must be the same on every rank.

@@ -1,0 +1,42 @@
+"""MkDocs hook: a line ``::: public PACKAGE`` of a page becomes the reference of every public name of that package.
+
+The names are those of ``__all__``. Many are functions that share their name with the file that defines them, where
+mkdocstrings would show the file, so each is given by its full path, which the imports of the package tell. Sources are
+parsed, not imported.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INTRODUCTION = """::: {package}
+    options: {{members: false, show_root_heading: false}}
+"""
+ENTRY = """::: {path}
+    options: {{heading: "{name}", toc_label: "{name}"}}
+"""
+
+
+def public_names(package: str) -> dict[str, str]:
+    """The full path of each name of ``__all__``, in its order."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    imported, names = {}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            names = ast.literal_eval(node.value)
+    if not names:
+        raise ValueError(f"{package} has no __all__ that is a list of strings")
+    return {name: imported.get(name, f"{package}.{name}") for name in names}
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Called by MkDocs for every page."""
+
+    def reference(match: re.Match[str]) -> str:
+        entries = [ENTRY.format(path=path, name=name) for name, path in public_names(match[1]).items()]
+        return "\n".join([INTRODUCTION.format(package=match[1]), *entries])
+
+    return re.sub(r"^::: public (\S+)$", reference, markdown, flags=re.MULTILINE)

@@ -1,0 +1,49 @@
+"""The documentation: links lead somewhere, every public package has a reference page. `make docs` builds the site."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")]
+
+
+@pytest.fixture(scope="module")
+def hook():
+    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs/reference_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    files = [link for link in links if not re.match(r"\w+:", link)]
+    assert [link for link in files if not (page.parent / link).exists()] == []
+
+
+def test_every_public_package_has_a_reference_page():
+    public = [
+        path.parent.relative_to(ROOT)
+        for path in ROOT.glob("parallel_ops/**/__init__.py")
+        if "__all__ = [" in path.read_text() and path.parent.name != "parallel_ops"
+    ]
+    rooms = {".".join(path.parts) for path in public if len(path.parts) == 2 or path.parts[1] == "integrations"}
+    pages = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
+    assert set(re.findall(r"^::: public (\S+)$", pages, flags=re.MULTILINE)) == rooms
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [path.name for path in ROOT.glob("docs/reference/*.md") if f"reference/{path.name}" not in navigation] == []
+
+
+def test_the_reference_names_what_is_public(hook):
+    from parallel_ops import ops
+
+    names = hook.public_names("parallel_ops.ops")
+    assert list(names) == ops.__all__
+    assert names["bias_gelu"] == f"{ops.bias_gelu.__module__}.bias_gelu"  # the function, not the file of its name
+    page = hook.on_page_markdown("# Ops\n\n::: public parallel_ops.ops\n")
+    assert page.startswith("# Ops\n\n::: parallel_ops.ops\n")
+    assert [f"\n::: {path}\n" in page for path in names.values()] == [True] * len(names)
