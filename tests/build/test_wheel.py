@@ -181,6 +181,7 @@ def test_the_wheel_has_every_module_and_every_data_file(tree, wheel):
     found = {name for name in contents(wheel) if name.startswith("parallel_ops/") and not name.endswith(".so")}
     assert found == expected
     assert "parallel_ops/_C.abi3.so" in contents(wheel)
+    assert wheel.name.startswith(f"parallel_ops-{parallel_ops.__version__}-")
 
 
 def test_the_sdist_has_what_the_build_reads(tree, sdist):

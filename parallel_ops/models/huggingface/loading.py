@@ -159,8 +159,10 @@ class _Files:
         first = stored.part * shape[0]
         rows = slice(first + held[0].start, first + held[0].stop)
         if stored.transposed:
-            return self._tensors[stored.name][(*held[1:], rows)].t()
-        return self._tensors[stored.name][(rows, *held[1:])]
+            index = (*held[1:], rows)
+            return self._tensors[stored.name][index].t()
+        index = (rows, *held[1:])
+        return self._tensors[stored.name][index]
 
     def _stored(self, parameter: str) -> Stored:
         stored = self._family.stored(parameter)
