@@ -134,7 +134,7 @@ def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
     if path.suffix == ".bin" and index.exists():
         tokens, ends = _indexed(path, index)
     else:
-        tokens = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
+        tokens = _array(path) if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} must hold one dimension of integers, got {list(tokens.shape)} {tokens.dtype}")
         ends = np.array([], np.int64) if end is None else np.flatnonzero(tokens == end) + 1
@@ -143,6 +143,15 @@ def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
     if not len(tokens):
         raise ValueError(f"{path} has no tokens in it")
     return TokenFile(path, tokens, ends.astype(np.int64))
+
+
+def _array(path: Path) -> NDArray[np.integer]:
+    try:
+        # Unlike np.load it opens .npy alone, neither archives nor pickles.
+        mapped: NDArray[np.integer] = np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as an array of integers: {error}") from None
+    return mapped
 
 
 def _raw(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.integer]:
