@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops.train import Trainer
-from parallel_ops.train.checkpoint.checkpoints import _Writer
+from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
 from parallel_ops.train.results import Result
 from support.layers import mesh_of
@@ -148,7 +148,7 @@ def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
 
 @contextlib.contextmanager
 def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> Any:
-    write, count = _Writer.write_data, 0
+    write, count = CheckpointWriter.write_data, 0
 
     def write_data(self: Any, *args: Any) -> Any:
         nonlocal count
@@ -160,7 +160,7 @@ def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> An
             act()
         return written
 
-    with mock.patch.object(_Writer, "write_data", write_data):
+    with mock.patch.object(CheckpointWriter, "write_data", write_data):
         yield
 
 

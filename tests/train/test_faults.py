@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 pytest.importorskip("pydantic")
 
@@ -71,9 +72,31 @@ def test_a_full_disk(data, tmp_path, asynchronous):
     for outcome in ranks(2).outcomes(runs.train_on_a_full_disk, settings, 3):
         assert outcome.type == "CheckpointError"
         assert "cannot write the checkpoint" in outcome.message and ".step-00000003.part: rank 0" in outcome.message
-        assert f"the last complete one is {tmp_path}/step-00000002" in outcome.message
+        assert f"the last complete one, {tmp_path}/step-00000002, stays valid" in outcome.message
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert ranks(2).run(runs.train, settings, tmp_path)[0].step == 5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp"])
+def test_a_disk_without_space_is_called_that(data, tmp_path, monkeypatch, asynchronous, name):
+    """The second save writes to a device that has no space, which torch reports as "unexpected pos"."""
+    create = FileSystem.create_stream
+
+    def create_stream(self, path, mode):
+        full = path.name == name and path.parent.name == ".step-00000002.part" and mode == "wb"
+        return create(self, Path("/dev/full") if full else path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+    checkpoint = {"folder": str(tmp_path), "every": 1, "asynchronous": asynchronous}
+    with pytest.raises(CheckpointError) as raised:
+        Trainer(runs.settings_of(data, checkpoint=checkpoint)).train()
+    said = str(raised.value)
+    assert f"cannot write the checkpoint {tmp_path}/.step-00000002.part: rank 0: No space left on device" in said
+    assert f"the disk of {tmp_path} is full (" in said and "free some, or name another checkpoint.folder" in said
+    assert said.endswith(f"(the last complete one, {tmp_path}/step-00000001, stays valid)")
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def flip(path):
@@ -82,12 +105,23 @@ def flip(path):
     path.write_bytes(content)
 
 
+def replace(path, old, new):
+    content = path.read_text()
+    assert content.count(old) == 1
+    path.write_text(content.replace(old, new))
+
+
 DAMAGES = {
     "a bit": (lambda path: flip(path / "__1_0.distcp"), r"__1_0\.distcp is damaged: its checksum is [0-9a-f]{8}, not"),
     "an end": (lambda path: os.truncate(path / "__0_0.distcp", 99), r"__0_0\.distcp is damaged: it has 99 bytes, of"),
     "a file": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp: No such file"),
     "metadata": (lambda path: flip(path / ".metadata"), r"\.metadata is damaged"),
     "description": (lambda path: (path / "run.json").write_text("{"), r"run\.json is not of a checkpoint, or damaged"),
+    "a digit of the description": (
+        lambda path: replace(path / "run.json", '"samples": 16', '"samples": 17'),
+        r"run\.json is not of a checkpoint, or damaged: .*its checksum is [0-9a-f]{8}, not [0-9a-f]{8}",
+    ),
+    "no description": (lambda path: (path / "run.json").unlink(), r"run\.json: No such file or directory"),
 }
 
 
@@ -102,10 +136,31 @@ def test_a_damaged_checkpoint_is_named_on_every_rank(data, saved, tmp_path, dama
     assert len({outcome.message for outcome in outcomes}) == 1
     alone = Trainer(runs.settings_of(data))
     before = [p.detach().clone() for p in alone.model.parameters()]
-    with pytest.raises(CheckpointError, match=message):
+    good = folder / "step-00000002"
+    with pytest.raises(CheckpointError, match=message) as raised:
         alone.resume(folder)
+    assert raised.value.other == good
+    assert str(raised.value).endswith(f"; the newest other one that has all its files is {good}")
     assert all((p == q).all() for p, q in zip(alone.model.parameters(), before, strict=True))
-    assert alone.resume(folder / "step-00000002").name == "step-00000002"
+    assert alone.resume(good) == good
+
+
+def test_a_damaged_one_is_not_offered_in_the_place_of_another(data, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "saved")
+    (folder / "step-00000004" / ".metadata").unlink()
+    os.truncate(folder / "step-00000002" / "__1_0.distcp", 99)
+    with pytest.raises(CheckpointError, match=r"\.metadata: No such file.*; .*saved has no other one that has all"):
+        Trainer(runs.settings_of(data)).resume(folder)
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(data, saved, tmp_path):
+    inside = shutil.copytree(saved / "step-00000002", tmp_path / "best")
+    before = names(inside)
+    settings = runs.settings_of(data, checkpoint={"folder": str(inside)})
+    with pytest.raises(CheckpointError, match=rf"is a checkpoint itself; .* {tmp_path}, .* --resume {inside}"):
+        Trainer(settings).train()
+    assert names(inside) == before
+    assert Trainer(settings).resume() == inside  # under any name
 
 
 def test_what_is_no_checkpoint(tmp_path):

@@ -1,6 +1,6 @@
 """Checkpoints of a run, by torch.distributed.checkpoint: saved on any ranks, read on any others.
 
-    FOLDER/step-00000050/run.json       the step, what the run is, and size and checksum of each other file
+    FOLDER/step-00000050/run.json       the step, what the run is, and size and checksum of each file
     FOLDER/step-00000050/__0_0.distcp   what rank 0 has of model and optimizer; .metadata says what is where
     FOLDER/.step-00000100.part/         one that is being written
 
@@ -9,49 +9,36 @@ before as they were.
 """
 
 import contextlib
-import json
-import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-_STEP, _PART = re.compile(r"step-(\d{8,})"), re.compile(r"\.step-\d{8,}\.part")
-_DESCRIPTION, _METADATA, _SUMS = "run.json", ".metadata", "sums.json"
-_PIECE = 1 << 24
+from parallel_ops.train.checkpoint.description import (
+    CheckpointError,
+    Description,
+    Sums,
+    is_checkpoint,
+    problem_of,
+    read_description,
+    steps_in,
+)
+from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
+from parallel_ops.train.checkpoint.writer import CheckpointWriter
 
+__all__ = ["CheckpointError", "Checkpoints", "Description", "check_folder", "describe", "load", "newest", "steps_in"]
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, with the file and the reason; raised on every rank."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: steps taken. samples: taken from the data.
-        model, data: what the run is of, as plain values; see ``Trainer``. rest: what else resuming needs.
-    """
-
-    step: int
-    samples: int
-    model: dict[str, Any]
-    data: dict[str, Any]
-    rest: dict[str, Any]
+_PART = re.compile(r"\.step-\d{8,}\.part")
 
 
 class Checkpoints:
@@ -63,12 +50,13 @@ class Checkpoints:
         group: of all ranks, over gloo, that nobody else uses; ``None`` for one rank.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be made. CheckpointError: it is a checkpoint.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, group: ProcessGroup | None) -> None:
         self.folder, self.keep, self.asynchronous, self.group = folder, keep, asynchronous, group
         self._writing: tuple[Path, Future[Any]] | None = None
+        check_folder(folder)
         if group is None:  # a thread writes, after this: no block with another filter would last
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
         if _rank(group) == 0:
@@ -108,7 +96,7 @@ class Checkpoints:
         with self._reported(part):
             if _rank(self.group) == 0:
                 shutil.rmtree(part, ignore_errors=True)
-            writer = _Writer(part, self.folder / f"step-{description.step:08}", description, self.keep)
+            writer = CheckpointWriter(part, self.folder / f"step-{description.step:08}", description, self.keep)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
             options["no_dist"] = self.group is None
             if self.asynchronous:
@@ -136,20 +124,28 @@ class Checkpoints:
             if _rank(self.group) == 0:
                 shutil.rmtree(part, ignore_errors=True)
             kept = steps_in(self.folder)
-            last = f"the last complete one is {kept[max(kept)]}" if kept else "there is none before it"
+            last = f"the last complete one, {kept[max(kept)]}, stays valid" if kept else "there is none before it"
             raise CheckpointError(f"{error} ({last})") from error.__cause__
 
 
 def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
-    """Fills tensors from a checkpoint, whose files are checked first; all ranks call it.
+    """Fills tensors from a checkpoint, whose files are checked first; all ranks call it. No file can run code.
 
     Raises:
         CheckpointError: a file that is missing or damaged, by name, or tensors that are not those of ``state``.
     """
-    _verify(path, group)
+    sums = _verified(path, group)
+    metadata, problems = None, []
+    try:
+        metadata = read_metadata(path, {name: size for name, (size, _) in sums.items()})
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+    _agree(problems, path, group)
+    assert metadata is not None
     with _explained(f"cannot load the checkpoint {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load_state(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+        reader = SafeReader(path, metadata)
+        load_state(state, storage_reader=reader, planner=SafeLoadPlanner(), process_group=group, no_dist=group is None)
 
 
 def describe(path: Path) -> Description:
@@ -158,7 +154,10 @@ def describe(path: Path) -> Description:
     Raises:
         CheckpointError: it says nothing that we understand.
     """
-    return _read(path)[0]
+    try:
+        return read_description(path)[0]
+    except CheckpointError as error:
+        raise _damaged(str(error), path) from error.__cause__
 
 
 def newest(folder: Path) -> Path:
@@ -167,7 +166,7 @@ def newest(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if _STEP.fullmatch(folder.name) and (folder / _DESCRIPTION).exists():
+    if is_checkpoint(folder):
         return folder
     steps = steps_in(folder)
     if not steps:
@@ -175,88 +174,53 @@ def newest(folder: Path) -> Path:
     return steps[max(steps)]
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder, by step; none where there is no such folder."""
-    if not folder.is_dir():
-        return {}
-    return {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
+def check_folder(folder: Path) -> None:
+    """CheckpointError: checkpoints cannot be saved in this folder, since it is one."""
+    if is_checkpoint(folder):
+        raise CheckpointError(
+            f"checkpoint.folder {folder} is a checkpoint itself; name the folder for new ones, such as "
+            f"{folder.parent}, and go on from this one with --resume {folder}"
+        )
 
 
-class _Writer(FileSystemWriter):
-    """Writes to ``part`` with checksums; the coordinator, once all ranks have written, gives it its name."""
-
-    def __init__(self, part: Path, final: Path, description: Description, keep: int) -> None:
-        super().__init__(part)
-        self.part, self.final, self.description, self.keep = part, final, description, keep
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        written = super().write_data(plan, planner)
-        names = sorted({result.storage_data.relative_path for result in written.value()})
-        sums = {name: _checksum(self.part / name) for name in names}
-        _write_json(self.part / f"{plan.storage_data.prefix}{_SUMS}", sums)
-        return written
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        super().finish(metadata, results)
-        sums = {_METADATA: _checksum(self.part / _METADATA)}
-        for rank in range(len(results)):
-            own = self.part / f"__{rank}_{_SUMS}"
-            sums |= json.loads(own.read_text())
-            own.unlink()
-        _write_json(self.part / _DESCRIPTION, {**vars(self.description), "files": sums})
-        _sync(self.part)
-        shutil.rmtree(self.final, ignore_errors=True)
-        self.part.rename(self.final)
-        _sync(self.final.parent)
-        found = steps_in(self.final.parent)
-        for step in sorted(found)[: -self.keep]:
-            # Its description goes first: what is left when this is interrupted is no checkpoint.
-            (found[step] / _DESCRIPTION).unlink(missing_ok=True)
-            shutil.rmtree(found[step])
+def _damaged(problem: str, path: Path) -> CheckpointError:
+    """An error of a checkpoint, with the newest beside it that has all its files: its checksums are not computed."""
+    there = steps_in(path.parent)
+    for step in sorted(there, reverse=True):
+        other = there[step]
+        if other.name == path.name:
+            continue
+        with contextlib.suppress(CheckpointError):
+            sums = read_description(other)[1]
+            if not any(problem_of(other / name, size, None) for name, (size, _) in sums.items()):
+                return CheckpointError(f"{problem}; the newest other one that has all its files is {other}", other)
+    return CheckpointError(f"{problem}; {path.parent} has no other one that has all its files")
 
 
-def _read(path: Path) -> tuple[Description, dict[str, list[int]]]:
-    file = path / _DESCRIPTION
-    try:
-        said = json.loads(file.read_text())
-        files = said.pop("files")
-        description = Description(**said)
-        if not isinstance(description.step, int) or not isinstance(description.samples, int) or not files:
-            raise ValueError("a value is missing")
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not of a checkpoint, or damaged: {error!r}") from error
-    return description, files
-
-
-def _verify(path: Path, group: ProcessGroup | None) -> None:
-    """Each rank reads some of the files; all raise what one found."""
+def _verified(path: Path, group: ProcessGroup | None) -> Sums:
+    """The files that the description names. Each rank reads some of them; all raise what one found."""
     problems: list[str] = []
+    sums: Sums = {}
     try:
-        files = sorted(_read(path)[1].items())
-        for name, (size, checksum) in files[_rank(group) :: 1 if group is None else group.size()]:
-            file = path / name
-            try:
-                found = _checksum(file)
-            except OSError as error:
-                problems.append(f"{file}: {error.strerror}")
-            else:
-                if found[0] != size:
-                    problems.append(f"{file} is damaged: it has {found[0]} bytes, of {size}")
-                elif found[1] != checksum:
-                    problems.append(f"{file} is damaged: its checksum is {found[1]:08x}, not {checksum:08x}")
+        sums = read_description(path)[1]
+        for name, (size, wanted) in sorted(sums.items())[_rank(group) :: 1 if group is None else group.size()]:
+            if problem := problem_of(path / name, size, wanted):
+                problems.append(problem)
     except CheckpointError as error:
         problems.append(str(error))
+    _agree(problems, path, group)
+    return sums
+
+
+def _agree(problems: list[str], path: Path, group: ProcessGroup | None) -> None:
+    """CheckpointError: the first problem with a checkpoint that any rank has; on every rank."""
     if group is not None:
         everyone: list[list[str]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everyone, problems, group=group)
         problems = sorted({problem for found in everyone for problem in found})
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        others = [str(other) for other in steps_in(path.parent).values() if other != path]
-        hint = f"; there is also {max(others)}" if others else ""
-        raise CheckpointError(f"{problems[0]}{more}{hint}")
+        raise _damaged(f"{problems[0]}{more}", path)
 
 
 @contextlib.contextmanager
@@ -271,31 +235,6 @@ def _explained(failure: str) -> Iterator[None]:
         raise CheckpointError(f"{failure}: rank {rank}: {reason}") from error
     except OSError as error:
         raise CheckpointError(f"{failure}: {error}") from error
-
-
-def _checksum(file: Path) -> list[int]:
-    """Bytes and CRC-32 of a file."""
-    size = checksum = 0
-    with file.open("rb") as content:
-        while piece := content.read(_PIECE):
-            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
-    return [size, checksum]
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with path.open("w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _rank(group: ProcessGroup | None) -> int:

@@ -1,0 +1,142 @@
+"""``run.json``: what a checkpoint says of itself, and size and checksum of its other files."""
+
+import json
+import os
+import re
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION, METADATA = "run.json", ".metadata"
+_STEP = re.compile(r"step-(\d{8,})")
+_PIECE = 1 << 24
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read, with the file and the reason; raised on every rank.
+
+    Attributes:
+        other: where a checkpoint is damaged, the newest in its folder that has all its files, if there is one.
+    """
+
+    def __init__(self, message: str, other: Path | None = None) -> None:
+        super().__init__(message)
+        self.other = other
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: steps taken. samples: taken from the data.
+        model, data: what the run is of, as plain values; see ``Trainer``. rest: what else resuming needs.
+    """
+
+    step: int
+    samples: int
+    model: dict[str, Any]
+    data: dict[str, Any]
+    rest: dict[str, Any]
+
+
+# Bytes and CRC-32 of each file beside the description, by name.
+Sums = dict[str, tuple[int, int]]
+
+
+def write_description(path: Path, description: Description, sums: Sums) -> None:
+    """Writes ``run.json`` of the checkpoint at ``path``, with a checksum of its own."""
+    content = json.loads(json.dumps({**vars(description), "files": sums}))
+    write_json(path / DESCRIPTION, {**content, "checksum": _own_checksum(content)})
+
+
+def read_description(path: Path) -> tuple[Description, Sums]:
+    """What ``run.json`` of the checkpoint at ``path`` says.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    file = path / DESCRIPTION
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        if (found := said.pop("checksum")) != (wanted := _own_checksum(said)):
+            raise ValueError(f"its checksum is {wanted:08x}, not {found:08x}")
+        files = said.pop("files")
+        description = Description(**said)
+        if not _is_count(description.step) or not _is_count(description.samples) or not files:
+            raise ValueError("a value is missing")
+        if not all(isinstance(part, dict) for part in (description.model, description.data, description.rest)):
+            raise ValueError("a section is no table")
+        sums = {_file_name(name): (_counted(size), _counted(checksum)) for name, (size, checksum) in files.items()}
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not of a checkpoint, or damaged: {error!r}") from error
+    return description, sums
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, whole or damaged, under any name."""
+    return any((folder / name).exists() for name in (DESCRIPTION, METADATA)) or any(folder.glob("*.distcp"))
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in a folder, by step; none where there is no such folder."""
+    if not folder.is_dir():
+        return {}
+    return {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
+
+
+def checksum(file: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
+    size = found = 0
+    with file.open("rb") as content:
+        while piece := content.read(_PIECE):
+            size, found = size + len(piece), zlib.crc32(piece, found)
+    return size, found
+
+
+def problem_of(file: Path, size: int, wanted: int | None) -> str | None:
+    """What is wrong with a file of so many bytes and this checksum; ``None`` for one that is not to be read."""
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{file} is damaged: it is no regular file"
+        if status.st_size != size:
+            return f"{file} is damaged: it has {status.st_size} bytes, of {size}"
+        if wanted is not None and (found := checksum(file)[1]) != wanted:
+            return f"{file} is damaged: its checksum is {found:08x}, not {wanted:08x}"
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+    return None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file, on the disk when this returns."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _own_checksum(content: dict[str, Any]) -> int:
+    """Of what it says, not of how it is laid out."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _file_name(name: str) -> str:
+    if name != Path(name).name or name in ("", ".."):
+        raise ValueError(f"it names {name!r}, which is no file beside it")
+    return name
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _counted(value: Any) -> int:
+    if not _is_count(value):
+        raise ValueError(f"{value!r} is no size or checksum")
+    return int(value)

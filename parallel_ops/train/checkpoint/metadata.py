@@ -1,0 +1,208 @@
+"""Files of torch.distributed.checkpoint, read without running what they say.
+
+torch.distributed.checkpoint unpickles ``.metadata``, and what is no tensor in ``*.distcp``, with all that a pickle can
+do: call any function by name. Here the pickle of ``.metadata`` becomes plain records, which call nothing; the metadata
+is built from them once every value has the type, and every file the size, that it must have. Data are read by torch's
+``weights_only=True``, tensors and plain values alike.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from parallel_ops.train.checkpoint.description import METADATA
+
+# What a damaged or made-up pickle, or one with values of other types, raises.
+_ERRORS = (
+    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
+    RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+class _Record:
+    """Arguments and state that a pickle has for an object of a class."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> "_Record":
+        found = super().__new__(cls)
+        found.args, found.state = args, {}
+        return found
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _records(module: str, names: Iterable[str]) -> dict[tuple[str, str], type[_Record]]:
+    return {(module, name): cast(type[_Record], type(name, (_Record,), {})) for name in names}
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA_NAMES = (
+    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_PATHS = ("PosixPath", "WindowsPath")
+# All that the metadata of a checkpoint are made of, beside dtypes and Python's own containers.
+_KNOWN = {
+    **_records(f"{_CHECKPOINT}.metadata", _METADATA_NAMES),
+    **_records(f"{_CHECKPOINT}.filesystem", ["_StorageInfo"]),
+    **_records("torch", ["Size"]),
+    **_records("torch.serialization", ["_get_layout"]),
+    **_records("pathlib", _PATHS),
+    **_records("pathlib._local", _PATHS),  # Python 3.13
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if record := _KNOWN.get((module, name)):
+            return record
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+
+
+def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
+    """The ``.metadata`` of the checkpoint at ``path``.
+
+    Args:
+        files: the bytes of each of its files.
+
+    Raises:
+        ValueError: the file is damaged, or was made to do something else. OSError: it cannot be read.
+    """
+    file = path / METADATA
+    content = file.read_bytes()
+    try:
+        return _metadata(_Unpickler(io.BytesIO(content)).load(), files)
+    except _ERRORS as error:
+        raise ValueError(f"{file} is damaged: {error or type(error).__name__}") from None
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint whose metadata are read already; see ``read_metadata``."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        """Without arguments: torch looks for ``kwargs`` to read one file a rank where this one cannot be read."""
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError:  # torch's own text is about turning off weights_only
+            names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
+            raise ValueError(
+                f"damaged: {' or '.join(names)} has something else in it than tensors and plain values"
+            ) from None
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """torch's default planner, which takes plain values where that one takes any pickle."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _metadata(found: Any, files: Mapping[str, int]) -> Metadata:
+    fields = _fields(found, "Metadata")
+    return Metadata(
+        state_dict_metadata={_text(name): _stored(value) for name, value in _dict(fields["state_dict_metadata"])},
+        storage_data={_index(key): _place(value, files) for key, value in _dict(fields["storage_data"])},
+    )
+
+
+def _stored(found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(found).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(found, "TensorStorageMetadata")
+    properties = fields["properties"]
+    _check(properties, "TensorProperties")
+    dtype = properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype is {dtype!r}")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype),
+        _size(fields["size"]),
+        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(found: Any) -> MetadataIndex:
+    fields = _fields(found, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields["fqn"]), None if offset is None else _size(offset), None if index is None else _count(index)
+    )
+
+
+def _place(found: Any, files: Mapping[str, int]) -> _StorageInfo:
+    """Where an entry is: inside of a file of the checkpoint, as it is."""
+    fields = _fields(found, "_StorageInfo")
+    name, offset, length = _text(fields["relative_path"]), _count(fields["offset"]), _count(fields["length"])
+    if name not in files:
+        raise ValueError(f"it places data in {name!r}, which is no file of the checkpoint")
+    if offset + length > files[name]:
+        raise ValueError(f"it places data at {offset} to {offset + length} of {name}, which has {files[name]} bytes")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"it has transforms of data, {fields['transform_descriptors']!r}, which we do not have")
+    return _StorageInfo(name, offset, length)
+
+
+def _check(found: Any, kind: str) -> None:
+    if not isinstance(found, _Record) or type(found).__name__ != kind:
+        raise ValueError(f"it has {type(found).__name__} in the place of {kind}")
+
+
+def _fields(found: Any, kind: str) -> dict[str, Any]:
+    _check(found, kind)
+    return dict(_dict(found.state))
+
+
+def _dict(found: Any) -> Iterable[tuple[Any, Any]]:
+    if type(found) is not dict:
+        raise ValueError(f"it has {type(found).__name__} in the place of a dict")
+    return found.items()
+
+
+def _text(found: Any) -> str:
+    if type(found) is not str:
+        raise ValueError(f"it has {type(found).__name__} in the place of a name")
+    return found
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < 2**63:
+        raise ValueError(f"it has {found!r} in the place of a count")
+    return found
+
+
+def _size(found: Any) -> torch.Size:
+    _check(found, "Size")
+    (sizes,) = found.args
+    return torch.Size([_count(size) for size in sizes])

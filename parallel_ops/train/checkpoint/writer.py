@@ -1,0 +1,94 @@
+"""Writes one checkpoint, with checksums; it gets its name when all ranks have written."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from parallel_ops.train.checkpoint.description import (
+    DESCRIPTION,
+    METADATA,
+    Description,
+    Sums,
+    checksum,
+    steps_in,
+    write_description,
+    write_json,
+)
+
+_SUMS = "sums.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes to ``part`` with checksums; the coordinator, once all ranks have written, gives it its name."""
+
+    def __init__(self, part: Path, final: Path, description: Description, keep: int) -> None:
+        super().__init__(part)
+        self.part, self.final, self.description, self.keep = part, final, description, keep
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        with _written(self.final.parent):
+            return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        with _written(self.final.parent):
+            written = super().write_data(plan, planner)
+            names = sorted({result.storage_data.relative_path for result in written.value()})
+            sums = {name: checksum(self.part / name) for name in names}
+            write_json(self.part / f"{plan.storage_data.prefix}{_SUMS}", sums)
+            return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        with _written(self.final.parent):
+            super().finish(metadata, results)
+            sums: Sums = {METADATA: checksum(self.part / METADATA)}
+            for rank in range(len(results)):
+                own = self.part / f"__{rank}_{_SUMS}"
+                sums |= json.loads(own.read_text())
+                own.unlink()
+            write_description(self.part, self.description, sums)
+            _sync(self.part)
+            shutil.rmtree(self.final, ignore_errors=True)
+            self.part.rename(self.final)
+            _sync(self.final.parent)
+        found = steps_in(self.final.parent)
+        for step in sorted(found)[: -self.keep]:
+            # Its description goes first: what is left when this is interrupted is no checkpoint.
+            (found[step] / DESCRIPTION).unlink(missing_ok=True)
+            shutil.rmtree(found[step])
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """What the file system says where a file cannot be written: torch has an error of its own for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        if cause.errno not in _FULL:
+            raise cause from None
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            f"{cause.strerror}: the disk of {folder} is full ({free / 1e6:,.1f} MB are free); free some, or name "
+            "another checkpoint.folder"
+        ) from None
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder are on the disk too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
