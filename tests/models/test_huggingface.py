@@ -290,7 +290,7 @@ def broken_files(good, tmp_path):
     for name, message, weight_map, written in (
         ("unlisted", f"has {Q}, which model.safetensors.index.json does not place", index.keys() - {Q}, tensors),
         ("absent", f"lacks {Q}, which model.safetensors.index.json lists", index, tensors.keys() - {Q}),
-        ("outside", "names '../a.safetensors', which is not a file beside it", {Q: "../a.safetensors"}, tensors),
+        ("outside", "names '../a.safetensors', which is not a safetensors file", {Q: "../a.safetensors"}, tensors),
         ("no_file", "lacks b.safetensors, which model.safetensors.index.json lists", {Q: "b.safetensors"}, tensors),
         ("no_map", "has no weight_map", {}, tensors),
     ):

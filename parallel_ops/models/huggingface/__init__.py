@@ -43,7 +43,9 @@ class PretrainedModel(ShardedModule):
 
         Raises: as ``load_pretrained``.
         """
-        model = cast(Any, cls)(config or loading.read_config(Path(folder))[0], device="meta", **options)
+        built = config or loading.read_config(Path(folder))[0]
+        loading.check(built, Path(folder))
+        model = cast(Any, cls)(built, device="meta", **options)
         model.to_empty(device=torch.get_default_device() if device is None else device)
         model.load_pretrained(folder, strict=config is None)
         return cast(_Model, model)

@@ -11,6 +11,8 @@ from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.families import FAMILIES, Family, Options, listed
 
 _REQUIRED = object()
+# A configuration holds lists of so many windows, before the tensors of the layers are counted.
+_MOST_LAYERS = 100_000
 
 # What does not change the logits: how the model is run, saved or generated from, and what other heads need.
 # fmt: off
@@ -47,6 +49,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
     for key, value in family.fixed.items():
         if (got := rest.pop(key, value)) != value:
             raise ValueError(f"has {key} {got!r}; we have {value!r}")
+    if isinstance(layers := rest[family.names["layers"]], int) and layers > _MOST_LAYERS:
+        raise ValueError(f"has {family.names['layers']} {layers}; we have at most {_MOST_LAYERS}")
     try:
         said = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
         config = TransformerConfig(**family.always, **said)

@@ -7,7 +7,7 @@ holds: no rank reads what it does not keep, and a folder that does not fit chang
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from parallel_ops.models.huggingface import PretrainedModel
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOATING = ("F64", "F32", "F16", "BF16")
 # In what a model may differ from the config.json of its weights: none of it says what the weights are.
 _OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
@@ -54,6 +55,17 @@ def read_config(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
         raise ValueError(f"{folder / CONFIG} {error}") from error
 
 
+def check(config: TransformerConfig, folder: Path) -> None:
+    """Looks at the files of a folder before a model of this configuration takes memory.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``Transformer.load_pretrained``.
+    """
+    with contextlib.ExitStack() as stack:
+        files = _Files(folder, family_of(read_config(folder)[1]), stack)
+        files.check(config)
+
+
 def load(model: "PretrainedModel", folder: Path, *, strict: bool) -> None:
     """See ``Transformer.load_pretrained``."""
     config, options = read_config(folder)
@@ -63,7 +75,7 @@ def load(model: "PretrainedModel", folder: Path, *, strict: bool) -> None:
         raise ValueError(f"{folder / CONFIG} differs from the model's configuration in {', '.join(differing)}")
     with contextlib.ExitStack() as stack:
         files = _Files(folder, family_of(options), stack)
-        files.check(whole_shapes(model))
+        files.check(model.config)
         parameters = parameters_of(model)
         held = {name: _held(name, t) for name, t in parameters.items()}
         if model.config.tied_embeddings and "tokens.weight" in parameters:
@@ -88,11 +100,11 @@ def parameters_of(model: "PretrainedModel") -> dict[str, Tensor]:
     return parameters
 
 
-def whole_shapes(model: "PretrainedModel") -> dict[str, tuple[int, ...]]:
-    """Of all parameters of the configuration, also where the model is a stage or a part of it."""
+def whole_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Of all parameters of a configuration."""
     from parallel_ops.models.transformer import Transformer
 
-    return {name: tuple(t.shape) for name, t in Transformer(model.config, device="meta").state_dict().items()}
+    return {name: tuple(t.shape) for name, t in Transformer(config, device="meta").state_dict().items()}
 
 
 def some(names: Iterable[str]) -> str:
@@ -126,8 +138,13 @@ class _Files:
             raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
         self._bare = not any(name.startswith(family.prefix) for name in self._tensors)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """ValueError: the tensors are not those of a model whose parameters have these shapes."""
+    def check(self, config: TransformerConfig) -> None:
+        """ValueError: the tensors are not those of a model of this configuration."""
+        if config.layers > len(self._tensors):  # so that no number in a file makes a model that never ends
+            raise ValueError(
+                f"{self._folder / CONFIG} says {config.layers} layers, and the folder has {len(self._tensors)} tensors"
+            )
+        shapes = whole_shapes(config)
         wanted: dict[str, list[int]] = {}
         for parameter, (rows, *columns) in shapes.items():
             stored = self._stored(parameter)
@@ -180,13 +197,15 @@ def _held(name: str, t: Tensor) -> Held:
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
     if not (folder / INDEX).exists():
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        pickles = [file.name for suffix in _PICKLES for file in folder.glob(f"*{suffix}")]
+        hint = f"; {some(pickles)} can run code when it is opened: convert it to safetensors first" if pickles else ""
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     files = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     for file in files.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a file beside it")
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != ".safetensors":
+            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a safetensors file beside it")
         if not (folder / file).exists():
             raise FileNotFoundError(f"{folder} lacks {file}, which {INDEX} lists")
     return files
@@ -197,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path.parent} has no {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold an object, got {type(value).__name__}")

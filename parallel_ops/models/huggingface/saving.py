@@ -39,7 +39,7 @@ def save(model: "PretrainedModel", folder: Path, *, dtype: torch.dtype | None, f
     parameters = parameters_of(model)
     if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"save_pretrained: dtype must be float64, float32, float16 or bfloat16, got {dtype}")
-    if absent := whole_shapes(model).keys() - parameters.keys():
+    if absent := whole_shapes(model.config).keys() - parameters.keys():
         raise ValueError(f"save_pretrained: the whole model is needed, and {some(absent)} is not on this rank")
     options = options_of(model.config, model.loaded_options)
     options["torch_dtype"] = str(dtype or parameters["norm.weight"].dtype).removeprefix("torch.")
