@@ -1,5 +1,7 @@
 """Hugging Face datasets on disk, as ``Dataset.save_to_disk`` writes them: folders of Arrow files, memory-mapped."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,23 @@ def is_dataset(path: Path) -> bool:
         splits = ", ".join(sorted(str(own) for own in path.iterdir() if own.is_dir()))
         raise ValueError(f"{path} has several datasets; name one of {splits}")
     return (path / "dataset_info.json").exists() and (path / "state.json").exists()
+
+
+def _check_files(path: Path) -> None:
+    """ValueError: it names Arrow files that are not in its folder. ImportError: a pyarrow that unpickles files."""
+    import pyarrow
+
+    # Arrow files could name Python types as pickles, which pyarrow opened before 14.0.1 (CVE-2023-47248).
+    if tuple(int(part) for part in re.findall(r"\d+", pyarrow.__version__)[:3]) < (14, 0, 1):
+        raise ImportError(f"pyarrow {pyarrow.__version__} runs code that is in a dataset; update it to 14.0.1 or later")
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        files = [file["filename"] for file in [*state["_data_files"], *(state.get("_indices_data_files") or [])]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path / 'state.json'} is not that of a dataset: {error!r}") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ValueError(f"{path / 'state.json'} names {file!r}, which is not a file beside it")
 
 
 class Dataset:
@@ -33,6 +52,7 @@ class Dataset:
             from datasets import load_from_disk
         except ImportError as error:
             raise ImportError(f"{path} is a Hugging Face dataset; to read it, run: pip install datasets") from error
+        _check_files(path)
         try:
             rows = load_from_disk(str(path))
         except Exception as error:
