@@ -102,6 +102,12 @@ class Settings(Section):
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
             yield ("optimizer", "decay"), f"must be {wanted}, got {optimizer.decay}"
+        if optimizer.warmup + optimizer.decay > self.run.steps:
+            decay = f" plus optimizer.decay {optimizer.decay}" if optimizer.decay else ""
+            yield (
+                ("optimizer", "warmup"),
+                f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
+            )
         if self.checkpoint.every and self.checkpoint.folder is None:
             yield ("checkpoint", "folder"), "is needed with checkpoint.every"
 

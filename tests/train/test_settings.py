@@ -78,6 +78,7 @@ def test_the_text_of_a_plan():
         ("precision.dtype=fp8", "precision.dtype: input should be 'bf16', 'fp32' or 'fp16'"),
         ("optimizer.lr=fast", "optimizer.lr: input should be a valid number, got 'fast'"),
         ("optimizer.schedule=wsd", "optimizer.decay must be at least 1 for the schedule wsd, got 0"),
+        ("optimizer.warmup=1001", "optimizer.warmup 1001 is more than run.steps 1000: lower it, or raise run.steps"),
         ("run.steps=true", "run.steps: input should be a valid integer, got True"),
         ("model.heads=5", "must be a multiple of heads"),
         ("model.folder=nowhere", "model has a folder, which says what it is; heads, hidden"),
@@ -91,6 +92,15 @@ def test_what_is_wrong_is_said_in_one_line(file, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_settings(file, [change])
     assert "\n" not in str(raised.value)
+
+
+def test_a_schedule_longer_than_the_run(file):
+    changes = ["optimizer.schedule=wsd", "optimizer.decay=60", "optimizer.warmup=40"]
+    assert read_settings(file, [*changes, "run.steps=100"]).optimizer.decay == 60
+    with pytest.raises(
+        ValueError, match=r"optimizer\.warmup 40 plus optimizer\.decay 60 is more than run\.steps 99: low"
+    ):
+        read_settings(file, [*changes, "run.steps=99"])
 
 
 def test_every_wrong_key_is_named_at_once(file):
