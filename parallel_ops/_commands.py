@@ -1,20 +1,44 @@
 """The commands of ``parallel-ops``: the planner's, and ``train``. Until something trains, nothing loads torch."""
 
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from parallel_ops._internal.command_line import fail
 from parallel_ops.planner.cli.app import app, main
 
 __all__ = ["main"]
 
+_COMMAND = "parallel_ops.command"
 
-@app.command("train")
+
+class _Train(TyperCommand):
+    """``--resume`` has a value or none, which typer's options cannot."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, others, left = [], [], [*args]
+        while left:
+            arg = left.pop(0)
+            if arg != "--resume":
+                given.append(arg)
+                if not arg.startswith("--resume="):
+                    others.append(arg)
+                continue
+            # A checkpoint is a folder: what is a file is the argument of the command.
+            has_path = bool(left) and not left[0].startswith("-") and not Path(left[0]).is_file()
+            given.append(f"--resume={left.pop(0) if has_path else ''}")
+        ctx.meta[_COMMAND] = shlex.join([*ctx.command_path.split(), *others])
+        return super().parse_args(ctx, given)
+
+
+@app.command("train", cls=_Train)
 def train_command(
+    context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="TOML file; see examples/train.toml.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="A key of the file: parallel.tp=2, or parallel=dp=2,tp=2.")
@@ -22,8 +46,13 @@ def train_command(
     steps: Annotated[int | None, typer.Option(help="Steps in all: run.steps.")] = None,
     json: Annotated[Path | None, typer.Option(help="File for one JSON object a step: logging.jsonl.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one, on any ranks.")
-    ] = False,
+        str | None,
+        typer.Option(
+            metavar="[PATH]",
+            help="Go on, on any ranks, from a checkpoint or the newest in a folder of them. Without PATH: from the "
+            "newest in checkpoint.folder, if there is one.",
+        ),
+    ] = None,
     deepspeed: Annotated[
         Path | None, typer.Option(help="DeepSpeed JSON, which goes before the file.", show_default=False)
     ] = None,
@@ -70,4 +99,8 @@ def train_command(
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return
-    sys.exit(command.train(settings, resume=resume, elastic=elastic, max_restarts=max_restarts, strict=strict))
+    start = command.Start(
+        resume=resume is not None, path=Path(resume) if resume else None, elastic=elastic, max_restarts=max_restarts,
+        command=context.meta[_COMMAND],
+    )  # fmt: skip
+    sys.exit(command.train(settings, start, strict=strict))

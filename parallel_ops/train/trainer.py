@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.models.context import IGNORED
+from parallel_ops.models.huggingface import loading
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
@@ -53,6 +54,7 @@ class Trainer:
 
     Attributes:
         done: steps taken. taken: samples taken from the data.
+        origin: what checkpoints say that the run was started from; ``None`` for nothing.
 
     Raises:
         ValueError: settings that do not fit the mesh; data that cannot be read. OSError: as the file system says.
@@ -97,12 +99,15 @@ class Trainer:
         is_half = dtype is torch.float16
         self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
         self.done = self.taken = 0
+        self.origin: str | None = None
         self._saved = -1
 
     def _built(self, given: nn.Module | None) -> nn.Module:
         settings = self.settings
         if given is not None:
             return parallelize(given.to(self.device), self.mesh, settings.spread)
+        if settings.model.folder is not None:
+            loading.check(settings.config, settings.model.folder)
         empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
         model = parallelize(empty, self.mesh, settings.spread)
         # Offloaded parameters stay on the CPU.

@@ -6,7 +6,9 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import zlib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint.description import DESCRIPTION, METADATA, checksum
+from parallel_ops.train.data.datasets import Dataset
 from parallel_ops.train.data.tokens import TokenStream
 from support import trainer as runs
 
@@ -174,9 +177,43 @@ def test_tokens_run_nothing(tmp_path):
     assert not flag.exists()
 
 
+@pytest.mark.parametrize("name", ["../a.arrow", "/etc/a.arrow", "..", 3])
+def test_a_dataset_does_not_leave_its_folder(tmp_path, monkeypatch, name):
+    load = use_datasets(monkeypatch, "14.0.1")
+    write_dataset(tmp_path, name)
+    with pytest.raises(ValueError, match=r"state\.json names .*, which is not a file beside it"):
+        Dataset(tmp_path, "tokens")
+    assert not load.called
+    write_dataset(tmp_path, "a.arrow")
+    load.side_effect = OSError("it was opened")
+    with pytest.raises(ValueError, match="it was opened"):
+        Dataset(tmp_path, "tokens")
+
+
+def test_a_pyarrow_that_unpickles_datasets_is_refused(tmp_path, monkeypatch):
+    load = use_datasets(monkeypatch, "14.0.0")
+    write_dataset(tmp_path, "a.arrow")
+    with pytest.raises(ImportError, match=r"pyarrow 14\.0\.0 runs code that is in a dataset; update it to 14\.0\.1"):
+        Dataset(tmp_path, "tokens")
+    assert not load.called
+
+
+def use_datasets(monkeypatch, version):
+    """Stands in for ``datasets`` and ``pyarrow``; returns what would open a dataset."""
+    load = mock.Mock()
+    monkeypatch.setitem(sys.modules, "datasets", mock.Mock(load_from_disk=load))
+    monkeypatch.setitem(sys.modules, "pyarrow", mock.Mock(__version__=version))
+    return load
+
+
+def write_dataset(path, file):
+    (path / "dataset_info.json").write_text("{}")
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": file}]}))
+
+
 def test_an_array_that_claims_more_than_its_file_has(tmp_path):
     file = tmp_path / "tokens.npy"
     np.save(file, np.arange(8, dtype=np.uint16))
-    file.write_bytes(file.read_bytes().replace(b"(8,)", b"(1 << 40,)".replace(b"1 << 40", b"9" * 10)))
+    file.write_bytes(file.read_bytes().replace(b"(8,)", b"(9999999999,)"))
     with pytest.raises(ValueError, match=r"tokens\.npy cannot be read as an array of integers"):
         TokenStream([file])

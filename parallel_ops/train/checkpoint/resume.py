@@ -44,7 +44,7 @@ def save(trainer: "Trainer", store: Checkpoints) -> None:
     """Saves a trainer; all ranks call it."""
     state = state_dict(trainer)
     progress = state.pop("progress")
-    rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text}
+    rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text, "origin": trainer.origin}
     store.save(
         state,
         Description(progress["step"], progress["samples"], _model_of(trainer), _data_of(trainer), rest),
@@ -76,6 +76,12 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
         if name not in _FREE and said.model.get(name) != value:
             raise CheckpointError(f"{source} is of a model with {name} {said.model.get(name)!r}, not {value!r}")
     return said
+
+
+def changes_of_data(trainer: "Trainer", source: Path) -> list[str]:
+    """In what a trainer's data differ from those of a checkpoint; nothing where it goes on with the next sample."""
+    said, own = checkpoints.describe(source).data, _data_of(trainer)
+    return [f"{name} {said.get(name)} -> {own.get(name)}" for name in own | said if said.get(name) != own.get(name)]
 
 
 def shape_of(config: TransformerConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -40,13 +41,14 @@ def settings_for(file: Path, changes: list[str], deepspeed: Path | None, process
     return found
 
 
-def train(settings: Settings, *, resume: bool, elastic: bool, max_restarts: int, strict: bool) -> int:
+def train(settings: Settings, start: Start, *, strict: bool) -> int:
     """Trains; returns the exit code. A run that failed has said so.
 
     Raises:
         ValueError, OSError: wrong settings or files, before anything is started.
     """
-    start = Start(resume=resume, elastic=elastic, max_restarts=max_restarts)
+    if under_torchrun():
+        start = replace(start, command=start.command.replace("parallel-ops", "torchrun ... -m parallel_ops", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.plan.gpus))
     _check_memory(settings, Device.here(settings, ranks), strict)
     try:

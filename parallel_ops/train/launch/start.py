@@ -14,12 +14,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops.train import metrics
-from parallel_ops.train.checkpoint import checkpoints
-from parallel_ops.train.checkpoint.checkpoints import CheckpointError
-from parallel_ops.train.checkpoint.resume import described_as, shape_of
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, is_lost, run_here
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.worker import Start, train, under_torchrun
@@ -59,23 +57,14 @@ def check(settings: Settings, start: Start) -> None:
 
     Raises:
         ValueError, OSError, ImportError, CheckpointError: data that is not there or too short, files that cannot be
-        written, no such device; a folder with checkpoints and no ``resume``, or with those of another model.
+        written, no such device; checkpoints that ``resuming.check`` refuses.
     """
-    data, folder = settings.data, settings.checkpoint.folder
+    data = settings.data
     uses_cuda(settings)
     stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
     Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
     metrics.check(settings.logging)
-    if start.resume and folder is None:
-        raise ValueError("--resume needs checkpoint.folder, where checkpoints are")
-    there = {} if folder is None else checkpoints.steps_in(folder)
-    if there and not start.resume:
-        raise CheckpointError(
-            f"{folder} has a checkpoint of step {max(there)} already: go on from it with --resume, or name another "
-            "folder"
-        )
-    if there:
-        described_as(there[max(there)], shape_of(settings.config))
+    resuming.check(settings, start)
 
 
 def run(settings: Settings, start: Start) -> Stopped:

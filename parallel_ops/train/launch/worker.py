@@ -1,20 +1,21 @@
 """What one process of a run does: it joins the others, trains, and goes on from a checkpoint where it is told to."""
 
 import contextlib
+import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.config import Settings
+from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.malloc import keep_freed_memory
 from parallel_ops.train.optimizer import hide_hint
@@ -28,14 +29,18 @@ class Start:
     """How a run is started.
 
     Attributes:
-        resume: go on from the newest checkpoint in ``checkpoint.folder``, if there is one.
+        resume: go on from a checkpoint: that of ``path``, or the newest in ``checkpoint.folder`` if there is one.
+        path: a checkpoint, or a folder of them; ``None`` for ``checkpoint.folder``.
         elastic: where there are other ranks than the plan has, it is chosen anew for them.
         max_restarts: how often processes that are started here begin again, from the last checkpoint, after one failed.
+        command: the command line without ``--resume``, for messages; empty where there is none.
     """
 
     resume: bool = False
+    path: Path | None = None
     elastic: bool = False
     max_restarts: int = 0
+    command: str = ""
 
 
 def under_torchrun() -> bool:
@@ -44,20 +49,15 @@ def under_torchrun() -> bool:
 
 def train(settings: Settings, start: Start, stopping: Stopping) -> Result:
     """The run on this rank, and in its process group where the plan has several."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not uses_cuda(settings):
         keep_freed_memory()
     with joined(settings) as mesh:
         trainer = Trainer(settings, mesh)
-        folder = settings.checkpoint.folder
-        if start.resume and folder is not None:
-            found = checkpoints.steps_in(folder)
-            if found:
-                trainer.resume()
-            if trainer.rank == 0:
-                after = f"restart {again}: " if again else ""
-                print(f"{after}goes on from {found[max(found)]}" if found else
-                      f"{after}begins: {folder} has no checkpoint", file=sys.stderr, flush=True)  # fmt: skip
+        # A restart of a run that saves nothing begins again.
+        if start.resume and (start.path or settings.checkpoint.folder):
+            source = resuming.go_on(trainer, start)
+            if trainer.done >= settings.run.steps:
+                return Result(trainer.done, math.nan, None, source)
         return trainer.train(stopping)
 
 

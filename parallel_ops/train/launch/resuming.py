@@ -1,0 +1,115 @@
+"""Where a run that is started with ``--resume`` goes on from, and what it prints about that."""
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_ops.train.checkpoint import checkpoints, resume
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError
+from parallel_ops.train.config import Settings
+
+if TYPE_CHECKING:
+    from parallel_ops.train.launch.worker import Start
+    from parallel_ops.train.trainer import Trainer
+
+
+def restarts() -> int:
+    """How often torch's agent has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def check(settings: Settings, start: "Start") -> None:
+    """Looks at what a run would go on from, and where it would save, before any process group.
+
+    Raises:
+        ValueError: there is nowhere to look. CheckpointError: a folder with checkpoints that the run would not go on
+        from, a folder that is a checkpoint, no checkpoint where one is named, one that is damaged or of another model.
+    """
+    folder = settings.checkpoint.folder
+    if start.resume and start.path is None and folder is None:
+        raise ValueError("--resume needs checkpoint.folder, where checkpoints are, or the PATH of one")
+    there = {}
+    if folder is not None:
+        checkpoints.check_folder(folder)
+        there = checkpoints.steps_in(folder)
+    if there and not start.resume:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of step {max(there)} already: go on from it with --resume, or name another "
+            "folder"
+        )
+    if not start.resume:
+        return
+    with advised(start):
+        source = source_of(settings, start)
+        if source is not None:
+            resume.described_as(source, resume.shape_of(settings.config))
+    if there and source is not None and source.resolve() not in {path.resolve() for path in there.values()}:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of step {max(there)}, of a run that {source} is not of: go on from it with "
+            f"--resume {folder}, or name another checkpoint.folder"
+        )
+
+
+def source_of(settings: Settings, start: "Start") -> Path | None:
+    """The checkpoint that a run goes on from; ``None`` where it begins. A restart goes on from what the run has saved
+    since it was started."""
+    folder = settings.checkpoint.folder
+    there = {} if folder is None else checkpoints.steps_in(folder)
+    if start.path is None:
+        return there[max(there)] if there else None
+    if restarts():
+        for step in sorted(there, reverse=True):
+            if checkpoints.describe(there[step]).rest.get("origin") == str(start.path):
+                return there[step]
+    return checkpoints.newest(start.path)
+
+
+def go_on(trainer: "Trainer", start: "Start") -> Path | None:
+    """Goes on from a checkpoint, or begins where there is none; all ranks call it.
+
+    Returns:
+        the checkpoint; ``None`` for none.
+
+    Raises:
+        CheckpointError: as of ``Trainer.resume``, with a command that goes on from another one if there is one.
+    """
+    trainer.origin = None if start.path is None else str(start.path)
+    lines = []
+    with advised(start):
+        source = source_of(trainer.settings, start)
+        if source is None:
+            lines.append(f"begins: {trainer.settings.checkpoint.folder} has no checkpoint")
+        else:
+            changes = resume.changes_of_data(trainer, source)
+            trainer.resume(source)
+            lines.append(f"goes on from {source}")
+            if changes:
+                lines.append(
+                    f"note: {source} is of other data ({', '.join(changes)}): the run keeps its step and weights, and "
+                    "takes samples of these data from the first one on"
+                )
+            if trainer.done >= trainer.settings.run.steps:
+                lines.append(
+                    f"nothing is left to do: {trainer.done} steps are done, and run.steps is "
+                    f"{trainer.settings.run.steps}; --steps N takes more"
+                )
+    if trainer.rank == 0:
+        after = f"restart {again}: " if (again := restarts()) else ""
+        print(after + "\n".join(lines), file=sys.stderr, flush=True)
+    return source
+
+
+@contextlib.contextmanager
+def advised(start: "Start") -> Iterator[None]:
+    """Adds to the error of a damaged checkpoint the command that goes on from another one."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.other is None or not start.command:
+            raise
+        command = f"{start.command} --resume {shlex.quote(str(error.other))}"
+        raise CheckpointError(f"{error}; to go on from it: {command}", error.other) from error

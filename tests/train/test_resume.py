@@ -1,0 +1,181 @@
+"""``--resume`` on the command line: from where a run goes on, and what it prints and refuses."""
+
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic")
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from parallel_ops import _commands
+from parallel_ops.train import CheckpointError
+from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.config_file import read_settings
+from parallel_ops.train.launch import cli
+from parallel_ops.train.launch.resuming import source_of
+from parallel_ops.train.launch.worker import Start
+from support import trainer as runs
+
+ONE = ["--set", "parallel=global_batch=4", "--set", "checkpoint.every=2", "--set", "run.device=cpu"]
+
+
+def parallel_ops(*arguments):
+    """Exit code, and what is printed, in one line each."""
+    done = CliRunner().invoke(_commands.app, arguments, prog_name="parallel-ops")
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A folder with a run of four steps and its checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16).tofile(folder / "tokens.bin")
+    (folder / "run.toml").write_text(runs.RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert parallel_ops("train", "run.toml", *ONE, "--steps", "4")[0] == 0
+    return folder
+
+
+@pytest.fixture
+def here(run, tmp_path, monkeypatch):
+    folder = shutil.copytree(run, tmp_path / "run")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "data": (lambda path: flip(path / "__0_0.distcp"), 1, "is damaged: its checksum is"),
+    "description": (lambda path: (path / "run.json").unlink(), 2, "run.json: No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_error_of_a_damaged_checkpoint_has_the_command_that_goes_on(here, damage):
+    act, code, message = DAMAGES[damage]
+    act(here / "checkpoints" / "step-00000004")
+    call = ["train", "run.toml", *ONE, "--resume", "--steps", "6", "--set", "logging.picture=my curves.png"]
+    failed, said = parallel_ops(*call)
+    assert failed == code and message in said and "Traceback" not in said
+    advice = said.partition("to go on from it: ")[2].strip()
+    program, *arguments = shlex.split(advice)
+    call.remove("--resume")
+    assert (program, arguments) == ("parallel-ops", [*call, "--resume", "checkpoints/step-00000002"])
+    done, said = parallel_ops(*arguments)
+    assert done == 0 and "goes on from checkpoints/step-00000002" in said and "step 6/6" in said
+    assert names(here / "checkpoints") == ["abandoned-step-00000004", "step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "resumes"),
+    [
+        (["run.toml"], None, False),
+        (["run.toml", "--resume"], None, True),
+        (["--resume", "run.toml"], None, True),
+        (["run.toml", "--resume", "--steps", "3"], None, True),
+        (["run.toml", "--resume", "a/b", "--steps", "3"], "a/b", True),
+        (["--resume", "a/b", "run.toml", "--steps", "3"], "a/b", True),
+        (["--resume=a/b", "run.toml", "--steps", "3"], "a/b", True),
+    ],
+)
+def test_a_path_may_follow(here, monkeypatch, given, path, resumes):
+    starts = []
+    monkeypatch.setattr(cli, "train", lambda settings, start, *, strict: starts.append(start) or 0)
+    assert parallel_ops("train", *given)[0] == 0
+    (start,) = starts
+    assert (start.path and str(start.path), start.resume) == (path, resumes)
+    steps = " --steps 3" if "3" in given else ""
+    assert start.command == f"parallel-ops train run.toml{steps}"
+
+
+def test_a_checkpoint_of_another_folder(here):
+    call = ["train", "run.toml", *ONE, "--set", "checkpoint.folder=other", "--resume", "checkpoints", "--steps"]
+    code, said = parallel_ops(*call, "6")
+    assert code == 0 and "goes on from checkpoints/step-00000004" in said
+    assert names(here / "other") == ["step-00000006"] and "step-00000004" in names(here / "checkpoints")
+    code, said = parallel_ops(*call, "8")
+    assert code == 2 and "other has a checkpoint of step 6" in said and "with --resume other, or name another" in said
+    none = ["--set", "checkpoint.folder=none", "--set", "checkpoint.every=0"]
+    call = ["train", "run.toml", *ONE, *none, "--steps", "3"]
+    code, said = parallel_ops(*call, "--resume", "checkpoints/step-00000002")
+    assert code == 0 and "goes on from checkpoints/step-00000002" in said and "step 3/3" in said
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "nowhere")
+    assert code == 2 and "nowhere has no checkpoint in it" in said
+
+
+def test_a_restart_goes_on_from_what_the_run_has_saved(here, monkeypatch):
+    settings = read_settings("run.toml", ["parallel=global_batch=4"])
+    start = Start(resume=True, path=here / "checkpoints" / "step-00000002")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    # The run before has one of more steps, which this run did not start from.
+    assert source_of(settings, start) == start.path
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert parallel_ops("train", "run.toml", *ONE, "--resume", str(start.path), "--steps", "3")[0] == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert str(source_of(settings, start)) == "checkpoints/step-00000003"
+    assert str(source_of(settings, Start(resume=True))) == "checkpoints/step-00000003"
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_checkpoint_is_no_folder_for_checkpoints(here, resume):
+    one = here / "checkpoints" / "step-00000002"
+    before = names(one)
+    code, said = parallel_ops("train", "run.toml", *ONE, "--set", f"checkpoint.folder={one}", *resume)
+    assert code == 2 and f"checkpoint.folder {one} is a checkpoint itself" in said and f"--resume {one}" in said
+    assert names(one) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run.seed=5", "(seed 0 -> 5)"),
+        ("data.seq_length=16", "(seq_length 32 -> 16)"),
+        ("data.dtype=uint8", "(tokens 4000 -> 8000)"),
+    ],
+)
+def test_other_data_are_said_in_one_line(here, change, message):
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", "5", "--set", change)
+    (line,) = [line for line in said.splitlines() if line.startswith("note:")]
+    assert code == 0 and f"checkpoints/step-00000004 is of other data {message}" in line
+    assert line.endswith("keeps its step and weights, and takes samples of these data from the first one on")
+    taken = checkpoints.describe(here / "checkpoints" / "step-00000005").samples
+    assert taken == 4  # of one step
+
+
+def test_nothing_is_said_of_the_same_data(here):
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", "5")
+    assert code == 0 and "note:" not in said and "nothing is left" not in said
+    assert checkpoints.describe(here / "checkpoints" / "step-00000005").samples == 20
+
+
+@pytest.mark.parametrize("steps", [4, 3])
+def test_a_run_with_nothing_left_to_do(here, steps):
+    before = names(here / "checkpoints")
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", str(steps))
+    assert code == 0 and f"nothing is left to do: 4 steps are done, and run.steps is {steps}" in said
+    assert "step 4/" not in said and names(here / "checkpoints") == before
+
+
+def test_the_advice_is_not_of_a_checkpoint_that_is_damaged_too(here):
+    for step in (2, 4):
+        (here / "checkpoints" / f"step-0000000{step}" / "run.json").unlink()
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume")
+    assert code == 2 and "checkpoints has no other one that has all its files" in said and "to go on" not in said
+    with pytest.raises(CheckpointError, match="has no other one"):
+        checkpoints.describe(here / "checkpoints" / "step-00000004")
