@@ -40,7 +40,7 @@ def estimate(
     outside = step.data_parallel() + step.host()
     bubble = max(0.0, pipeline - compute - waits - gathers)
     seconds = pipeline + outside + optimizer
-    tokens = plan.global_batch * model.sequence
+    tokens = plan.global_batch * model.seq_length
     model_flops = 3.0 * tokens * model.forward_flops
     hardware_flops = model_flops + tokens * recomputed_flops(model, plan)
     stage_ranks = plan.gpus / plan.pp
@@ -79,7 +79,7 @@ def recomputed_flops(model: Model, plan: Plan) -> float:
     if plan.recompute == "full":
         return float(model.forward_flops - model.head_flops)
     if plan.recompute == "operators":
-        return (model.forward_flops - model.head_flops - model.layers * model.attention_flops) / 2
+        return (model.forward_flops - model.head_flops - model.num_layers * model.attention_flops) / 2
     if plan.recompute == "selective" and not plan.flash_attention:
-        return float(model.layers * model.attention_flops)
+        return float(model.num_layers * model.attention_flops)
     return 0.0

@@ -1,13 +1,13 @@
-"""What is trained: the shape of a decoder-only transformer, its parameters and its floating-point operations.
+"""The shape of a decoder-only transformer, its parameters and its floating-point operations.
 
-Notation of the formulas: h hidden, l layers, a heads, d head width, f MLP width, V vocabulary, s sequence, b batch.
+Notation: h hidden size, l layers, a heads, d head width, f MLP width, V vocabulary, s sequence length, b batch.
 
     parameters of a GPT   P = 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh) + 2h            arXiv:2104.04473, eq. 2
     forward FLOPs         24 b s l h^2 (1 + s / 6h + V / 12lh) for that GPT            arXiv:2104.04473, eq. 3
 
-Both are counted here matrix by matrix, so that grouped queries, gated MLPs, experts and latent attention are covered. A
-multiply and an add count as two. Attention counts all s^2 scores, also where a causal mask drops half of them: that is
-the convention of the published utilisation figures.
+Both are counted matrix by matrix, which covers grouped queries, gated MLPs, experts and latent attention. A multiply
+and an add count as two. Attention counts all s^2 scores, also where a causal mask drops half of them: that is the
+convention of the published utilisation figures.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class LatentAttention:
 
     Attributes:
         query_rank, key_value_rank: widths of the two compressed vectors.
-        head: width of the part of a head without position; ``rope_head``: of the rotary part, shared by all key heads.
+        head: width of the part of a head without position.
+        rope_head: width of the rotary part of a head; all key heads share it.
         value_head: width of a value head.
     """
 
@@ -41,34 +42,38 @@ class Model:
     """Shape of a decoder-only transformer, GPT or Llama style, dense or mixture of experts.
 
     Attributes:
-        layers, hidden, heads, vocab: positive; ``sequence``: tokens of one training sequence.
-        kv_heads: groups of grouped-query attention, dividing ``heads``; 0 for ``heads``.
-        head_dim: width of a head; 0 for ``hidden / heads``, which must then be whole.
-        ffn: width of the MLP after its activation; 0 for ``4 * hidden``. ``gated``: SwiGLU, with a third matrix.
-        bias: which linear layers have one: ``"all"``, ``"qkv"`` or ``"none"``. ``norm``: ``"layer"`` (weight and bias)
-            or ``"rms"`` (weight).
-        positions: ``"learned"`` (a table of ``sequence`` rows) or ``"rotary"``.
+        num_layers, hidden_size, num_heads, vocab_size: positive.
+        seq_length: tokens of one training sequence.
+        num_kv_heads: groups of grouped-query attention; must divide ``num_heads``. 0 for ``num_heads``.
+        head_dim: width of a head. 0 for ``hidden_size / num_heads``, which must then be an integer.
+        ffn_hidden_size: width of the MLP after its activation; 0 for ``4 * hidden_size``.
+        gated: SwiGLU, with a third matrix.
+        bias: which linear layers have one: ``"all"``, ``"qkv"`` or ``"none"``.
+        norm: ``"layer"`` (weight and bias) or ``"rms"`` (weight).
+        positions: ``"learned"`` (a table of ``seq_length`` rows) or ``"rotary"``.
         tied_embeddings: input and output embedding are one matrix.
-        dropout: dropout on attention and hidden activations, whose masks are kept for the backward pass.
-        experts: routed experts of a mixture-of-experts layer, 0 for a dense model; ``experts_per_token`` of them are
-            used, ``shared_experts`` always; ``expert_ffn`` is the width of each. The first ``dense_layers`` have no
-            experts.
-        expert_nodes: the most nodes that a token is routed to, where the router limits that; 0 for no limit.
-        latent: latent attention, in place of separate key and value projections.
+        dropout: dropout on attention and hidden activations. Its masks are kept for the backward pass.
+        experts: routed experts of a mixture-of-experts layer; 0 for a dense model.
+        experts_per_token: routed experts that each token uses.
+        shared_experts: experts that every token uses.
+        expert_ffn: width of each expert; 0 for ``ffn_hidden_size``.
+        dense_layers: the first layers that have no experts.
+        expert_nodes: the most nodes that a token is routed to; 0 for no limit.
+        latent: latent attention in place of separate key and value projections.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
     """
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    sequence: int
-    kv_heads: int = 0
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    seq_length: int
+    num_kv_heads: int = 0
     head_dim: int = 0
-    ffn: int = 0
+    ffn_hidden_size: int = 0
     gated: bool = False
     bias: str = "all"
     norm: str = "layer"
@@ -84,62 +89,70 @@ class Model:
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        check_counts(self, ("layers", "hidden", "heads", "vocab", "sequence"))
-        optional = ("kv_heads", "head_dim", "ffn", "experts", "experts_per_token", "shared_experts", "expert_ffn")
-        check_counts(self, (*optional, "dense_layers", "expert_nodes"), at_least=0)
+        check_counts(self, ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_length"))
+        widths = ("num_kv_heads", "head_dim", "ffn_hidden_size", "expert_ffn")
+        experts = ("experts", "experts_per_token", "shared_experts", "dense_layers", "expert_nodes")
+        check_counts(self, (*widths, *experts), at_least=0)
         check_choice(self, "bias", ("all", "qkv", "none"))
         check_choice(self, "norm", ("layer", "rms"))
         check_choice(self, "positions", ("learned", "rotary"))
-        if not self.head_dim and self.hidden % self.heads:
-            raise ValueError(f"Model: hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
-        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
-        object.__setattr__(self, "ffn", self.ffn or 4 * self.hidden)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"Model: heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"Model: hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})"
+            )
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
+        object.__setattr__(self, "ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"Model: num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
         if self.experts:
-            object.__setattr__(self, "expert_ffn", self.expert_ffn or self.ffn)
+            object.__setattr__(self, "expert_ffn", self.expert_ffn or self.ffn_hidden_size)
             if not 1 <= self.experts_per_token <= self.experts:
                 allowed = f"between 1 and experts ({self.experts})"
                 raise ValueError(f"Model: experts_per_token must be {allowed}, got {self.experts_per_token}")
         elif self.experts_per_token or self.shared_experts or self.expert_ffn or self.dense_layers:
             raise ValueError("Model: experts_per_token, shared_experts, expert_ffn and dense_layers need experts")
-        if self.dense_layers > self.layers:
-            raise ValueError(f"Model: dense_layers must be at most layers ({self.layers}), got {self.dense_layers}")
+        if self.dense_layers > self.num_layers:
+            raise ValueError(
+                f"Model: dense_layers must be at most num_layers ({self.num_layers}), got {self.dense_layers}"
+            )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer of this index, counted from 0, has experts."""
+        """Whether layer ``layer``, counted from 0, has experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
     @property
     def sparse_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
+        """Number of layers with experts."""
+        return self.num_layers - self.dense_layers if self.experts else 0
 
     @cached_property
     def norm_width(self) -> int:
         """Parameters of one norm."""
-        return self.hidden * (2 if self.norm == "layer" else 1)
+        return self.hidden_size * (2 if self.norm == "layer" else 1)
 
     @cached_property
     def query_width(self) -> int:
         """Width of all query heads."""
         head = self.latent.head + self.latent.rope_head if self.latent else self.head_dim
-        return self.heads * head
+        return self.num_heads * head
 
     @cached_property
     def value_width(self) -> int:
         """Width of the attention output of all heads."""
-        return self.heads * (self.latent.value_head if self.latent else self.head_dim)
+        return self.num_heads * (self.latent.value_head if self.latent else self.head_dim)
 
     @cached_property
     def key_value_width(self) -> int:
-        """Width of all keys and values that attention reads, both together."""
-        return self.query_width + self.value_width if self.latent else 2 * self.kv_heads * self.head_dim
+        """Combined width of the keys and values that attention reads."""
+        return self.query_width + self.value_width if self.latent else 2 * self.num_kv_heads * self.head_dim
 
     @cached_property
     def attention_weights(self) -> int:
         """Weights of the projections of one attention block."""
-        h = self.hidden
+        h = self.hidden_size
         if self.latent is None:
             return h * (self.query_width + self.key_value_width) + self.value_width * h
         m = self.latent
@@ -152,82 +165,82 @@ class Model:
         if self.latent is None:
             return 0
         m = self.latent
-        return m.query_rank * self.query_width + m.key_value_rank * self.heads * (m.head + m.value_head)
+        return m.query_rank * self.query_width + m.key_value_rank * self.num_heads * (m.head + m.value_head)
 
     @cached_property
     def mlp_weights(self) -> int:
         """Weights of one dense MLP."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn
+        return (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
 
     @cached_property
     def expert_weights(self) -> int:
         """Weights of one expert."""
-        return (3 if self.gated else 2) * self.hidden * self.expert_ffn
+        return (3 if self.gated else 2) * self.hidden_size * self.expert_ffn
 
     @cached_property
     def attention_parameters(self) -> int:
         """Parameters of one attention block and the norm before it."""
         norms = self.norm_width + (self.latent.query_rank + self.latent.key_value_rank if self.latent else 0)
         bias = 0 if self.bias == "none" else self.query_width + self.key_value_width
-        bias += self.hidden if self.bias == "all" else 0
+        bias += self.hidden_size if self.bias == "all" else 0
         return self.attention_weights + norms + bias
 
     @cached_property
     def mlp_parameters(self) -> int:
         """Parameters of one dense MLP and the norm before it."""
-        bias = self.ffn * (2 if self.gated else 1) + self.hidden if self.bias == "all" else 0
+        bias = self.ffn_hidden_size * (2 if self.gated else 1) + self.hidden_size if self.bias == "all" else 0
         return self.mlp_weights + self.norm_width + bias
 
     @cached_property
     def router_parameters(self) -> int:
-        """Parameters of one sparse MLP that every rank holds: router, shared experts, norm."""
-        return self.hidden * self.experts + self.shared_experts * self.expert_weights + self.norm_width
+        """Parameters of one sparse MLP that are not split over expert parallelism: router, shared experts, norm."""
+        return self.hidden_size * self.experts + self.shared_experts * self.expert_weights + self.norm_width
 
     @cached_property
     def embedding_parameters(self) -> int:
         """Parameters before the first layer."""
-        return self.hidden * (self.vocab + (self.sequence if self.positions == "learned" else 0))
+        return self.hidden_size * (self.vocab_size + (self.seq_length if self.positions == "learned" else 0))
 
     @cached_property
     def head_parameters(self) -> int:
-        """Parameters after the last layer, the output embedding included (also where it is a copy of the input's)."""
-        return self.norm_width + self.hidden * self.vocab
+        """Parameters after the last layer. Includes the output embedding, also where it is tied to the input's."""
+        return self.norm_width + self.hidden_size * self.vocab_size
 
     @cached_property
     def parameters(self) -> int:
         """All parameters."""
-        dense = (self.layers - self.sparse_layers) * self.mlp_parameters
+        dense = (self.num_layers - self.sparse_layers) * self.mlp_parameters
         sparse = self.sparse_layers * (self.router_parameters + self.experts * self.expert_weights)
-        shared = self.hidden * self.vocab if self.tied_embeddings else 0
+        shared = self.hidden_size * self.vocab_size if self.tied_embeddings else 0
         ends = self.embedding_parameters + self.head_parameters - shared
-        return self.layers * self.attention_parameters + dense + sparse + ends
+        return self.num_layers * self.attention_parameters + dense + sparse + ends
 
     @cached_property
     def active_parameters(self) -> int:
-        """The parameters that one token passes through."""
+        """Parameters that one token uses."""
         return self.parameters - self.sparse_layers * (self.experts - self.experts_per_token) * self.expert_weights
 
     @cached_property
     def attention_flops(self) -> int:
-        """Forward FLOPs of scores and their product with the values, for one token of one layer: 4 s h for a GPT."""
-        return 2 * self.sequence * (self.query_width + self.value_width)
+        """Forward FLOPs of the scores and their product with the values, per token and layer: 4 s h for a GPT."""
+        return 2 * self.seq_length * (self.query_width + self.value_width)
 
     @cached_property
     def head_flops(self) -> int:
-        """Forward FLOPs of the output embedding, for one token."""
-        return 2 * self.hidden * self.vocab
+        """Forward FLOPs of the output embedding, per token."""
+        return 2 * self.hidden_size * self.vocab_size
 
     def layer_flops(self, layer: int) -> int:
-        """Forward FLOPs of one layer, for one token."""
+        """Forward FLOPs of layer ``layer``, per token."""
         if self.is_sparse(layer):
-            mlp = (self.experts_per_token + self.shared_experts) * self.expert_weights + self.hidden * self.experts
+            mlp = (self.experts_per_token + self.shared_experts) * self.expert_weights + self.hidden_size * self.experts
         else:
             mlp = self.mlp_weights
         return 2 * (self.attention_weights + mlp) + self.attention_flops
 
     @cached_property
     def forward_flops(self) -> int:
-        """Forward FLOPs of the model, for one token; a step without recomputation takes three times as many."""
-        dense = self.layers - self.sparse_layers
-        sparse = self.sparse_layers * self.layer_flops(self.layers - 1) if self.sparse_layers else 0
+        """Forward FLOPs of the model, per token. A step without recomputation takes three times as many."""
+        dense = self.num_layers - self.sparse_layers
+        sparse = self.sparse_layers * self.layer_flops(self.num_layers - 1) if self.sparse_layers else 0
         return (dense * self.layer_flops(0) if dense else 0) + sparse + self.head_flops

@@ -73,7 +73,7 @@ def test_a_mixed_cluster_gives_its_faster_half_more_layers():
 
 @pytest.mark.parametrize("sequence", [2**17, 2**20])
 def test_long_sequences_are_split_over_a_ring(sequence):
-    model = replace(presets.model("llama3-8b"), sequence=sequence)
+    model = replace(presets.model("llama3-8b"), seq_length=sequence)
     found = best(model, presets.cluster("h100x64"), 2**22 // sequence, LONG)
     plan = found.best.plan
     assert plan.cp >= 8 and plan.cp_kind == "ring"

@@ -126,7 +126,7 @@ class TestEstimate:
         assert from_file == run("estimate", *SMALL, *PLAN, "--json")
 
     def test_models_and_clusters_from_files(self, run, tmp_path):
-        shape = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000, "sequence": 128}
+        shape = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "seq_length": 128}
         link = {"name": "wire", "latency": 1e-6, "bandwidth": 1e10}
         machine = {"gpu": "a100-80", "gpus": 4, "gpus_per_node": 4, "intra": link, "inter": link}
         (tmp_path / "model.json").write_text(json.dumps(shape))
@@ -134,13 +134,13 @@ class TestEstimate:
         given = ["--model", tmp_path / "model.json", "--cluster", tmp_path / "cluster.json", "--batch", 8]
         data = json.loads(run("estimate", *given, "--plan", "tp=2", "--json")[1])
         assert (data["model"], data["cluster"], data["plan"]["dp"]) == ("model", "cluster", 2)
-        (tmp_path / "model.json").write_text(json.dumps({**shape, "layers": -4}))
-        assert run("estimate", *given)[2] == "error: Model: layers must be at least 1, got -4\n"
+        (tmp_path / "model.json").write_text(json.dumps({**shape, "num_layers": -4}))
+        assert run("estimate", *given)[2] == "error: Model: num_layers must be at least 1, got -4\n"
         (tmp_path / "model.json").write_text(json.dumps({**shape, "layer": 4}))
         assert "Model has no layer; it has " in run("estimate", *given)[2]
-        del shape["layers"]
+        del shape["num_layers"]
         (tmp_path / "model.json").write_text(json.dumps(shape))
-        assert "missing 1 required keyword-only argument: 'layers'" in run("estimate", *given)[2]
+        assert "missing 1 required keyword-only argument: 'num_layers'" in run("estimate", *given)[2]
         (tmp_path / "model.json").write_text("{")
         assert "model.json is not JSON" in run("estimate", *given)[2]
 
@@ -204,7 +204,7 @@ class TestValidate:
         (["estimate", *SMALL, "--plan", "flash_attention=yes"], "flash_attention must be true or false, got 'yes'"),
         (["estimate", *SMALL, "--plan", "global_batch=2"], "unknown field of --plan 'global_batch'"),
         (["estimate", *SMALL, "--plan", "no.json"], "no.json: No such file or directory"),
-        (["estimate", *SMALL, "--seq", "-1"], "sequence must be at least 1, got -1"),
+        (["estimate", *SMALL, "--seq", "-1"], "seq_length must be at least 1, got -1"),
         (["estimate", *SMALL, "--price", "-1"], "price must be finite and zero or more, got -1"),
         (["estimate", *SMALL, "--html", "no/page.html"], "no/page.html: No such file or directory"),
         (["plan", *SMALL, "--top", "0"], "'--top'"),

@@ -56,26 +56,26 @@ def test_accumulation_repeats_what_is_sharded(zero, gathers, scatters):
 def test_tensor_parallelism_moves_four_all_reduces_a_layer():
     plan = Plan(tp=8, global_batch=4)
     found = traffic(LLAMA, H100, plan, "tp")["all-reduce"]
-    size = 2 * LLAMA.sequence * LLAMA.hidden
+    size = 2 * LLAMA.seq_length * LLAMA.hidden_size
     # Beside the layers: the embeddings, the gradient before the output embedding, the loss.
-    assert found.count == (4 * LLAMA.layers + 3) * 4
-    assert found.bytes == pytest.approx(4 * ((4 * LLAMA.layers + 2) * size + 12 * LLAMA.sequence) * 2 * 7 / 8)
+    assert found.count == (4 * LLAMA.num_layers + 3) * 4
+    assert found.bytes == pytest.approx(4 * ((4 * LLAMA.num_layers + 2) * size + 12 * LLAMA.seq_length) * 2 * 7 / 8)
     assert found.exposed == pytest.approx(found.seconds)
     assert found.link == "NVLink"
 
 
 def test_sequence_parallelism_gathers_again_for_the_gradients_of_weights():
     sharded = traffic(LLAMA, H100, Plan(tp=8, sequence_parallel=True, global_batch=4), "tp")
-    size = 2 * LLAMA.sequence * LLAMA.hidden * 7 / 8
-    assert sharded["all-gather"].bytes == pytest.approx(4 * (6 * LLAMA.layers + 3) * size)
-    assert sharded["reduce-scatter"].bytes == pytest.approx(4 * (4 * LLAMA.layers + 2) * size)
-    norms = (2 * LLAMA.layers + 1) * 2 * LLAMA.hidden
-    assert sharded["all-reduce"].bytes == pytest.approx(4 * (norms + 12 * LLAMA.sequence) * 2 * 7 / 8)
+    size = 2 * LLAMA.seq_length * LLAMA.hidden_size * 7 / 8
+    assert sharded["all-gather"].bytes == pytest.approx(4 * (6 * LLAMA.num_layers + 3) * size)
+    assert sharded["reduce-scatter"].bytes == pytest.approx(4 * (4 * LLAMA.num_layers + 2) * size)
+    norms = (2 * LLAMA.num_layers + 1) * 2 * LLAMA.hidden_size
+    assert sharded["all-reduce"].bytes == pytest.approx(4 * (norms + 12 * LLAMA.seq_length) * 2 * 7 / 8)
 
 
 def test_a_step_waits_for_what_the_ends_of_the_model_send():
     """With sequence parallelism too, but for sums of the gradients of norms and what is gathered again."""
-    small = replace(LLAMA, layers=1)
+    small = replace(LLAMA, num_layers=1)
     for sharded in (False, True):
         plan = Plan(tp=8, sequence_parallel=sharded, fused_loss=True, global_batch=4)
         found = [Step(small, replace(H100, gpus=8), plan, c) for c in (CONSTANTS, replace(CONSTANTS, links=0.4))]
@@ -89,7 +89,7 @@ def test_a_step_waits_for_what_the_ends_of_the_model_send():
 
 def test_full_recomputation_repeats_the_forward_collectives():
     found = traffic(LLAMA, H100, Plan(tp=8, recompute="full", global_batch=4), "tp")["all-reduce"]
-    assert found.count == (6 * LLAMA.layers + 3) * 4
+    assert found.count == (6 * LLAMA.num_layers + 3) * 4
 
 
 def test_scatter_gather_divides_the_pipeline_message():
@@ -97,20 +97,20 @@ def test_scatter_gather_divides_the_pipeline_message():
     whole, split = (
         traffic(LLAMA, H100, replace(plan, scatter_gather=on), "pp")["send-receive"] for on in (False, True)
     )
-    assert whole.bytes == 8 * split.bytes == 2 * 16 * 2 * LLAMA.sequence * LLAMA.hidden
+    assert whole.bytes == 8 * split.bytes == 2 * 16 * 2 * LLAMA.seq_length * LLAMA.hidden_size
     assert whole.link == split.link == "InfiniBand"
 
 
 def test_context_parallelism_passes_keys_and_values_around():
     plan = Plan(cp=8, global_batch=1)
     ring = traffic(LLAMA, H100, plan, "cp")["send-receive"]
-    block = 2 * LLAMA.sequence / 8 * LLAMA.key_value_width
-    assert ring.bytes == pytest.approx(LLAMA.layers * 3 / 4 * 4 * 7 * block)  # forward, again, gradients in fp32
+    block = 2 * LLAMA.seq_length / 8 * LLAMA.key_value_width
+    assert ring.bytes == pytest.approx(LLAMA.num_layers * 3 / 4 * 4 * 7 * block)  # forward, again, gradients in fp32
     swap = traffic(LLAMA, H100, replace(plan, cp_kind="all-to-all"), "cp")["all-to-all"]
     width = LLAMA.query_width + LLAMA.key_value_width + LLAMA.value_width
     # There and back, forward and backward; a logsumexp a head forward, two numbers backward.
-    token = 2 * 2 * width + 3 * 4 * LLAMA.heads
-    assert swap.bytes == pytest.approx(LLAMA.layers * 7 / 8 * LLAMA.sequence / 8 * token)
+    token = 2 * 2 * width + 3 * 4 * LLAMA.num_heads
+    assert swap.bytes == pytest.approx(LLAMA.num_layers * 7 / 8 * LLAMA.seq_length / 8 * token)
 
 
 def test_experts_cost_four_all_to_alls_a_layer_and_one_copy_a_node():
@@ -118,7 +118,7 @@ def test_experts_cost_four_all_to_alls_a_layer_and_one_copy_a_node():
     cluster = presets.cluster("h800x64")
     inside = traffic(model, cluster, Plan(dp=8, ep=8, global_batch=8), "ep")["all-to-all"]
     across = traffic(model, cluster, Plan(dp=64, ep=64, global_batch=64), "ep")["all-to-all"]
-    token = 2 * model.hidden * model.sequence
+    token = 2 * model.hidden_size * model.seq_length
     assert inside.count == across.count == 4 * model.sparse_layers
     assert inside.bytes == pytest.approx(inside.count * token * 8 * 7 / 8)
     assert across.bytes == pytest.approx(across.count * token * 4 * 63 / 64)  # eight experts on four nodes at most

@@ -29,7 +29,7 @@ def test_a_step_is_the_sum_of_its_parts(kind):
     plan = replace(PLAN, schedule=kind, virtual_stages=chunks(kind))
     found = estimate(GPT3, A100, plan)
     assert found.step == pytest.approx(found.compute + found.bubble + found.exposed + found.optimizer)
-    assert found.tokens_per_second == pytest.approx(64 * GPT3.sequence / found.step)
+    assert found.tokens_per_second == pytest.approx(64 * GPT3.seq_length / found.step)
     assert found.mfu == pytest.approx(found.tflops_per_gpu / 312)
     assert 0 < found.mfu < 1
     assert found.mfu == found.hfu
@@ -43,7 +43,7 @@ def test_what_a_search_compares_is_near_the_simulation(kind, pp, m):
     plan = Plan(tp=8, pp=pp, schedule=kind, virtual_stages=chunks(kind), sequence_parallel=True, global_batch=m)
     cluster = replace(A100, gpus=plan.gpus)
     # Without the ends of the model the stages are equal.
-    model = replace(GPT3, vocab=64)
+    model = replace(GPT3, vocab_size=64)
     quick = step_seconds(model, cluster, plan, efficiency("ampere"))
     assert quick == pytest.approx(estimate(model, cluster, plan).step, rel=0.02)
 
@@ -94,9 +94,9 @@ def test_a_weight_costs_two_flops_a_token_in_each_pass():
     gpu = replace(A100.gpu, bandwidth=1e30, multiprocessors=0)
     passes = layer_passes(LLAMA, gpu, IDEAL, work_of(Plan()), sparse=False)
     weights = LLAMA.attention_weights + LLAMA.mlp_weights
-    assert passes.weight_grad == pytest.approx(2 * weights * LLAMA.sequence / 312e12, rel=2e-3)
+    assert passes.weight_grad == pytest.approx(2 * weights * LLAMA.seq_length / 312e12, rel=2e-3)
     # Causal: half of the blocks and the diagonal; backward five products in place of two.
-    scores = LLAMA.sequence * LLAMA.attention_flops * 0.5 * (1 + 128 / LLAMA.sequence) / 312e12
+    scores = LLAMA.seq_length * LLAMA.attention_flops * 0.5 * (1 + 128 / LLAMA.seq_length) / 312e12
     assert passes.forward - passes.weight_grad == pytest.approx(scores, rel=2e-3)
     assert passes.input_grad - passes.weight_grad == pytest.approx(2.5 * scores, rel=2e-3)
 
@@ -120,14 +120,14 @@ def test_fp8_makes_linears_faster_and_nothing_else():
     for dtype in ("bf16", "fp8"):
         work = work_of(Plan(dtype=dtype, micro_batch=4, global_batch=4))
         head = head_passes(LLAMA, h100, efficiency("hopper"), work).total
-        attention = attention_seconds(LLAMA, h100, efficiency("hopper"), work, LLAMA.sequence)
+        attention = attention_seconds(LLAMA, h100, efficiency("hopper"), work, LLAMA.seq_length)
         times[dtype] = layer_passes(LLAMA, h100, efficiency("hopper"), work, sparse=False).total, head, attention
     assert times["fp8"][0] < times["bf16"][0]
     assert times["fp8"][1:] == times["bf16"][1:]
 
 
 def test_the_host_is_the_floor_of_a_small_layer():
-    small, cluster = replace(presets.model("megatron-1.7b"), sequence=128), presets.cluster("a100-80x1")
+    small, cluster = replace(presets.model("megatron-1.7b"), seq_length=128), presets.cluster("a100-80x1")
     seconds = []
     for host in (0.0, 1e-3):
         constants = replace(efficiency("ampere"), host=host)

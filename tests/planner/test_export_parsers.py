@@ -33,8 +33,8 @@ def best_plans(target, cases=tuple(CASES), **changes):
         machine, batch = CASES[name]
         model, cluster = presets.model(name), presets.cluster(machine)
         if name == "mixtral-8x7b":
-            model = replace(model, sequence=4096)
-        options = Options(target=target, micro_batches=(1,), context_tokens=model.sequence, **changes)
+            model = replace(model, seq_length=4096)
+        options = Options(target=target, micro_batches=(1,), context_tokens=model.seq_length, **changes)
         found = search(model, cluster, batch=batch, options=options, keep=2)
         for plan in found.plans:
             yield model, cluster, plan.plan
@@ -254,7 +254,7 @@ def test_torchtitan_accepts_the_plans_that_are_found_for_it(torchtitan):
         # The stages that it was asked for, and the placement that its schedule has.
         parts = sizes.module_fqns_per_model_part
         assert len(parts) == plan.pp * plan.virtual_stages
-        assert sum(name.startswith("layers.") for part in parts for name in part) == model.layers
+        assert sum(name.startswith("layers.") for part in parts for name in part) == model.num_layers
         for rank in range(plan.pp):
             held = pipelines._get_pp_rank_to_stage_indices_mapping(
                 rank, plan.pp, sizes.pipeline_parallel_schedule, len(parts)
@@ -302,4 +302,4 @@ def test_the_trainers_parallel_section_is_the_plan():
         written = tomllib.loads(export("parallel_ops", model, cluster, plan))
         elsewhere = {"dtype": written["precision"]["dtype"], "recompute": written["recompute"]["kind"]}
         assert Plan(**written["parallel"], **elsewhere, fused_loss=True) == plan
-        assert (written["model"]["hidden"], written["model"]["seq_length"]) == (model.hidden, model.sequence)
+        assert (written["model"]["hidden"], written["model"]["seq_length"]) == (model.hidden_size, model.seq_length)

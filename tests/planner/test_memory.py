@@ -28,8 +28,8 @@ LLAMA = presets.model("llama3-8b")
     ],
 )
 def test_a_gpt_layer_keeps_what_the_paper_says(plan, expected):
-    kept = layer_activations(GPT3, replace(plan, flash_attention=False), sparse=False) * GPT3.sequence
-    assert kept == pytest.approx(expected(GPT3.sequence, GPT3.hidden, GPT3.heads, 4), rel=1e-12)
+    kept = layer_activations(GPT3, replace(plan, flash_attention=False), sparse=False) * GPT3.seq_length
+    assert kept == pytest.approx(expected(GPT3.seq_length, GPT3.hidden_size, GPT3.num_heads, 4), rel=1e-12)
 
 
 @pytest.mark.parametrize(("grad_dtype", "bytes_each"), [("bf16", 16), ("fp32", 18)])
@@ -75,9 +75,9 @@ def test_fp8_products_keep_16_bit_activations():
 
 def test_recomputing_every_second_product_keeps_what_torchtitan_keeps():
     """Input, Q, V, attention and its logsumexp, gate and down projection."""
-    h, kv = LLAMA.hidden, LLAMA.kv_heads * LLAMA.head_dim
+    h, kv = LLAMA.hidden_size, LLAMA.num_kv_heads * LLAMA.head_dim
     kept = layer_activations(LLAMA, Plan(recompute="operators"), sparse=False)
-    assert kept == 2 * (h + h + kv + h + LLAMA.ffn + h) + 4 * LLAMA.heads
+    assert kept == 2 * (h + h + kv + h + LLAMA.ffn_hidden_size + h) + 4 * LLAMA.num_heads
 
 
 def test_the_stages_together_hold_the_model():
@@ -89,20 +89,20 @@ def test_the_stages_together_hold_the_model():
     ):
         total = sum(stage.parameters for stage in memory(LLAMA, plan))
         assert total == 2 * LLAMA.parameters
-        assert sorted(sum(layers_of(LLAMA, plan), ())) == list(range(LLAMA.layers))
+        assert sorted(sum(layers_of(LLAMA, plan), ())) == list(range(LLAMA.num_layers))
 
 
 def test_expert_parallelism_shards_experts_alone():
-    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
     one, eight = (memory(mixtral, Plan(dp=8, ep=ep, global_batch=8))[0] for ep in (1, 8))
-    experts = 2 * mixtral.layers * mixtral.experts * mixtral.expert_weights
+    experts = 2 * mixtral.num_layers * mixtral.experts * mixtral.expert_weights
     assert one.parameters - eight.parameters == experts * 7 / 8
 
 
 def test_zero_shards_experts_over_the_ranks_that_share_them():
-    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
     stage = memory(mixtral, Plan(dp=16, ep=8, zero=1, global_batch=16))[0]
-    experts = mixtral.layers * mixtral.experts * mixtral.expert_weights
+    experts = mixtral.num_layers * mixtral.experts * mixtral.expert_weights
     assert stage.optimizer == 12 * ((mixtral.parameters - experts) / 16 + experts / 8 / 2)
 
 
@@ -110,13 +110,13 @@ def test_zero_shards_experts_over_the_ranks_that_share_them():
 def test_the_ends_of_a_gpt_keep_what_the_paper_says(sequence_parallel):
     plan = Plan(tp=4, sequence_parallel=sequence_parallel, flash_attention=False)
     stage = memory(GPT3, plan)[0]
-    sbh, t = GPT3.sequence * GPT3.hidden, 4 if sequence_parallel else 1
-    layers = GPT3.layers * layer_activations(GPT3, plan, sparse=False) * GPT3.sequence
+    sbh, t = GPT3.seq_length * GPT3.hidden_size, 4 if sequence_parallel else 1
+    layers = GPT3.num_layers * layer_activations(GPT3, plan, sparse=False) * GPT3.seq_length
     # One layer at work needs less than the logits, whose place it takes.
     assert stage.activations - layers == pytest.approx(sbh / 4 + 4 * sbh / t)
     # 16-bit logits, and in fp32 their copy, shifted, their log-softmax and its gradient.
     gathered = 4 * sbh if sequence_parallel else 0
-    assert stage.logits == pytest.approx(18 * GPT3.sequence * GPT3.vocab / 4 + gathered)
+    assert stage.logits == pytest.approx(18 * GPT3.seq_length * GPT3.vocab_size / 4 + gathered)
 
 
 def test_a_plan_fits_when_its_fullest_stage_does():
@@ -135,8 +135,8 @@ def test_a_plan_fits_when_its_fullest_stage_does():
 def test_the_fused_loss_keeps_no_logits():
     plan = Plan(micro_batch=8, global_batch=8)
     unfused, fused = (memory(LLAMA, replace(plan, fused_loss=on))[0] for on in (False, True))
-    tokens = 8 * LLAMA.sequence
-    assert unfused.logits == 14 * tokens * LLAMA.vocab
+    tokens = 8 * LLAMA.seq_length
+    assert unfused.logits == 14 * tokens * LLAMA.vocab_size
     assert fused.logits < 3 * 2**30
 
 
@@ -199,7 +199,7 @@ def test_each_way_of_saving_memory_saves(plan):
 
 @given(plan=PLANS, layers=st.integers(8, 40))
 def test_the_quick_check_looks_at_the_stage_that_needs_most(plan, layers):
-    model = replace(LLAMA, layers=layers)
+    model = replace(LLAMA, num_layers=layers)
     stages = memory(model, plan)
     worst = max(stage.total for stage in stages)
     assert max(stages[index].total for index in deepest_stages(plan)) == worst

@@ -21,7 +21,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
 }
-GPT = Model(name="gpt", layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
+GPT = Model(name="gpt", num_layers=24, hidden_size=2304, num_heads=24, vocab_size=51200, seq_length=2048)
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -38,7 +38,7 @@ def test_parameters_of_deepseek_v3():
 @pytest.mark.parametrize("name", [name for name in presets.models() if name.startswith("megatron")])
 def test_gpt_counts_agree_with_the_closed_forms(name):
     m = presets.model(name)
-    l, h, s, V = m.layers, m.hidden, m.sequence, m.vocab
+    l, h, s, V = m.num_layers, m.hidden_size, m.seq_length, m.vocab_size
     assert m.parameters == 12 * l * h**2 + 13 * l * h + (V + s) * h + 2 * h
     assert m.forward_flops == pytest.approx(24 * l * h**2 * (1 + s / (6 * h) + V / (12 * l * h)), rel=1e-12)
 
@@ -103,11 +103,14 @@ def test_clusters_by_name_and_number():
         (lambda: presets.cluster("h100x0"), "gpus must be at least 1, got 0"),
         (lambda: presets.gpu("tpu-v4").peak("fp16"), "tpu-v4 has no fp16 matrix products; it has bf16"),
         (
-            lambda: Model(name="x", layers=1, hidden=2305, heads=24, vocab=1, sequence=1),
-            r"hidden \(2305\) must be a multiple of heads \(24\)",
+            lambda: Model(name="x", num_layers=1, hidden_size=2305, num_heads=24, vocab_size=1, seq_length=1),
+            r"hidden_size \(2305\) must be a multiple of num_heads \(24\)",
         ),
-        (lambda: dataclasses.replace(GPT, layers=-1), "layers must be at least 1, got -1"),
-        (lambda: dataclasses.replace(GPT, kv_heads=5), r"heads \(24\) must be a multiple of kv_heads \(5\)"),
+        (lambda: dataclasses.replace(GPT, num_layers=-1), "num_layers must be at least 1, got -1"),
+        (
+            lambda: dataclasses.replace(GPT, num_kv_heads=5),
+            r"num_heads \(24\) must be a multiple of num_kv_heads \(5\)",
+        ),
         (lambda: dataclasses.replace(GPT, experts=4, experts_per_token=5), "between 1 and experts"),
         (lambda: dataclasses.replace(GPT, experts_per_token=2), "need experts"),
         (lambda: dataclasses.replace(GPT, norm="batch"), "norm must be one of 'layer', 'rms', got 'batch'"),

@@ -102,7 +102,7 @@ def test_more_gpus_never_need_more_memory_each():
 
 
 def test_experts_are_spread_where_that_helps():
-    mixtral = replace(presets.model("mixtral-8x7b"), sequence=4096)
+    mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
     found = search(mixtral, presets.cluster("h100x64"), batch=256, options=FEW)
     assert {plan.ep for plan, _ in found.ranking} == {1, 2, 4, 8}
     assert found.best.plan.ep > 1
@@ -114,7 +114,7 @@ def test_stages_of_two_kinds_of_gpu_get_layers_by_speed():
     assert best.pp > 1
     half = len(best.layers_per_chunk) // 2
     assert sum(best.layers_per_chunk[:half]) < sum(best.layers_per_chunk[half:])
-    assert sum(best.layers_per_chunk) == LLAMA.layers
+    assert sum(best.layers_per_chunk) == LLAMA.num_layers
 
 
 def test_uneven_stages_are_found_where_they_are_faster():

@@ -80,7 +80,7 @@ FOUND: dict[tuple[str, str, int, int, str], SearchResult] = {}
 
 def best(model: Model, cluster: Cluster, batch: int, options: Options = USUAL) -> SearchResult:
     """A search, done once."""
-    key = model.name, cluster.name, model.sequence, batch, repr(options)
+    key = model.name, cluster.name, model.seq_length, batch, repr(options)
     if key not in FOUND:
         FOUND[key] = search(model, cluster, batch=batch, options=options, keep=8)
     return FOUND[key]
@@ -88,7 +88,7 @@ def best(model: Model, cluster: Cluster, batch: int, options: Options = USUAL) -
 
 def searched(model: str, cluster: str, batch: int, options: Options = USUAL, sequence: int = 0) -> Callable[[], str]:
     shape = presets.model(model)
-    shape = replace(shape, sequence=sequence) if sequence else shape
+    shape = replace(shape, seq_length=sequence) if sequence else shape
     return lambda: outcome(best(shape, presets.cluster(cluster), batch, options))
 
 
@@ -198,7 +198,7 @@ def long_context() -> str:
     shape, cluster = presets.model("llama3-8b"), presets.cluster("h100x64")
     rows = []
     for sequence in (2**17, 2**18, 2**19, 2**20):
-        found = best(replace(shape, sequence=sequence), cluster, 2**22 // sequence, LONG)
+        found = best(replace(shape, seq_length=sequence), cluster, 2**22 // sequence, LONG)
         reasons = ", ".join(f"{kind} {count}" for kind, count in list(found.reasons().items())[:2])
         one = found.best
         kind = one.plan.cp_kind if one.plan.cp > 1 else ""

@@ -230,7 +230,7 @@ def export_command(
         options = inputs.options(machine, format if format in TARGETS else None, None)
         written = _search(shape, machine, batch, options, keep=10).best.plan
     else:
-        written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.sequence), system)
+        written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), system)
     text = export_plan(format, shape, machine, written)
     problem = quick_memory_problem(shape, machine, written)
     if output is not None:
@@ -248,12 +248,12 @@ def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str |
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
     if plan is None:
         return _search(shape, machine, batch, None, keep=10).best
-    return estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.sequence)))
+    return estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
 
 
 def _search(model: Model, cluster: Cluster, batch: str, options: Options | None, *, keep: int) -> SearchResult:
     """A search that has found something."""
-    found = search(model, cluster, batch=inputs.batch(batch, model.sequence), options=options, keep=keep)
+    found = search(model, cluster, batch=inputs.batch(batch, model.seq_length), options=options, keep=keep)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found

@@ -31,7 +31,7 @@ def model(name: str, sequence: int | None = None) -> Model:
         found = _build(Model, {"name": Path(name).stem, **data}, name)
     else:
         found = presets.model(name)
-    return found if sequence is None else replace(found, sequence=sequence)
+    return found if sequence is None else replace(found, seq_length=sequence)
 
 
 def cluster(name: str, price: float | None = None) -> Cluster:

@@ -24,7 +24,7 @@ NOTATION = (
 
 def heading(estimate: Estimate) -> str:
     """What is trained on what, in one line."""
-    batch = f"{estimate.plan.global_batch:,} x {estimate.model.sequence:,} tokens a step"
+    batch = f"{estimate.plan.global_batch:,} x {estimate.model.seq_length:,} tokens a step"
     return f"{estimate.model.name} on {estimate.cluster.name}, {batch}"
 
 
@@ -230,7 +230,7 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
     data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
     data |= {
         "model": estimate.model.name,
-        "sequence": estimate.model.sequence,
+        "seq_length": estimate.model.seq_length,
         "cluster": estimate.cluster.name,
         "plan": dataclasses.asdict(estimate.plan),
         "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in estimate.memory],

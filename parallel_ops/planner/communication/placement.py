@@ -45,7 +45,7 @@ def stage_layers(
 def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The indices of the layers of each pipeline rank of ``plan``."""
     v_shaped = plan.schedule in V_SHAPED
-    return stage_layers(model.layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
+    return stage_layers(model.num_layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
 
 
 class Layout(NamedTuple):
@@ -64,14 +64,14 @@ def layout_of(plan: Plan) -> Layout:
 @lru_cache(maxsize=65536)
 def layer_counts(model: Model, layout: Layout) -> tuple[tuple[int, int], ...]:
     """How many dense and how many sparse layers each pipeline rank holds."""
-    stages = stage_layers(model.layers, *layout)
+    stages = stage_layers(model.num_layers, *layout)
     sparse = [sum(map(model.is_sparse, stage)) for stage in stages]
     return tuple((len(stage) - count, count) for stage, count in zip(stages, sparse, strict=True))
 
 
 def chunk_layers(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The indices of the layers of each chunk, in the order of the model."""
-    sizes = plan.layers_per_chunk or chunk_sizes(model.layers, plan.pp * plan.virtual_stages)
+    sizes = plan.layers_per_chunk or chunk_sizes(model.num_layers, plan.pp * plan.virtual_stages)
     return tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
 
 

@@ -42,7 +42,7 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
     link_seconds = blocking = 0.0
     if plan.pp > 1:
         link = group_link(cluster, plan, "pp", efficiency, ring=False)
-        size = width * model.sequence * plan.micro_batch / plan.cp * model.hidden
+        size = width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
         split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
         sent = size / plan.tp if split else size
         link_seconds = collectives.send_receive(sent, link) + start(efficiency, 2)
@@ -141,7 +141,7 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     size = owned * (gradient + width)
     out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
     if plan.offload == "optimizer+activations":
-        tokens = model.sequence * plan.micro_batch / plan.cp
+        tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, layout_of(plan))[stage]
         layers = [layer_activations(model, plan, False)] * dense_layers
         layers += [layer_activations(model, plan, True)] * sparse_layers

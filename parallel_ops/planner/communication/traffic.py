@@ -57,8 +57,8 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
     found: Transfers = []
     forward = backward = 0.0
     width = state_bytes(plan)[0]
-    tokens = model.sequence * plan.micro_batch / plan.cp
-    size = width * tokens * model.hidden
+    tokens = model.seq_length * plan.micro_batch / plan.cp
+    size = width * tokens * model.hidden_size
     again = 1 if plan.recompute == "full" else 0
     if plan.tp > 1:
         link = group_link(cluster, plan, "tp", efficiency)
@@ -123,7 +123,7 @@ def _context(
     link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
     if plan.cp_kind == "all-to-all":
         query, key_value, value, heads = (
-            n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.heads)
+            n / plan.tp for n in (model.query_width, model.key_value_width, model.value_width, model.num_heads)
         )
         sizes = cost.heads_sent(tokens, tokens, query, key_value, value, heads, width)
         torus, share = cluster.topology == "torus", (plan.cp - 1) / plan.cp
@@ -140,7 +140,7 @@ def _context(
         transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))
         for size in (sizes.forward, sizes.backward - sizes.forward)
     ]
-    forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.sequence / plan.cp)
+    forward, backward = attention_seconds(model, cluster.gpu, efficiency, work, model.seq_length / plan.cp)
     waits = [max(0.0, messages[0].seconds - forward), max(0.0, sum(m.seconds for m in messages) - backward)]
     return (
         [(messages[0], steps)],
@@ -166,8 +166,8 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     plan = _plan_of(work)
     ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
     width = state_bytes(plan)[0]
-    tokens = model.sequence * plan.micro_batch / plan.cp
-    row = width * model.hidden
+    tokens = model.seq_length * plan.micro_batch / plan.cp
+    row = width * model.hidden_size
     forward: list[Transfer] = []
     backward: list[Transfer] = []
     hidden: list[Transfer] = []
@@ -179,14 +179,14 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
         return all_reduce("tp", ranks, size, link, efficiency)
 
     if not last:
-        for rows in [tokens] + [model.sequence / plan.cp] * (model.positions == "learned"):
+        for rows in [tokens] + [model.seq_length / plan.cp] * (model.positions == "learned"):
             if plan.sequence_parallel:
                 forward.append(parted("reduce-scatter", row * rows))
                 backward.append(parted("all-gather", row * rows))
             else:
                 forward.append(summed(row * rows))
     else:
-        gradient = (4 if plan.fused_loss else width) * tokens * model.hidden
+        gradient = (4 if plan.fused_loss else width) * tokens * model.hidden_size
         if plan.sequence_parallel:
             forward.append(parted("all-gather", row * tokens))
             backward.append(parted("reduce-scatter", gradient))

@@ -89,11 +89,11 @@ def work_of(plan: Plan) -> Work:
 @lru_cache(maxsize=65536)
 def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool) -> Passes:
     """Seconds of one micro-batch in one layer on one GPU, without communication and the host."""
-    tokens = model.sequence * work.micro_batch / work.cp
+    tokens = model.seq_length * work.micro_batch / work.cp
     bandwidth = gpu.bandwidth * efficiency.memory
     engine = engine_of(gpu, efficiency, work.dtype)
     f, i, w = _linears(model, gpu, efficiency, work, sparse, tokens)
-    scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.sequence)
+    scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
     shared, activation, score = _elementwise(model, work, sparse, width)
     forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
@@ -119,16 +119,16 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
 @lru_cache(maxsize=65536)
 def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> Passes:
     """Seconds of one micro-batch in the output embedding and the loss, on one GPU, without communication."""
-    tokens = model.sequence * work.micro_batch / work.cp
+    tokens = model.seq_length * work.micro_batch / work.cp
     width = 4 if work.dtype == "fp32" else 2
     bandwidth = gpu.bandwidth * efficiency.memory
-    vocab = math.ceil(model.vocab / work.tp)
-    f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden, vocab, width=width)
+    vocab = math.ceil(model.vocab_size / work.tp)
+    f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden_size, vocab, width=width)
     # Unfused: logits written, read, widened to fp32, three passes over those; gradient in fp32, then narrowed.
     # Fused: written, read for the loss, read and written for the gradient, read by two products.
     forward, backward = (8, 4) if work.fused_loss else (20, 14)
     logits = tokens * vocab / bandwidth
-    accumulate = (width + 2 * work.grad_bytes) * model.hidden * vocab / bandwidth
+    accumulate = (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
     return Passes(f + forward * logits, i + backward * logits, w + accumulate)
 
 
@@ -142,16 +142,16 @@ def engine_of(gpu: GPU, efficiency: Efficiency, dtype: str) -> Engine:
 def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, keys: float) -> tuple[float, float]:
     """Seconds of the scores of one micro-batch, and their product with the values, forward and backward, of the queries
     of one rank against ``keys`` keys of each sequence: all, or the block at hand of ring attention."""
-    tokens = model.sequence * work.micro_batch / work.cp
+    tokens = model.seq_length * work.micro_batch / work.cp
     if work.flash_attention:
         # A causal mask leaves half of the blocks and those on the diagonal, and a ring in zigzag half for each rank.
         left = 0.5 * (1 + min(1.0, _FLASH_BLOCK / keys))
-        flops = left * tokens * model.attention_flops * keys / model.sequence / work.tp
+        flops = left * tokens * model.attention_flops * keys / model.seq_length / work.tp
         peak = gpu.peak("bf16" if work.dtype == "fp8" else work.dtype)
         # The backward pass makes the scores again: five products in place of two.
         return flops / (peak * efficiency.flash_forward), 2.5 * flops / (peak * efficiency.flash_backward)
-    engine, rows = engine_of(gpu, efficiency, work.dtype), model.sequence / work.cp
-    count, heads = work.micro_batch * model.heads / work.tp, model.heads
+    engine, rows = engine_of(gpu, efficiency, work.dtype), model.seq_length / work.cp
+    count, heads = work.micro_batch * model.num_heads / work.tp, model.num_heads
     head, value = model.query_width / heads, model.value_width / heads
     width = 4 if work.dtype == "fp32" else 2
     forward = product(engine, rows, keys, head, count=count, width=width)
@@ -183,19 +183,19 @@ def _linears(
 
 def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
     """Rows, inputs, outputs and number of each of a layer's linears on one rank."""
-    h, tp = model.hidden, work.tp
+    h, tp = model.hidden_size, work.tp
     if model.latent:
         m = model.latent
         yield tokens, h, m.query_rank + m.key_value_rank + m.rope_head, 1
         yield tokens, m.query_rank, model.query_width / tp, 1
-        yield tokens, m.key_value_rank, model.heads * (m.head + m.value_head) / tp, 1
+        yield tokens, m.key_value_rank, model.num_heads * (m.head + m.value_head) / tp, 1
     else:
         yield tokens, h, (model.query_width + model.key_value_width) / tp, 1
     yield tokens, model.value_width / tp, h, 1
     inputs = 2 if model.gated else 1
     if not sparse:
-        yield tokens, h, inputs * model.ffn / tp, 1
-        yield tokens, model.ffn / tp, h, 1
+        yield tokens, h, inputs * model.ffn_hidden_size / tp, 1
+        yield tokens, model.ffn_hidden_size / tp, h, 1
         return
     local = model.experts / work.ep
     rows = tokens * model.experts_per_token / local
@@ -217,15 +217,15 @@ def _elementwise(
     model: Model, work: Work, sparse: bool, width: int
 ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
     """Bytes a token that elementwise ops move forward and backward: around the blocks, in the MLP, on the scores."""
-    h, mask = model.hidden, 1 if model.dropout else 0
+    h, mask = model.hidden_size, 1 if model.dropout else 0
     shard = work.tp if work.sequence_parallel else 1
     # Two norms (read, write; read x, dy and the residual's gradient, write) and two bias-dropout-adds (read x and the
     # residual, write; read dy, write), each with its mask.
     around = (2 * (2 + 3) * width + 2 * mask) * h / shard, (2 * (4 + 2) * width + 2 * mask) * h / shard
     inputs = 2 if model.gated else 1
-    ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn
+    ffn = (model.experts_per_token + model.shared_experts) * model.expert_ffn if sparse else model.ffn_hidden_size
     activation = (inputs + 1) * width * ffn / work.tp, (2 * inputs + 1) * width * ffn / work.tp
-    rotary = 4 * (model.query_width + model.kv_heads * model.head_dim) if model.positions == "rotary" else 0
+    rotary = 4 * (model.query_width + model.num_kv_heads * model.head_dim) if model.positions == "rotary" else 0
     routed = 4 * width * h * model.experts_per_token if sparse else 0  # permute and combine
     around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
     if not work.fused_ops:
@@ -236,7 +236,7 @@ def _elementwise(
         return around, activation, (0.0, 0.0)
     # The products write and read their own scores. Forward: softmax reads and writes, dropout reads and writes.
     # Backward: dropout reads and writes, softmax reads P and dP and writes; masks on top.
-    rows = model.heads * model.sequence / work.tp
+    rows = model.num_heads * model.seq_length / work.tp
     forward = (4 if model.dropout else 2) * width + mask
     backward = (5 if model.dropout else 3) * width + mask
     if not work.fused_ops:

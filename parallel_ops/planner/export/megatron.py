@@ -51,13 +51,13 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 def _model(model: Model) -> Iterator[Option]:
     yield from (
-        ("--num-layers", str(model.layers)),
-        ("--hidden-size", str(model.hidden)),
-        ("--ffn-hidden-size", str(model.ffn)),
-        ("--num-attention-heads", str(model.heads)),
-        ("--seq-length", str(model.sequence)),
-        ("--max-position-embeddings", str(model.sequence)),
-        ("--vocab-size", str(model.vocab)),
+        ("--num-layers", str(model.num_layers)),
+        ("--hidden-size", str(model.hidden_size)),
+        ("--ffn-hidden-size", str(model.ffn_hidden_size)),
+        ("--num-attention-heads", str(model.num_heads)),
+        ("--seq-length", str(model.seq_length)),
+        ("--max-position-embeddings", str(model.seq_length)),
+        ("--vocab-size", str(model.vocab_size)),
         ("--position-embedding-type", "rope" if model.positions == "rotary" else "learned_absolute"),
         ("--normalization", "RMSNorm" if model.norm == "rms" else "LayerNorm"),
     )
@@ -69,10 +69,10 @@ def _model(model: Model) -> Iterator[Option]:
         yield "--qk-pos-emb-head-dim", str(latent.rope_head)
         yield "--v-head-dim", str(latent.value_head)
     else:
-        if model.kv_heads != model.heads:
+        if model.num_kv_heads != model.num_heads:
             yield ("--group-query-attention",)
-            yield "--num-query-groups", str(model.kv_heads)
-        if model.head_dim * model.heads != model.hidden:
+            yield "--num-query-groups", str(model.num_kv_heads)
+        if model.head_dim * model.num_heads != model.hidden_size:
             yield "--kv-channels", str(model.head_dim)
     yield from [("--swiglu",)] if model.gated else []
     yield from [("--disable-bias-linear",)] if model.bias != "all" else []
@@ -87,7 +87,7 @@ def _model(model: Model) -> Iterator[Option]:
         if model.shared_experts:
             yield "--moe-shared-expert-intermediate-size", str(model.shared_experts * model.expert_ffn)
         if model.dense_layers:
-            yield "--moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.layers - model.dense_layers})"
+            yield "--moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.num_layers - model.dense_layers})"
 
 
 def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]:

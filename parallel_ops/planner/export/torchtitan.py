@@ -113,7 +113,7 @@ def _with_plan(model: Model, plan: Plan) -> str:
         # A pipeline takes all its micro-batches in one batch; without one, the rest is gradient accumulation.
         "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
         "global_batch_size": plan.global_batch,
-        "seq_len": model.sequence,
+        "seq_len": model.seq_length,
         "mixed_precision_param": "float32" if plan.dtype == "fp32" else "bfloat16",
         "enable_cpu_offload": plan.offload != "none",
     }

@@ -30,7 +30,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "run": {"steps": 1000},
         "model": _shape(model),
         # Tokens of two bytes, the default, are too small for large vocabularies.
-        "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab > 2**16 else {}),
+        "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
         "optimizer": {"lr": 3e-4, "warmup": 100},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
         "precision": {"dtype": plan.dtype},
@@ -56,14 +56,14 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 def _shape(model: Model) -> dict[str, Any]:
     """The fields of ``TransformerConfig``."""
     shape: dict[str, Any] = {
-        "vocab_size": model.vocab,
-        "seq_length": model.sequence,
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
+        "vocab_size": model.vocab_size,
+        "seq_length": model.seq_length,
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
-        "ffn_hidden": model.ffn,
+        "ffn_hidden": model.ffn_hidden_size,
         "activation": "swiglu" if model.gated else "gelu",
         "norm": "rms_norm" if model.norm == "rms" else "layer_norm",
         "bias": model.bias == "all",

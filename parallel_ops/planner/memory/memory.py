@@ -72,7 +72,7 @@ class PlanMemory:
 
     def __init__(self, model: Model, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self._tokens = model.sequence * plan.micro_batch / plan.cp
+        self._tokens = model.seq_length * plan.micro_batch / plan.cp
         self._layout = layout_of(plan)
         self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
         self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
@@ -119,16 +119,18 @@ class PlanMemory:
         held, width = in_flight(plan, stage), element_bytes(plan)
         embedding = head = logits = buffers = 0.0
         if stage == 0 and model.dropout:
-            embedding = held * tokens * model.hidden / plan.tp
+            embedding = held * tokens * model.hidden_size / plan.tp
         if stage == self._head:
-            head = 2 * width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            head = 2 * width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
             if plan.fused_loss:
-                logits = FUSED_LOSS_BYTES + 4.0 * model.hidden * model.vocab / plan.tp
+                logits = FUSED_LOSS_BYTES + 4.0 * model.hidden_size * model.vocab_size / plan.tp
             else:
                 each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
-                logits = each * tokens * model.vocab / plan.tp
+                logits = each * tokens * model.vocab_size / plan.tp
             if plan.tp > 1 and plan.sequence_parallel:
-                logits += 2 * width * tokens * model.hidden  # the gathered input, and its gradient before it is reduced
+                logits += (
+                    2 * width * tokens * model.hidden_size
+                )  # the gathered input, and its gradient before it is reduced
         if plan.zero == 3 and group_size(plan, "dp") > 1:
             buffers = _gathered_ends(model, plan, stage)
         states = state_memory(model, plan, stage, sharded_states(plan))
@@ -136,7 +138,7 @@ class PlanMemory:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
             # One message each way; with FSDP, that is under torch's pipelining, for each micro-batch in flight.
-            message = width * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+            message = width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
             buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 else 1)
         found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
         self._fixed[stage] = found
@@ -183,9 +185,9 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     total = 0.0
     if group_size(plan, "dp") > 1 and plan.zero >= 2:
         total += largest / plan.tp * (gradient + (2 * width if plan.zero == 3 else 0))
-    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn
+    ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
-    message = width * tokens * model.hidden
+    message = width * tokens * model.hidden_size
     total += 2 * message  # gradients of the input and of the output
     if plan.tp > 1 and plan.sequence_parallel:
         total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
@@ -200,19 +202,19 @@ def _buffers(model: Model, plan: Plan, tokens: float) -> float:
         total += 4 * width * tokens * model.key_value_width / plan.tp
     if plan.ep > 1:
         # Dispatched and combined tokens.
-        total += 2 * width * tokens * model.hidden * model.experts_per_token / plan.tp
+        total += 2 * width * tokens * model.hidden_size * model.experts_per_token / plan.tp
     return total
 
 
 def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> float:
-    h, unsharded, sharded = model.hidden, 0.0, 0.0
+    h, unsharded, sharded = model.hidden_size, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
     if recompute == "operators":
         # The input; of the products Q, K, V, output, gate, up, down each second; what attention keeps.
         used = model.experts_per_token + model.shared_experts if sparse else 1
-        ffn = (model.expert_ffn if sparse else model.ffn) * used
+        ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
         products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
-        scores = 4 * model.heads if flash else width * model.heads * model.sequence
+        scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
         return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
     cheap = 0 if flash and recompute == "selective" else 1
@@ -224,13 +226,13 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     if model.latent:
         unsharded += width * (model.latent.query_rank + model.latent.key_value_rank + model.latent.rope_head)
     if flash:
-        sharded += 4 * model.heads  # the logsumexp of each row
+        sharded += 4 * model.num_heads  # the logsumexp of each row
     elif recompute != "selective":
-        sharded += model.heads * model.sequence * (2 * width + 1 if model.dropout else width)
+        sharded += model.num_heads * model.seq_length * (2 * width + 1 if model.dropout else width)
     # Before and after the activation function; a gated one has two inputs.
     per_ffn = width * ((2 if model.gated else 1) + cheap)
     if not sparse:
-        sharded += per_ffn * model.ffn
+        sharded += per_ffn * model.ffn_hidden_size
     else:
         used = model.experts_per_token + model.shared_experts
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
@@ -240,7 +242,7 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
 
 def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
     if recompute == "full":
-        kept = (4 if dtype == "fp32" else 2) * model.hidden / shard
+        kept = (4 if dtype == "fp32" else 2) * model.hidden_size / shard
         return kept, kept
     dense = _layer_bytes(model, False, tp, shard, flash, recompute, dtype)
     return dense, _layer_bytes(model, True, tp, shard, flash, recompute, dtype) if model.experts else 0.0

@@ -34,7 +34,7 @@ def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int
     dense += sparse_layers * model.router_parameters
     dense += model.embedding_parameters if stage == 0 else 0
     if stage == head_rank(layout):
-        shared = model.hidden * model.vocab if stage == 0 and model.tied_embeddings else 0
+        shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
     # Norms, and biases that are added to sums over the ranks, are whole on each.
     whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
@@ -43,7 +43,7 @@ def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int
 
 def _whole_in_layer(model: Model) -> int:
     """Parameters of a layer that tensor-parallel ranks do not split."""
-    return 2 * model.norm_width + (2 * model.hidden if model.bias == "all" else 0)
+    return 2 * model.norm_width + (2 * model.hidden_size if model.bias == "all" else 0)
 
 
 def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:

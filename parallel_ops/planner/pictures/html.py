@@ -76,7 +76,7 @@ def page(
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(best.plan.describe())}. {best.plan.gpus:,} GPUs, {best.plan.global_batch:,} sequences of "
-        f"{best.model.sequence:,} tokens a step. Figures are estimates, not measurements: "
+        f"{best.model.seq_length:,} tokens a step. Figures are estimates, not measurements: "
         f"{escape(best.band.sentence())}</p>",
         _figures(best),
         _exports(best),

@@ -24,7 +24,7 @@ _STEP = 0.05
 def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> tuple[int, ...]:
     """Layers of each chunk, one or more; empty, as ``Plan.layers_per_chunk`` has it, where even ones do as well."""
     layout, chunks = layout_of(plan), plan.pp * plan.virtual_stages
-    if plan.pp == 1 or chunks > model.layers:
+    if plan.pp == 1 or chunks > model.num_layers:
         return ()
     work, sparse = work_of(plan), model.sparse_layers > 0
     costs = {}
@@ -44,7 +44,7 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
     extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
-    return _balanced(model.layers, plan.pp, plan.virtual_stages, layout.v_shaped, speeds, extra)
+    return _balanced(model.num_layers, plan.pp, plan.virtual_stages, layout.v_shaped, speeds, extra)
 
 
 @lru_cache(maxsize=4096)

@@ -104,29 +104,31 @@ def _sizes(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Problem]:
             yield Problem("dtype", f"{gpu.name} has no {plan.dtype} matrix products")
     if tp > cluster.node_size and cluster.topology == "fat-tree":
         yield Problem("tp leaves the node", f"TP {tp} would leave the node of {cluster.node_size} GPUs")
-    for name in ("heads", "ffn", "hidden"):
+    for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
         if getattr(model, name) % tp:
             yield Problem("tp does not divide", f"TP {tp} does not divide {name} ({getattr(model, name)})")
-    if model.kv_heads % tp and tp % model.kv_heads:
-        yield Problem("tp does not divide", f"TP {tp} does not divide kv_heads ({model.kv_heads})")
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield Problem("tp does not divide", f"TP {tp} does not divide num_kv_heads ({model.num_kv_heads})")
     if plan.sequence_parallel and tp == 1:
         yield Problem("sequence parallelism without tp", "sequence parallelism shards over TP, which is 1")
-    if plan.sequence_parallel and model.sequence % (tp * cp):
+    if plan.sequence_parallel and model.seq_length % (tp * cp):
         yield Problem(
-            "sequence does not divide", f"TP * CP ({tp * cp}) does not divide the sequence ({model.sequence})"
+            "sequence does not divide", f"TP * CP ({tp * cp}) does not divide the sequence ({model.seq_length})"
         )
 
 
 def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
     chunks, m, kind = plan.pp * plan.virtual_stages, plan.micro_batches, plan.schedule
     if plan.layers_per_chunk:
-        if sum(plan.layers_per_chunk) != model.layers:
+        if sum(plan.layers_per_chunk) != model.num_layers:
             yield Problem(
                 "too few layers",
-                f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, not to {model.layers} layers",
+                f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, not to {model.num_layers} layers",
             )
-    elif model.layers < chunks:
-        yield Problem("too few layers", f"{chunks} chunks of layers need as many layers; the model has {model.layers}")
+    elif model.num_layers < chunks:
+        yield Problem(
+            "too few layers", f"{chunks} chunks of layers need as many layers; the model has {model.num_layers}"
+        )
     if plan.pp == 1:
         if kind != "1f1b":
             yield Problem("schedule without pp", f"{kind} needs more than one pipeline stage")
@@ -148,14 +150,14 @@ def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
 def _context(model: Model, plan: Plan) -> Iterator[Problem]:
     if plan.cp == 1:
         return
-    if model.sequence % (2 * plan.cp):
+    if model.seq_length % (2 * plan.cp):
         yield Problem(
             "sequence does not divide",
-            f"2 * CP ({2 * plan.cp}) chunks of a zigzag do not divide the sequence ({model.sequence})",
+            f"2 * CP ({2 * plan.cp}) chunks of a zigzag do not divide the sequence ({model.seq_length})",
         )
-    if plan.cp_kind == "all-to-all" and model.kv_heads % (plan.tp * plan.cp):
+    if plan.cp_kind == "all-to-all" and model.num_kv_heads % (plan.tp * plan.cp):
         yield Problem(
-            "heads", f"all-to-all CP needs TP * CP ({plan.tp * plan.cp}) to divide kv_heads ({model.kv_heads})"
+            "heads", f"all-to-all CP needs TP * CP ({plan.tp * plan.cp}) to divide num_kv_heads ({model.num_kv_heads})"
         )
 
 

@@ -32,7 +32,7 @@ def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan) -> str | N
     """Pipeline parallelism starts where tensor parallelism has filled the node, not before."""
     if plan.pp > 1 and plan.tp * plan.cp < cluster.node_size and plan.tp * plan.cp * plan.pp > cluster.node_size:
         larger = plan.tp * 2
-        if larger <= cluster.node_size and model.heads % larger == 0 and not model.experts:
+        if larger <= cluster.node_size and model.num_heads % larger == 0 and not model.experts:
             return f"PP {plan.pp} crosses nodes while TP {plan.tp} leaves room in a node of {cluster.node_size} GPUs"
     return None
 

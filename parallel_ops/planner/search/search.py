@@ -179,7 +179,7 @@ class _Search:
         """Sizes whose product is the number of GPUs and that the model's sizes allow."""
         model, gpus, options = self.model, self.cluster.gpus, self.options
         divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-        longest = max(1, model.sequence // options.context_tokens)
+        longest = max(1, model.seq_length // options.context_tokens)
         sizes = ([n for n in divisors if n in (given or divisors)] for given in (options.tp, options.pp, options.cp))
         for tp, pp, cp in itertools.product(*sizes):
             if gpus % (tp * pp * cp) or (cp > longest and not options.cp):

@@ -31,7 +31,7 @@ def titan_setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
         dtype=row["dtype"],
         fused_ops=row["fused"],
     )
-    model = replace(model, sequence=row.get("sequence", model.sequence))
+    model = replace(model, seq_length=row.get("seq_length", model.seq_length))
     return model, replace(presets.cluster("h100-96"), gpus=plan.gpus), plan
 
 
@@ -41,11 +41,11 @@ def titan() -> Iterator[Measurement]:
         yield Measurement(
             source=table("torchtitan")["source"],
             table="torchtitan",
-            name=f"table {row['table']}, {row['model']}, {model.sequence} tokens: {plan.describe()}, {plan.dtype}",
+            name=f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}, {plan.dtype}",
             model=model,
             cluster=cluster,
             plan=plan,
-            seconds=plan.global_batch * model.sequence / (row["rate"] * plan.gpus),
+            seconds=plan.global_batch * model.seq_length / (row["rate"] * plan.gpus),
         )
 
 
@@ -63,8 +63,8 @@ def llama() -> Iterator[Measurement]:
             global_batch=row["batch"],
             layers_per_chunk=(0, *[1] * 126, 0),
         )
-        model = replace(presets.model("llama3-405b"), sequence=row["sequence"])
-        flops = 3 * row["batch"] * model.sequence * model.forward_flops
+        model = replace(presets.model("llama3-405b"), seq_length=row["seq_length"])
+        flops = 3 * row["batch"] * model.seq_length * model.forward_flops
         yield Measurement(
             source=table("other_generations")["source"],
             table="llama 3",
@@ -90,7 +90,7 @@ def deepseek() -> Iterator[Measurement]:
             dtype="fp8",
         )
         model = presets.model("deepseek-v3")
-        steps = 14.8e12 / (plan.global_batch * model.sequence)
+        steps = 14.8e12 / (plan.global_batch * model.seq_length)
         yield Measurement(
             source=table("other_generations")["source"],
             table="deepseek-v3",

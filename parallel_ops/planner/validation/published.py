@@ -63,7 +63,7 @@ def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
 def step_from_tflops(model: Model, plan: Plan, tflops: float) -> float:
     """Seconds of a step at a published rate, which counts the recomputed forward pass (arXiv:2104.04473, eq. 3)."""
     layers = 4 * (model.forward_flops - model.head_flops)
-    tokens = plan.global_batch * model.sequence
+    tokens = plan.global_batch * model.seq_length
     return tokens * (layers + 3 * model.head_flops) / (plan.gpus * tflops * 1e12)
 
 
@@ -91,13 +91,13 @@ def _vtrain(name: str) -> Iterator[Measurement]:
         tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
         model = Model(
             name=f"gpt-{hidden}x{layers}",
-            layers=layers,
-            hidden=hidden,
-            heads=int(row["attention heads"]),
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=int(row["attention heads"]),
             # The rows with tp = 1 on one node spend four times as long in the head as those with tp = 2: as if the
             # vocabulary of GPT-2 were padded for tensor parallelism alone.
-            vocab=51200 if not single else 50257 if tp == 1 else 50304,
-            sequence=int(row["sequence length"]),
+            vocab_size=51200 if not single else 50257 if tp == 1 else 50304,
+            seq_length=int(row["sequence length"]),
         )
         gpus, micro_batch, batch = tp * dp * pp, int(row["micro batch"]), int(row["global batch"])
         system = presets.cluster("a100-80")
@@ -144,11 +144,11 @@ def _foundry() -> Iterator[Measurement]:
         layers, hidden, heads = _MPT[row["Model"]]
         model = Model(
             name=f"mpt-{row['Model']}",
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            vocab=50368,
-            sequence=int(row["SeqLen (T)"]),
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            vocab_size=50368,
+            seq_length=int(row["SeqLen (T)"]),
             bias="none",
             dropout=False,
         )
@@ -172,7 +172,7 @@ def _foundry() -> Iterator[Measurement]:
             model=model,
             cluster=presets.cluster(f"{kind}x{gpus}"),
             plan=plan,
-            seconds=batch * model.sequence / float(row["Throughput (T/s)"]),
+            seconds=batch * model.seq_length / float(row["Throughput (T/s)"]),
             group=f"foundry {kind} {plan.dtype} {row['Model']} {row['SeqLen (T)']} {gpus}",
         )
 
@@ -181,11 +181,16 @@ def zero_bubble_setting(row: dict[str, Any], kind: str, micro_batches: int) -> t
     """Model and plan of a row of Zero Bubble's table 4. Interleaved, one layer a chunk; the first and the last stage
     have a layer less."""
     model = Model(
-        name=row["model"], layers=row["layers"], hidden=row["hidden"], heads=row["heads"], vocab=50304, sequence=1024
+        name=row["model"],
+        num_layers=row["num_layers"],
+        hidden_size=row["hidden_size"],
+        num_heads=row["num_heads"],
+        vocab_size=50304,
+        seq_length=1024,
     )
-    virtual_stages = (row["layers"] + 2) // row["pp"] if kind == "interleaved" else 1
+    virtual_stages = (row["num_layers"] + 2) // row["pp"] if kind == "interleaved" else 1
     chunks = row["pp"] * virtual_stages
-    each = (row["layers"] + 2) // chunks
+    each = (row["num_layers"] + 2) // chunks
     plan = Plan(
         pp=row["pp"],
         schedule=kind,

@@ -179,7 +179,7 @@ def _memory() -> Iterator[Row]:
         model, _, plan = titan_setting(row)
         # What the allocator reserved, without what the driver and NCCL hold.
         predicted = max(stage.total - RUNTIME_BYTES for stage in memory(model, plan)) / GIB
-        name = f"table {row['table']}, {row['model']}, {model.sequence} tokens: {plan.describe()}, {plan.dtype}"
+        name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}, {plan.dtype}"
         name += "" if plan.fused_ops else ", eager"
         yield _row("torchtitan", "tables 1 to 6", name, "memory", "GiB", (row["gibibytes"], predicted), "held out")
 
@@ -189,8 +189,8 @@ def _activations() -> Iterator[Row]:
         model, _, plan = setting("recomputation", {**row, "recompute": "none"})
         sharded = replace(plan, sequence_parallel=True, recompute="selective")
         for kind, variant in (("baseline", plan), ("sharded", sharded)):
-            layers = in_flight(variant, 0) * model.layers / variant.pp
-            kept = layers * layer_activations(model, variant, False) * model.sequence * variant.micro_batch
+            layers = in_flight(variant, 0) * model.num_layers / variant.pp
+            kept = layers * layer_activations(model, variant, False) * model.seq_length * variant.micro_batch
             figures = row[kind], kept / GIB
             yield _row("recomputation", "figure 1", f"{row['row']}, {kind}", "activations", "GiB", figures, "computed")
 
@@ -232,12 +232,12 @@ def _bubbles() -> Iterator[Row]:
 def _bubble(kind: str, pp: int, micro_batches: int, times: Times, sizes: dict[str, Any]) -> float:
     if kind in ("zb-1p", "zb-2p"):
         # What a layer keeps of its activations from I to W, of the paper's table 3; the sequence is 1,024.
-        retained = 32 / (34 + 5 * sizes["heads"] * 1024 / sizes["hidden"])
+        retained = 32 / (34 + 5 * sizes["num_heads"] * 1024 / sizes["hidden_size"])
         limit = (1 if kind == "zb-1p" else 2) * pp
         order = actions("zb-2p", pp, micro_batches, times=times, memory_limit=limit, retained=retained)
     else:
         # Interleaved, one layer a chunk; the first and the last stage have a layer less.
-        v = (sizes["layers"] + 2) // sizes["pp"] if kind == "interleaved" else 1
+        v = (sizes["num_layers"] + 2) // sizes["pp"] if kind == "interleaved" else 1
         passes = {name: getattr(times, name) / v for name in ("forward", "input_grad", "weight_grad")}
         order, times = actions(kind, pp, micro_batches, v), replace(times, **passes)
     return simulate(order, times).bubble_without_barrier
