@@ -4,42 +4,41 @@ A ``Model`` on a ``Cluster`` under a ``Plan`` gives an ``Estimate``. Needs neith
 """
 
 from parallel_ops.planner import presets
-from parallel_ops.planner.band import Band, band
-from parallel_ops.planner.cluster import GPU, Cluster, Link, Part
-from parallel_ops.planner.communication.links import communication
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part
 from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
-from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.error_band import ErrorBand, error_band
+from parallel_ops.planner.estimate import communication, estimate
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, Sensitivity, StageMemory, Transfer
-from parallel_ops.planner.search.options import Options
-from parallel_ops.planner.search.rules import RULES, broken_rules
+from parallel_ops.planner.rules import RULES, broken_rules
+from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.search import search, smallest_cluster
 
 __all__ = [
     "GPU",
     "RULES",
-    "Band",
     "Cluster",
     "Efficiency",
+    "ErrorBand",
     "Estimate",
+    "Interconnect",
     "LatentAttention",
-    "Link",
     "Model",
     "NearMiss",
-    "Options",
     "Part",
     "Plan",
     "Rejection",
+    "SearchOptions",
     "SearchResult",
     "Sensitivity",
     "StageMemory",
     "Transfer",
-    "band",
     "broken_rules",
     "communication",
     "efficiency",
+    "error_band",
     "estimate",
     "memory",
     "presets",

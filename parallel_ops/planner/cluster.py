@@ -57,7 +57,7 @@ class GPU:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Interconnect:
     """A network as one GPU sees it: ``latency`` in seconds, ``bandwidth`` in bytes/s and one direction."""
 
     name: str
@@ -105,8 +105,8 @@ class Cluster:
     gpu: GPU
     gpus: int
     gpus_per_node: int
-    intra: Link
-    inter: Link
+    intra: Interconnect
+    inter: Interconnect
     topology: str = "fat-tree"
     oversubscription: float = 1.0
     price: float = 0.0

@@ -6,14 +6,14 @@ MFU = FLOPs of the model without recomputation / (step * GPUs * peak)           
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.feasibility import check
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.results import Estimate
+from parallel_ops.planner.results import Estimate, Transfer
+from parallel_ops.planner.rules import broken_rules
 from parallel_ops.planner.schedules.schedule import Simulation
-from parallel_ops.planner.search.feasibility import check
-from parallel_ops.planner.search.rules import broken_rules
-from parallel_ops.planner.step import Step
+from parallel_ops.planner.step import StepTime
 
 
 def estimate(
@@ -34,7 +34,7 @@ def estimate(
         ValueError: the plan cannot run, with the reason.
     """
     check(model, cluster, plan)
-    step = Step(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
+    step = StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
     compute, waits = (part.total * plan.micro_batches for part in step.ranks[step.slowest])
     pipeline, gathers, optimizer = step.pipeline(), step.gathers(), step.optimizer()
     outside = step.data_parallel() + step.host()
@@ -71,7 +71,18 @@ def estimate(
 def simulation(model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None) -> Simulation:
     """The pipeline of a plan, pass by pass, in seconds; arguments and errors are those of ``estimate``."""
     check(model, cluster, plan)
-    return Step(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).simulation()
+    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).simulation()
+
+
+def communication(
+    model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None
+) -> tuple[Transfer, ...]:
+    """Bytes and seconds of a step by group and collective, for one GPU of the slowest stage.
+
+    The formulas are in ``parallel_ops/planner/communication/traffic.py``. Arguments and errors: see ``estimate``.
+    """
+    check(model, cluster, plan)
+    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).transfers()
 
 
 def recomputed_flops(model: Model, plan: Plan) -> float:

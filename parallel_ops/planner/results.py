@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from parallel_ops.planner.band import Band, band, tied
-from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.cluster import GPU, Cluster
+from parallel_ops.planner.error_band import ErrorBand, error_band, tied
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, unchecked
 
@@ -51,6 +51,20 @@ class StageMemory:
 DEVICE_MEMORY = tuple(f.name for f in fields(StageMemory) if f.name not in ("stage", "host", "in_flight"))
 
 
+class StageGroup(NamedTuple):
+    """Consecutive stages ``first`` to ``last`` on one kind of GPU, each with ``memory``."""
+
+    first: int
+    last: int
+    memory: StageMemory
+    gpu: GPU
+
+    @property
+    def label(self) -> str:
+        """``"3"`` or ``"3-6"``."""
+        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """The traffic of one kind of collective in one step, as one GPU of the busiest stage sees it.
@@ -91,7 +105,7 @@ class Estimate:
         tokens_per_second: of the whole cluster.
         model_flops: of one step over all GPUs, without recomputation; ``hardware_flops``: with it.
         mfu, hfu: model and hardware FLOP/s over the peak.
-        broken_rules: names of the rules of thumb (``parallel_ops.planner.search.rules``) that the plan breaks, with the
+        broken_rules: names of the rules of thumb (``parallel_ops.planner.rules``) that the plan breaks, with the
             reason.
         cost: of one step, in the currency of ``cluster.price``; 0 where that is unknown. ``energy``: joules of one
             step.
@@ -123,14 +137,28 @@ class Estimate:
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
-    def band(self) -> Band:
+    def error_band(self) -> ErrorBand:
         """How far the step time and the memory may be off."""
-        return band(self.cluster, self.plan)
+        return error_band(self.cluster, self.plan)
 
     @property
     def tflops_per_gpu(self) -> float:
         """TFLOP/s of one GPU, recomputation not counted."""
         return self.model_flops / self.step / self.plan.gpus / 1e12
+
+    def stage_groups(self) -> list[StageGroup]:
+        """The stages in order. Neighbours are grouped if every part of their memory differs by less than 0.005 GiB."""
+
+        def alike(one: StageMemory, other: StageMemory) -> bool:
+            return all(abs(getattr(one, name) - getattr(other, name)) < 0.005 * GIB for name in DEVICE_MEMORY)
+
+        groups: list[StageGroup] = []
+        for stage, gpu in zip(self.memory, self.cluster.stage_gpus(self.plan.pp), strict=True):
+            if groups and groups[-1].gpu == gpu and alike(groups[-1].memory, stage):
+                groups[-1] = groups[-1]._replace(last=stage.stage)
+            else:
+                groups.append(StageGroup(stage.stage, stage.stage, stage, gpu))
+        return groups
 
     def days(self, tokens: float) -> float:
         """Days to train on ``tokens`` tokens."""
@@ -226,7 +254,7 @@ class SearchResult:
     @property
     def ties(self) -> int:
         """How many of ``plans`` cannot be told from the best, itself included."""
-        width, best = self.best.band.time, self.best.step
+        width, best = self.best.error_band.time, self.best.step
         return sum(tied(found.step, best, width) for found in self.plans)
 
     def nothing_fits(self) -> str:

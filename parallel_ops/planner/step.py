@@ -12,22 +12,22 @@ max(0, c - w) + interference * min(c, w); without overlap, by c.
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.placement import (
+from parallel_ops.planner.communication.network import repeat
+from parallel_ops.planner.communication.step_traffic import StepTraffic, step_traffic
+from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
+from parallel_ops.planner.compute.compute import work_of
+from parallel_ops.planner.compute.efficiency import HOST_MEMORY, Efficiency
+from parallel_ops.planner.memory.states import stage_parameters, state_bytes
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
+from parallel_ops.planner.placement import (
     chunk_layers,
     chunk_rank,
     group_size,
     head_rank,
     layer_counts,
-    layout_of,
+    stage_layout,
 )
-from parallel_ops.planner.communication.step_traffic import StepTraffic, step_traffic
-from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.communication.transfers import repeat
-from parallel_ops.planner.compute.compute import work_of
-from parallel_ops.planner.compute.efficiency import HOST_MEMORY, Efficiency
-from parallel_ops.planner.compute.passes import beside, chunk_costs, rank_passes
-from parallel_ops.planner.memory.states import stage_parameters, state_bytes
-from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan
 from parallel_ops.planner.results import Transfer
 from parallel_ops.planner.schedules.schedule import Simulation, Times, actions, simulate
@@ -36,15 +36,15 @@ from parallel_ops.planner.schedules.steady_state import idle_time, step_time
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
     """Seconds of a step, quickly and without checks: what a search compares."""
-    return Step(model, cluster, plan, constants).seconds()
+    return StepTime(model, cluster, plan, constants).seconds()
 
 
-class Step:
+class StepTime:
     """One estimate in the making: the passes of each rank, and of these the slowest."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
-        self.work, self.layout, self.paired = work_of(plan), layout_of(plan), plan.schedule == "dualpipe-v"
+        self.work, self.layout, self.paired = work_of(plan), stage_layout(plan), plan.schedule == "dualpipe-v"
         self.gpus = cluster.stage_gpus(plan.pp)
         found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
         self.ranks, self.slowest, self.busy, self.mean = found

@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel_ops.context_parallel.algorithm import Algorithm
 from parallel_ops.models import TransformerConfig
-from parallel_ops.planner.export import target
+from parallel_ops.planner.export import find_target
 from parallel_ops.planner.plan import Plan, parse_fields
 from parallel_ops.train.config_sections import (
     CheckpointSettings,
@@ -93,7 +93,7 @@ class Settings(Section):
 
     def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan, optimizer = self.plan, self.optimizer
-        for name, (values, has) in target("parallel_ops").limits.items():
+        for name, (values, has) in find_target("parallel_ops").limits.items():
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:

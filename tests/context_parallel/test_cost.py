@@ -86,8 +86,8 @@ def test_the_planner_counts_what_every_rank_sends(kind):
     plan = Plan(cp=8, global_batch=1, cp_kind=kind)
     found = [t for t in communication(model, presets.cluster("h100x8"), plan) if t.group == "cp"]
     shape = AttentionShape(
-        length=model.seq_length, ranks=8, batch=1, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        itemsize=2,
+        length=model.seq_length, ranks=8, batch=1, heads=model.num_heads, kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, itemsize=2,
     )  # fmt: skip
     for sent in cost.sent(shape, Way(1 if kind == "ring" else 8, False)):
         assert sum(t.bytes for t in found) == pytest.approx(model.num_layers * sum(sent))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel_ops.planner import estimate, presets
-from parallel_ops.planner.communication.placement import layers_of, leaves_node
+from parallel_ops.planner.placement import layers_of, leaves_node
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.validation.published import measurements
 from support.planner_scenarios import EXPERTS, LONG, OFFLOADED, SMALL_CARDS, best

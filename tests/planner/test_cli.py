@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from parallel_ops import __main__
 from parallel_ops.planner import RULES
 from parallel_ops.planner.cli import app
-from parallel_ops.planner.validation import Report, Target
+from parallel_ops.planner.validation import Promise, Report
 from support.planner_cli import PLAN, SMALL
 
 
@@ -46,7 +46,7 @@ class TestPlan:
         few = ["plan", *SMALL, "--only", "zero=1,schedule=1f1b:zb-v,micro_batch=1:2"]
         data = json.loads(run(*few, "--json")[1])
         out = run(*few)[1]
-        band, steps = data["plans"][0]["band"], [plan["step"] for plan in data["plans"]]
+        band, steps = data["plans"][0]["error_band"], [plan["step"] for plan in data["plans"]]
         assert data["ties"] == sum(step <= steps[0] * (1 + band["time"] / 2) for step in steps) > 1
         rows = [line for line in out.splitlines() if line.strip()[:1].isdigit() and " s " in line]
         assert [row.split()[0].endswith("=") for row in rows] == [n < data["ties"] for n in range(len(rows))]
@@ -156,17 +156,17 @@ class TestValidate:
     def test_the_error_table(self, run):
         code, out, _ = run("validate", "--json")
         data = json.loads(out)
-        assert code == (0 if all(target["met"] for target in data["targets"]) else 1)
+        assert code == (0 if all(promise["met"] for promise in data["promises"]) else 1)
         for row in data["rows"]:
             assert row["error"] == pytest.approx(row["predicted"] / row["published"] - 1) or row["bound"]
         _, table, _ = run("validate", "--rows")
         assert f"{data['tables'][0]['mean']:.1%}" in table
         for row in data["rows"][:10]:
             assert f"{row['published']:.4g}" in table and f"{row['predicted']:.4g}" in table
-        assert all(target["name"] in table for target in data["targets"])
+        assert all(promise["name"] in table for promise in data["promises"])
 
     def test_a_broken_promise_is_exit_code_1(self, run, monkeypatch):
-        report = Report(rows=(), targets=(Target(name="step time", value=0.2, limit=0.1),))
+        report = Report(rows=(), promises=(Promise(name="step time", value=0.2, limit=0.1),))
         monkeypatch.setattr(app, "validate", lambda: report)
         code, out, err = run("validate")
         assert (code, err) == (1, "")

@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.planner import Link, Plan, communication, efficiency, presets
-from parallel_ops.planner.communication import collectives
-from parallel_ops.planner.communication.network import group_link
-from parallel_ops.planner.communication.placement import leaves_node
+from parallel_ops.planner import Interconnect, Plan, communication, efficiency, presets
+from parallel_ops.planner.communication.network import all_reduce_seconds, all_to_all_seconds, group_link
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
-from parallel_ops.planner.step import Step
+from parallel_ops.planner.placement import leaves_node
+from parallel_ops.planner.step import StepTime
 
 LLAMA = presets.model("llama3-8b")
 H100 = presets.cluster("h100x64")
 CONSTANTS = efficiency("hopper")
-LINK = Link(name="link", latency=1e-5, bandwidth=1e10)
+LINK = Interconnect(name="link", latency=1e-5, bandwidth=1e10)
 
 
 def traffic(model, cluster, plan, group):
@@ -78,7 +77,7 @@ def test_a_step_waits_for_what_the_ends_of_the_model_send():
     small = replace(LLAMA, num_layers=1)
     for sharded in (False, True):
         plan = Plan(tp=8, sequence_parallel=sharded, fused_loss=True, global_batch=4)
-        found = [Step(small, replace(H100, gpus=8), plan, c) for c in (CONSTANTS, replace(CONSTANTS, links=0.4))]
+        found = [StepTime(small, replace(H100, gpus=8), plan, c) for c in (CONSTANTS, replace(CONSTANTS, links=0.4))]
         one, both = (sum(t.exposed for t in step.transfers()) for step in found)
         assert found[1].seconds() - found[0].seconds() == pytest.approx(both - one, rel=0.05)
         ends = [end_traffic(small, H100, found[0].work, CONSTANTS, last=last) for last in (False, True)]
@@ -172,17 +171,17 @@ def test_oversubscription_narrows_what_leaves_a_pod():
 def test_all_reduce_takes_the_faster_algorithm(ranks, size):
     ring = 2 * (ranks - 1) * (LINK.latency + size / ranks / LINK.bandwidth)
     tree = 2 * (math.ceil(math.log2(ranks)) * LINK.latency + size / LINK.bandwidth)
-    algorithm, seconds = collectives.all_reduce(ranks, size, LINK)
+    algorithm, seconds = all_reduce_seconds(ranks, size, LINK)
     assert seconds == pytest.approx(min(ring, tree))
     assert algorithm == ("tree" if tree < ring else "ring")
 
 
 def test_small_messages_take_the_tree_and_large_ones_the_ring():
-    assert collectives.all_reduce(1024, 1e4, LINK)[0] == "tree"
-    assert collectives.all_reduce(64, 1e10, LINK)[0] == "ring"
+    assert all_reduce_seconds(1024, 1e4, LINK)[0] == "tree"
+    assert all_reduce_seconds(64, 1e10, LINK)[0] == "ring"
 
 
 def test_all_to_all_takes_detours_on_a_large_torus():
-    near, far = (collectives.all_to_all(n, 1e9, LINK, torus=True) for n in (64, 4096))
-    assert near == pytest.approx(collectives.all_to_all(64, 1e9, LINK))
-    assert far == pytest.approx(4 * collectives.all_to_all(4096, 1e9, LINK), rel=1e-3)
+    near, far = (all_to_all_seconds(n, 1e9, LINK, torus=True) for n in (64, 4096))
+    assert near == pytest.approx(all_to_all_seconds(64, 1e9, LINK))
+    assert far == pytest.approx(4 * all_to_all_seconds(4096, 1e9, LINK), rel=1e-3)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from parallel_ops.planner import presets, search
-from parallel_ops.planner.search.rules import RULES
+from parallel_ops.planner.rules import RULES
 from support.planner_scenarios import DOCUMENT, SCENARIOS, regenerate
 
 

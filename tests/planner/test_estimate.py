@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from parallel_ops.planner import RULES, Plan, efficiency, estimate, presets
 from parallel_ops.planner.compute.compute import attention_seconds, head_passes, layer_passes, work_of
 from parallel_ops.planner.compute.efficiency import SHARES
-from parallel_ops.planner.compute.passes import layer_costs
 from parallel_ops.planner.compute.products import Engine, product
+from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
-from parallel_ops.planner.step import Step, step_seconds
+from parallel_ops.planner.step import StepTime, step_seconds
 
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama3-8b")
@@ -57,7 +57,7 @@ def test_without_a_barrier_zero_bubble_schedules_gain_and_others_do_not():
 
 def test_recomputation_costs_a_forward_pass():
     none, full = (estimate(GPT3, A100, replace(PLAN, recompute=kind)) for kind in ("none", "full"))
-    forward = Step(GPT3, A100, PLAN, efficiency("ampere")).ranks[0][0].forward * PLAN.micro_batches
+    forward = StepTime(GPT3, A100, PLAN, efficiency("ampere")).ranks[0][0].forward * PLAN.micro_batches
     assert full.compute - none.compute == pytest.approx(forward, rel=0.01)  # but for what the host's launches hide
     assert full.hardware_flops > none.hardware_flops == none.model_flops == full.model_flops
 
@@ -157,7 +157,7 @@ def test_two_kinds_of_gpu_share_the_layers_by_speed():
     balanced = estimate(GPT3, mixed, replace(plan, layers_per_chunk=(6, 6, 6, 5, 18, 18, 18, 19)))
     assert balanced.step < even.step
     assert balanced.mfu > even.mfu
-    assert Step(GPT3, mixed, plan, efficiency("ampere")).slowest < 4
+    assert StepTime(GPT3, mixed, plan, efficiency("ampere")).slowest < 4
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Options, Plan, presets, search
+from parallel_ops.planner import Plan, SearchOptions, presets, search
 from parallel_ops.planner.export import TARGETS, export
 
 CASES = {
@@ -34,7 +34,7 @@ def best_plans(target, cases=tuple(CASES), **changes):
         model, cluster = presets.model(name), presets.cluster(machine)
         if name == "mixtral-8x7b":
             model = replace(model, seq_length=4096)
-        options = Options(target=target, micro_batches=(1,), context_tokens=model.seq_length, **changes)
+        options = SearchOptions(target=target, micro_batches=(1,), context_tokens=model.seq_length, **changes)
         found = search(model, cluster, batch=batch, options=options, keep=2)
         for plan in found.plans:
             yield model, cluster, plan.plan

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner import Plan, memory, presets
-from parallel_ops.planner.communication.placement import in_flight, layers_of
+from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.memory.memory import deepest_stages, layer_activations
+from parallel_ops.planner.placement import in_flight, layers_of
 from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
 from parallel_ops.planner.schedules.schedule import actions, simulate
-from parallel_ops.planner.search.feasibility import memory_problem
 
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama3-8b")

@@ -6,9 +6,9 @@ from importlib.resources import files
 
 import pytest
 
-from parallel_ops.planner import Cluster, Link, Model, Plan, band, efficiency, presets
-from parallel_ops.planner.band import tied
+from parallel_ops.planner import Cluster, Interconnect, Model, Plan, efficiency, error_band, presets
 from parallel_ops.planner.compute.efficiency import CONSTANTS
+from parallel_ops.planner.error_band import tied
 
 # Parameters of the published weights, counted by their publishers.
 PUBLISHED = {
@@ -114,8 +114,8 @@ def test_clusters_by_name_and_number():
         (lambda: dataclasses.replace(GPT, experts=4, experts_per_token=5), "between 1 and experts"),
         (lambda: dataclasses.replace(GPT, experts_per_token=2), "need experts"),
         (lambda: dataclasses.replace(GPT, norm="batch"), "norm must be one of 'layer', 'rms', got 'batch'"),
-        (lambda: Link(name="x", latency=0, bandwidth=-1.0), "bandwidth must be finite and positive"),
-        (lambda: Link(name="x", latency=float("nan"), bandwidth=1.0), "latency must be finite"),
+        (lambda: Interconnect(name="x", latency=0, bandwidth=-1.0), "bandwidth must be finite and positive"),
+        (lambda: Interconnect(name="x", latency=float("nan"), bandwidth=1.0), "latency must be finite"),
         (lambda: Plan(dp=3, global_batch=4), r"multiple of dp \* micro_batch \(3\), got 4"),
         (lambda: Plan(schedule="interleaved", pp=2), "virtual_stages must be 2 or more"),
         (lambda: Plan(schedule="zb-v", pp=2), "virtual_stages must be 2 for the schedule zb-v"),
@@ -158,10 +158,10 @@ def test_every_efficiency_has_a_source_and_others_stand_in_with_a_warning():
 
 def test_a_band_is_that_of_the_rows_most_like_the_plan():
     plan = Plan(dp=8, zero=3, global_batch=8)
-    found = band(presets.cluster("h100x8"), plan)
+    found = error_band(presets.cluster("h100x8"), plan)
     assert found.like == "hopper, 16-bit, zero-3, one node"
     assert found.rows > 10 and 0 < found.time < 0.4
-    nothing = band(presets.cluster("tpu-v4x8"), plan)
+    nothing = error_band(presets.cluster("tpu-v4x8"), plan)
     assert (nothing.like, nothing.rows) == ("any", 0)
     assert nothing.time > found.time
     assert tied(1.04, 1.0, 0.1) and not tied(1.06, 1.0, 0.1)

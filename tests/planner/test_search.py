@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_ops.planner import Options, Plan, efficiency, estimate, memory, presets, search, smallest_cluster
+from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memory, presets, search, smallest_cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS
+from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.results import family
-from parallel_ops.planner.search.feasibility import problem
 from parallel_ops.planner.step import step_seconds
 
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama2-7b")
 A100 = presets.cluster("a100-80x1024")
-FEW = Options(schedules=("1f1b",), micro_batches=(1, 2), zero=(0, 1), offload=("none",))
+FEW = SearchOptions(schedules=("1f1b",), micro_batches=(1, 2), zero=(0, 1), offload=("none",))
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +187,9 @@ def test_near_twins_are_shown_once():
 
 def test_a_target_without_what_is_asked_for():
     with pytest.raises(ValueError, match=r"torchtitan: it shards gradients with the optimizer: .*, not zero=1"):
-        search(LLAMA, presets.cluster("h100x8"), batch=64, options=Options(target="torchtitan", zero=(1,)))
+        search(LLAMA, presets.cluster("h100x8"), batch=64, options=SearchOptions(target="torchtitan", zero=(1,)))
     with pytest.raises(ValueError, match="unknown system 'jax'"):
-        search(LLAMA, presets.cluster("h100x8"), batch=64, options=Options(target="jax"))
+        search(LLAMA, presets.cluster("h100x8"), batch=64, options=SearchOptions(target="jax"))
 
 
 @pytest.mark.parametrize("name", ["batch", "keep"])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from parallel_ops.planner import band
-from parallel_ops.planner.band import keys
+from benchmarks.planner_fit import OWN, SHARED, bands, loss, sample, start
+from parallel_ops.planner import error_band
+from parallel_ops.planner.error_band import keys
 from parallel_ops.planner.validation import validate
-from parallel_ops.planner.validation.fit import OWN, SHARED, bands, loss, sample, start
 from parallel_ops.planner.validation.published import measurements
 from parallel_ops.planner.validation.report import largest_error, mean_error
 from parallel_ops.planner.validation.validate import PROMISES, regrets
@@ -17,8 +17,8 @@ def report():
 
 
 def test_every_promise_holds(report):
-    assert [target for target in report.targets if not target.met] == []
-    assert len(report.targets) == 26
+    assert [promise for promise in report.promises if not promise.met] == []
+    assert len(report.promises) == 26
 
 
 def test_every_table_of_step_times_has_a_promise(report):
@@ -98,7 +98,7 @@ def test_bands_are_those_of_the_residuals(report):
     found = bands(errors, memory=0.08)
     assert len(found) > 12
     for plan_like in measurements()[::50]:
-        shipped = band(plan_like.cluster, plan_like.plan)
+        shipped = error_band(plan_like.cluster, plan_like.plan)
         assert shipped.rows == found[shipped.like]["rows"]
         # The fit takes long pipelines as a search does.
         assert shipped.time == pytest.approx(found[shipped.like]["time"], abs=0.021)

@@ -13,8 +13,8 @@ from parallel_ops.planner import (
     Cluster,
     Estimate,
     Model,
-    Options,
     Plan,
+    SearchOptions,
     SearchResult,
     estimate,
     memory,
@@ -27,7 +27,9 @@ from parallel_ops.planner.validation.validate import PROMISES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "planner.md"
 # Schedules that users have at hand; without those that the search of a large cluster would only be slower for.
-USUAL = Options(schedules=("1f1b", "interleaved", "zb-v"), zero=(1, 3), sequence_parallel=(True,), cp_kinds=("ring",))
+USUAL = SearchOptions(
+    schedules=("1f1b", "interleaved", "zb-v"), zero=(1, 3), sequence_parallel=(True,), cp_kinds=("ring",)
+)
 
 
 def table(header: str, rows: list[list[str]]) -> str:
@@ -39,10 +41,10 @@ def table(header: str, rows: list[list[str]]) -> str:
 def plan_row(found: Estimate) -> list[str]:
     return [
         found.plan.describe(),
-        f"{found.step:.3g} ± {found.step * found.band.time:.2g}",
-        f"{found.tflops_per_gpu:.0f} ± {found.tflops_per_gpu * found.band.time:.0f}",
+        f"{found.step:.3g} ± {found.step * found.error_band.time:.2g}",
+        f"{found.tflops_per_gpu:.0f} ± {found.tflops_per_gpu * found.error_band.time:.0f}",
         f"{found.mfu:.1%}",
-        f"{found.peak_memory.total / GIB:.1f} ± {found.peak_memory.total * found.band.memory / GIB:.1f}",
+        f"{found.peak_memory.total / GIB:.1f} ± {found.peak_memory.total * found.error_band.memory / GIB:.1f}",
         f"{found.bubble_fraction:.1%}",
         f"{found.exposed / found.step:.1%}",
     ]
@@ -78,7 +80,7 @@ def outcome(found: SearchResult, count: int = 3) -> str:
 FOUND: dict[tuple[str, str, int, int, str], SearchResult] = {}
 
 
-def best(model: Model, cluster: Cluster, batch: int, options: Options = USUAL) -> SearchResult:
+def best(model: Model, cluster: Cluster, batch: int, options: SearchOptions = USUAL) -> SearchResult:
     """A search, done once."""
     key = model.name, cluster.name, model.seq_length, batch, repr(options)
     if key not in FOUND:
@@ -86,7 +88,9 @@ def best(model: Model, cluster: Cluster, batch: int, options: Options = USUAL) -
     return FOUND[key]
 
 
-def searched(model: str, cluster: str, batch: int, options: Options = USUAL, sequence: int = 0) -> Callable[[], str]:
+def searched(
+    model: str, cluster: str, batch: int, options: SearchOptions = USUAL, sequence: int = 0
+) -> Callable[[], str]:
     shape = presets.model(model)
     shape = replace(shape, seq_length=sequence) if sequence else shape
     return lambda: outcome(best(shape, presets.cluster(cluster), batch, options))
@@ -206,11 +210,11 @@ def long_context() -> str:
     return table(f"tokens|CP|kind|{PLAN_HEADER}|why others do not run", rows)
 
 
-LONG = Options(schedules=("1f1b",), zero=(1, 3), micro_batches=(1,), offload=("none",))
+LONG = SearchOptions(schedules=("1f1b",), zero=(1, 3), micro_batches=(1,), offload=("none",))
 
 
-SMALL_CARDS = Options(micro_batches=(1, 2, 4))
-EXPERTS = Options(
+SMALL_CARDS = SearchOptions(micro_batches=(1, 2, 4))
+EXPERTS = SearchOptions(
     schedules=("1f1b", "dualpipe-v"), zero=(1,), micro_batches=(1, 2), offload=("none",), sequence_parallel=(True,)
 )
 

@@ -15,17 +15,16 @@ from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
-from parallel_ops.planner.export import FORMATS, TARGETS
+from parallel_ops.planner.export import FORMATS, TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
-from parallel_ops.planner.export import target as find_target
 from parallel_ops.planner.export.trainer import TRAINER
+from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.pictures import drawing
 from parallel_ops.planner.pictures import html as html_page
 from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
-from parallel_ops.planner.search.feasibility import memory_problem, quick_memory_problem
-from parallel_ops.planner.search.options import Options
+from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.search import search
 from parallel_ops.planner.validation import validate
 
@@ -117,7 +116,7 @@ def plan_command(
     console.print()
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
-    console.print(f"\n{best.band.sentence()} {tables.tied(ties)}".rstrip(), highlight=False)
+    console.print(f"\n{best.error_band.sentence()} {tables.tied(ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
     if result.misses:
@@ -148,7 +147,7 @@ def estimate_command(
         _print_json({**tables.estimate_data(found), "fits": problem is None})
         sys.exit(0 if problem is None else NO)
     console = _console()
-    console.print(f"{tables.heading(found)}\n\n{found.band.sentence()}\n", highlight=False)
+    console.print(f"{tables.heading(found)}\n\n{found.error_band.sentence()}\n", highlight=False)
     for part in (tables.summary(found), tables.memory(found), tables.transfers(found)):
         console.print(part)
         console.print()
@@ -201,10 +200,10 @@ def validate_command(
         _print_json(tables.report_data(report))
     else:
         console = _console()
-        for part in (*(tables.errors(report) if rows else ()), tables.summaries(report), tables.targets(report)):
+        for part in (*(tables.errors(report) if rows else ()), tables.summaries(report), tables.promises(report)):
             console.print(part)
             console.print()
-    if not all(target.met for target in report.targets):
+    if not all(promise.met for promise in report.promises):
         sys.exit(1)
 
 
@@ -251,7 +250,7 @@ def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str |
     return estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
 
 
-def _search(model: Model, cluster: Cluster, batch: str, options: Options | None, *, keep: int) -> SearchResult:
+def _search(model: Model, cluster: Cluster, batch: str, options: SearchOptions | None, *, keep: int) -> SearchResult:
     """A search that has found something."""
     found = search(model, cluster, batch=inputs.batch(batch, model.seq_length), options=options, keep=keep)
     if not found.plans:

@@ -9,11 +9,11 @@ from typing import Any
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.checks import unknown
-from parallel_ops.planner.cluster import GPU, Cluster, Link
-from parallel_ops.planner.export import Target, target
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
+from parallel_ops.planner.export import ExportTarget, find_target
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import PLAN_FIELDS, V_SHAPED, Plan, parse_field, parse_fields
-from parallel_ops.planner.search.options import PLURALS, Options, default_options
+from parallel_ops.planner.search.options import PLURALS, SearchOptions, default_options
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 
@@ -50,7 +50,7 @@ def cluster(name: str, price: float | None = None) -> Cluster:
             data["gpu"] = _build(GPU, data["gpu"], name)
         for side in ("intra", "inter"):
             if side in data:
-                data[side] = _build(Link, data[side], name)
+                data[side] = _build(Interconnect, data[side], name)
         found = _build(Cluster, {"name": Path(name).stem, **data}, name)
     else:
         found = presets.cluster(name)
@@ -77,7 +77,7 @@ def batch(text: str, sequence: int) -> int:
     return tokens // sequence
 
 
-def plan(text: str, gpus: int, sequences: int, system: Target | None = None) -> Plan:
+def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = None) -> Plan:
     """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a JSON file with them.
 
     What is not given has the default of ``Plan``, apart from: ``dp`` is what the other sizes leave of the GPUs,
@@ -109,14 +109,14 @@ def plan(text: str, gpus: int, sequences: int, system: Target | None = None) -> 
     return replace(made, **{**system.own(made), **given}) if system else made
 
 
-def options(cluster: Cluster, system: str | None, only: str | None) -> Options:
+def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOptions:
     """What a search tries: plans that ``system`` can run, with the values of ``only``: ``tp=4:8,schedule=1f1b``.
 
     Raises:
         ValueError, TypeError: an unknown system or field, with the nearest names; a value that the field cannot have.
     """
     if system is not None:
-        target(system)
+        find_target(system)
     out = replace(default_options(cluster), target=system or "")
     given: dict[str, tuple[Any, ...]] = {}
     known = set(PLAN_FIELDS) - {"global_batch", "layers_per_chunk"}

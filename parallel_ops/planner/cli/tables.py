@@ -12,7 +12,6 @@ from rich.text import Text
 
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedules.schedule import Simulation
-from parallel_ops.planner.schedules.stage_groups import stage_groups
 from parallel_ops.planner.validation import Report
 
 # What Plan.describe leaves out or shortens.
@@ -57,9 +56,9 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
             seconds(estimate.step),
             f"{estimate.tokens_per_second:,.0f}",
             f"{estimate.mfu:.1%}",
-            f"{estimate.band.time:.0%}",
+            f"{estimate.error_band.time:.0%}",
             f"{estimate.peak_memory.total / GIB:.1f} GiB",
-            f"{estimate.band.memory:.0%}",
+            f"{estimate.error_band.memory:.0%}",
             f"{estimate.bubble_fraction:.1%}",
         )
     return out
@@ -120,7 +119,7 @@ def summary(estimate: Estimate) -> Table:
     for name in ("compute", "bubble", "exposed", "optimizer"):
         label = "exposed communication" if name == "exposed" else name
         out.add_row(label, f"{seconds(getattr(estimate, name))}  {getattr(estimate, name) / estimate.step:6.1%}")
-    time, space = f"{estimate.band.time:.0%}", f"{estimate.band.memory:.0%}"
+    time, space = f"{estimate.error_band.time:.0%}", f"{estimate.error_band.memory:.0%}"
     out.add_row("step", f"{seconds(estimate.step)}  {1:6.1%}", time)
     out.add_section()
     out.add_row("tokens per second", f"{estimate.tokens_per_second:,.0f}", time)
@@ -142,7 +141,7 @@ def memory(estimate: Estimate) -> Table:
     short = dict(zip(DEVICE_MEMORY, ("params", "grads", "optim", "activ", "logits", "buffer", "system"), strict=True))
     for name in ("stage", *DEVICE_MEMORY, "total", "of"):
         out.add_column(short.get(name, name), justify="right", no_wrap=True)
-    for group in stage_groups(estimate):
+    for group in estimate.stage_groups():
         parts = [f"{getattr(group.memory, name) / GIB:.1f}" for name in (*DEVICE_MEMORY, "total")]
         out.add_row(group.label, *parts, f"{group.gpu.memory / GIB:.1f}")
     return out
@@ -198,16 +197,15 @@ def errors(report: Report) -> list[Table]:
     return list(parts.values())
 
 
-def targets(report: Report) -> Table:
+def promises(report: Report) -> Table:
     """What the planner promises, and whether it holds."""
     out = _table("Promises")
     out.add_column("", ratio=1)
     for name in ("found", "at most", ""):
         out.add_column(name, justify="right", no_wrap=True)
-    for target in report.targets:
-        out.add_row(
-            target.name, f"{target.value:.4g}", f"{target.limit:.4g}", "holds" if target.met else "does not hold"
-        )
+    for promise in report.promises:
+        verdict = "holds" if promise.met else "does not hold"
+        out.add_row(promise.name, f"{promise.value:.4g}", f"{promise.limit:.4g}", verdict)
     return out
 
 
@@ -216,7 +214,7 @@ def report_data(report: Report) -> dict[str, Any]:
     return {
         "tables": [dataclasses.asdict(found) for found in report.summaries()],
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
-        "targets": [{**dataclasses.asdict(target), "met": target.met} for target in report.targets],
+        "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
     }
 
 
@@ -237,7 +235,7 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
-        "band": dataclasses.asdict(estimate.band),
+        "error_band": dataclasses.asdict(estimate.error_band),
     }
     return data
 

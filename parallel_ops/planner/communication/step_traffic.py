@@ -4,15 +4,22 @@ are in ``traffic.py``."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parallel_ops.planner.cluster import Cluster, Link
-from parallel_ops.planner.communication import collectives
-from parallel_ops.planner.communication.network import group_link
-from parallel_ops.planner.communication.placement import group_size, layer_counts, layout_of
-from parallel_ops.planner.communication.transfers import all_reduce, repeat, start, transfer
+from parallel_ops.planner.cluster import Cluster, Interconnect
+from parallel_ops.planner.communication.network import (
+    all_gather_seconds,
+    all_reduce_transfer,
+    group_link,
+    repeat,
+    ring_transfer,
+    send_receive_seconds,
+    start_seconds,
+    transfer,
+)
 from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
 from parallel_ops.planner.memory.memory import layer_activations
 from parallel_ops.planner.memory.states import end_parameters, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import group_size, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -45,38 +52,36 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
         size = width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
         split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
         sent = size / plan.tp if split else size
-        link_seconds = collectives.send_receive(sent, link) + start(efficiency, 2)
-        transfers.append(_messages(link, plan.pp, 2 * plan.micro_batches * plan.virtual_stages, sent, link_seconds))
+        link_seconds = send_receive_seconds(sent, link) + start_seconds(efficiency, 2)
+        message = transfer("pp", "send-receive", "direct", link, plan.pp, sent, link_seconds)
+        transfers.append(repeat(message, 2 * plan.micro_batches * plan.virtual_stages))
         if split and not plan.sequence_parallel:
             inside = group_link(cluster, plan, "tp", efficiency)
-            blocking = collectives.ring_all_gather(plan.tp, size, inside)
+            blocking = all_gather_seconds(plan.tp, size, inside)
     dense, expert = stage_parameters(model, plan, stage)
     ranks = group_size(plan, "dp")
     shared = (dense, ranks), (expert, ranks // plan.ep)
     link = group_link(cluster, plan, "dp", efficiency)
-    layers = sum(layer_counts(model, layout_of(plan))[stage])
+    layers = sum(layer_counts(model, stage_layout(plan))[stage])
     ends = sum(end_parameters(model, plan, stage))
-    launches = layers * start(efficiency, max(2, ranks))
+    launches = layers * start_seconds(efficiency, max(2, ranks))
     each, once, reduced = _data_parallel(link, plan, shared, ends, width, gradient, launches)
     transfers += reduced
     if (replicas := group_size(plan, "dp_replicate")) > 1:
         between = group_link(cluster, plan, "dp_replicate", efficiency)
         owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
-        summed = all_reduce("dp_replicate", replicas, owned, between, efficiency)
         # One for each layer, as the other collectives.
-        summed = replace(summed, seconds=summed.seconds + (layers - 1) * start(efficiency, replicas))
+        summed = all_reduce_transfer(
+            "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
+        )
         transfers.append(summed)
         once += summed.seconds
     transfers += _host(model, plan, stage, gradient, width)
     return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
 
 
-def _messages(link: Link, stages: int, count: int, sent: float, seconds: float) -> Transfer:
-    return repeat(transfer("pp", "send-receive", "direct", link, stages, sent, seconds), count)
-
-
 def _data_parallel(
-    link: Link,
+    link: Interconnect,
     plan: Plan,
     shared: tuple[tuple[float, int], ...],
     ends: float,
@@ -91,13 +96,11 @@ def _data_parallel(
     forward = backward = once = 0.0
     for kind, count, size, ranks in _reductions(plan, shared, width, gradient):
         if kind == "all-reduce":
-            algorithm, seconds = collectives.all_reduce(ranks, size, link)
-            sent = 2 * (ranks - 1) / ranks * size
+            one = all_reduce_transfer("dp", ranks, size, link, start=launches)
         else:
-            algorithm, seconds = "ring", collectives.ring_all_gather(ranks, size, link)
-            sent = (ranks - 1) / ranks * size
-        seconds += launches
-        transfers.append(repeat(transfer("dp", kind, algorithm, link, ranks, sent, seconds), count))
+            one = ring_transfer("dp", kind, ranks, size, link, start=launches)
+        seconds = one.seconds
+        transfers.append(repeat(one, count))
         if kind == "all-gather" and plan.zero == 3:
             once_gathered = (ranks - 1) / ranks * min(ends, size / width) * width * plan.micro_batches
             transfers[-1] = replace(transfers[-1], bytes=transfers[-1].bytes - once_gathered)
@@ -134,7 +137,7 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     """Gradients to the host and parameters back, once a step; activations there and back, every micro-batch."""
     if plan.offload == "none":
         return []
-    link = Link(name="host", latency=0.0, bandwidth=HOST_LINK)
+    link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)
     owned = dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
@@ -142,7 +145,7 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
     if plan.offload == "optimizer+activations":
         tokens = model.seq_length * plan.micro_batch / plan.cp
-        dense_layers, sparse_layers = layer_counts(model, layout_of(plan))[stage]
+        dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
         layers = [layer_activations(model, plan, False)] * dense_layers
         layers += [layer_activations(model, plan, True)] * sparse_layers
         kept = 2 * tokens * sum(layers)

@@ -26,15 +26,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel_ops.context_parallel import cost
-from parallel_ops.planner.cluster import Cluster, Link
-from parallel_ops.planner.communication import collectives
-from parallel_ops.planner.communication.network import group_link
-from parallel_ops.planner.communication.placement import leaves_node
-from parallel_ops.planner.communication.transfers import all_reduce, half, start, transfer
+from parallel_ops.planner.cluster import Cluster, Interconnect
+from parallel_ops.planner.communication.network import (
+    all_reduce_transfer,
+    all_to_all_seconds,
+    group_link,
+    ring_transfer,
+    send_receive_seconds,
+    start_seconds,
+    transfer,
+)
 from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -42,7 +48,7 @@ Transfers = list[tuple[Transfer, int]]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MicroBatchTraffic:
     """Communication of one layer, or of one end of the model, for one micro-batch: seconds that computation waits, and
     transfers with how often they are."""
 
@@ -51,7 +57,9 @@ class Traffic:
 
 
 @lru_cache(maxsize=65536)
-def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool) -> Traffic:
+def layer_traffic(
+    model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool
+) -> MicroBatchTraffic:
     """Communication inside one layer, for one micro-batch."""
     plan = _plan_of(work)
     found: Transfers = []
@@ -61,16 +69,16 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
     size = width * tokens * model.hidden_size
     again = 1 if plan.recompute == "full" else 0
     if plan.tp > 1:
-        link = group_link(cluster, plan, "tp", efficiency)
+        link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
         if plan.sequence_parallel:
             gather, scatter = (
-                half("tp", kind, plan.tp, size, link, efficiency) for kind in ("all-gather", "reduce-scatter")
+                ring_transfer("tp", kind, plan.tp, size, link, start=start) for kind in ("all-gather", "reduce-scatter")
             )
             seconds = gather.seconds + scatter.seconds
             found += [(gather, 6 + 2 * again), (scatter, 4 + 2 * again)]
-            found.append((all_reduce("tp", plan.tp, model.norm_width * width, link, efficiency), 2))
+            found.append((all_reduce_transfer("tp", plan.tp, model.norm_width * width, link, start=start), 2))
         else:
-            summed = all_reduce("tp", plan.tp, size, link, efficiency)
+            summed = all_reduce_transfer("tp", plan.tp, size, link, start=start)
             seconds = summed.seconds
             found.append((summed, 4 + 2 * again))
         forward += 2 * seconds
@@ -79,7 +87,7 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
         torus = cluster.topology == "torus"
-        seconds = collectives.all_to_all(plan.ep, routed, link, torus=torus) + start(efficiency, plan.ep)
+        seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus) + start_seconds(efficiency, plan.ep)
         sent = (plan.ep - 1) / plan.ep * routed
         found.append((transfer("ep", "all-to-all", "direct", link, plan.ep, sent, seconds), 4 + 2 * again))
         forward += 2 * seconds
@@ -89,7 +97,7 @@ def layer_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Effici
         found += [(each, count * (1 + again)) for each, count in there] + back
         forward += exposed[0]
         backward += exposed[1]
-    return Traffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
+    return MicroBatchTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
 
 
 def _plan_of(work: Work) -> Plan:
@@ -127,7 +135,7 @@ def _context(
         )
         sizes = cost.heads_sent(tokens, tokens, query, key_value, value, heads, width)
         torus, share = cluster.topology == "torus", (plan.cp - 1) / plan.cp
-        waits = [collectives.all_to_all(plan.cp, n, link, torus=torus) + start(efficiency, plan.cp) for n in sizes]
+        waits = [all_to_all_seconds(plan.cp, n, link, torus=torus) + start_seconds(efficiency, plan.cp) for n in sizes]
         there, back = (
             [(transfer("cp", "all-to-all", "direct", link, plan.cp, share * size, seconds), 1)]
             for size, seconds in zip(sizes, waits, strict=True)
@@ -149,12 +157,12 @@ def _context(
     )
 
 
-def _message(size: float, link: Link, efficiency: Efficiency) -> float:
-    return collectives.send_receive(size, link) + start(efficiency, 2)
+def _message(size: float, link: Interconnect, efficiency: Efficiency) -> float:
+    return send_receive_seconds(size, link) + start_seconds(efficiency, 2)
 
 
 @lru_cache(maxsize=65536)
-def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, last: bool) -> Traffic:
+def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, last: bool) -> MicroBatchTraffic:
     """What tensor-parallel ranks send before the first layer or, with ``last``, after the last one, in one micro-batch.
 
     A table of positions is split as that of tokens, and its rows are those of one sequence. The gradient before the
@@ -162,9 +170,10 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     the gradients of norms, and inputs that are gathered again for gradients of weights, run beside products.
     """
     if work.tp == 1:
-        return Traffic(Passes(0.0, 0.0, 0.0), ())
+        return MicroBatchTraffic(Passes(0.0, 0.0, 0.0), ())
     plan = _plan_of(work)
     ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
+    start = start_seconds(efficiency, ranks)
     width = state_bytes(plan)[0]
     tokens = model.seq_length * plan.micro_batch / plan.cp
     row = width * model.hidden_size
@@ -173,10 +182,10 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     hidden: list[Transfer] = []
 
     def parted(kind: str, size: float) -> Transfer:
-        return half("tp", kind, ranks, size, link, efficiency)
+        return ring_transfer("tp", kind, ranks, size, link, start=start)
 
     def summed(size: float) -> Transfer:
-        return all_reduce("tp", ranks, size, link, efficiency)
+        return all_reduce_transfer("tp", ranks, size, link, start=start)
 
     if not last:
         for rows in [tokens] + [model.seq_length / plan.cp] * (model.positions == "learned"):
@@ -196,4 +205,4 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
             backward.append(summed(gradient))
         forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
     waits = Passes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
-    return Traffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))
+    return MicroBatchTraffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))

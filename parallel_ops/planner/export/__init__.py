@@ -9,21 +9,21 @@ from parallel_ops.planner.checks import unknown
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.deepspeed import DEEPSPEED
 from parallel_ops.planner.export.megatron import MEGATRON
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.export.torchrun import TORCHRUN
 from parallel_ops.planner.export.torchtitan import TORCHTITAN
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
-__all__ = ["FORMATS", "TARGETS", "Target", "export", "target"]
+__all__ = ["FORMATS", "TARGETS", "ExportTarget", "export", "find_target"]
 
 # Systems that a search can be limited to; a torchrun command starts any script.
-TARGETS: dict[str, Target] = {found.name: found for found in (DEEPSPEED, MEGATRON, TORCHTITAN, TRAINER)}
-FORMATS: dict[str, Target] = {**TARGETS, TORCHRUN.name: TORCHRUN}
+TARGETS: dict[str, ExportTarget] = {found.name: found for found in (DEEPSPEED, MEGATRON, TORCHTITAN, TRAINER)}
+FORMATS: dict[str, ExportTarget] = {**TARGETS, TORCHRUN.name: TORCHRUN}
 
 
-def target(name: str) -> Target:
+def find_target(name: str) -> ExportTarget:
     """The system of that name.
 
     Raises:
@@ -43,7 +43,7 @@ def export(format: str, model: Model, cluster: Cluster, plan: Plan) -> str:
     Raises:
         ValueError: an unknown format, or a plan that the system cannot run.
     """
-    system = target(format)
+    system = find_target(format)
     if reason := system.problem(model, cluster, plan):
         raise ValueError(f"export: {format} cannot run this plan: {reason}")
     return system.write(model, cluster, plan)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
@@ -59,7 +59,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
-DEEPSPEED = Target(
+DEEPSPEED = ExportTarget(
     name="deepspeed",
     write=_write,
     limits={

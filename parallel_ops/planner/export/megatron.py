@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.placement import chunk_layers, leaves_node
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import chunk_layers, leaves_node
 from parallel_ops.planner.plan import Plan
 
 Option = tuple[str, ...]
@@ -168,7 +168,7 @@ def _modules(model: Model, plan: Plan) -> Iterator[str]:
     yield from ["mla_up_proj"] if model.latent else []
 
 
-MEGATRON = Target(
+MEGATRON = ExportTarget(
     name="megatron",
     write=_write,
     limits={

@@ -14,7 +14,7 @@ def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class ExportTarget:
     """A system that plans are written for.
 
     Attributes:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
@@ -28,4 +28,4 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     return f"# In train.py: mesh = parallel_ops.ParallelMesh({sizes})\n{' '.join(command)}\n"
 
 
-TORCHRUN = Target(name="torchrun", write=_write, problems=_problems)
+TORCHRUN = ExportTarget(name="torchrun", write=_write, problems=_problems)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.placement import chunk_layers
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import chunk_layers
 from parallel_ops.planner.plan import Plan
 
 # Package, configuration and flavor of the models that both know.
@@ -194,7 +194,7 @@ def _literal(value: Any) -> str:
     return "\n".join(["[", *rows, "        ]"])
 
 
-TORCHTITAN = Target(
+TORCHTITAN = ExportTarget(
     name="torchtitan",
     write=_write,
     limits={

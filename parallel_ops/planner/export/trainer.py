@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import Target
+from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
@@ -74,7 +74,7 @@ def _shape(model: Model) -> dict[str, Any]:
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
 
 
-TRAINER = Target(
+TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={

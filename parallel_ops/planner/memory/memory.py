@@ -19,9 +19,9 @@ the outputs of norms and activation functions, and the heads that latent attenti
 
 from typing import NamedTuple
 
-from parallel_ops.planner.communication.placement import group_size, head_rank, in_flight, layer_counts, layout_of
 from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import group_size, head_rank, in_flight, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 
@@ -44,7 +44,7 @@ def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
 
     Args:
         model: its ``sequence`` is the length of a training sequence.
-        plan: must fit the model (``parallel_ops.planner.search.feasibility.problem`` says so).
+        plan: must fit the model (``parallel_ops.planner.feasibility.problem`` says so).
     """
     found = PlanMemory(model, plan)
     return tuple(found.stage(stage) for stage in range(plan.pp))
@@ -73,7 +73,7 @@ class PlanMemory:
     def __init__(self, model: Model, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self._tokens = model.seq_length * plan.micro_batch / plan.cp
-        self._layout = layout_of(plan)
+        self._layout = stage_layout(plan)
         self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
         self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
         self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION

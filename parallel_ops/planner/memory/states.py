@@ -16,19 +16,19 @@ of moments); FSDP and replicate have the whole ones that they gather (all but Ze
 
 from functools import lru_cache
 
-from parallel_ops.planner.communication.placement import Layout, group_size, head_rank, layer_counts, layout_of
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import StageLayout, group_size, head_rank, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 
 
 def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
     """Parameters of one GPU of a stage before ZeRO: those that all data-parallel ranks share, and those of its
     experts."""
-    return _stage_parameters(model, layout_of(plan), plan.tp, plan.ep, stage)
+    return _stage_parameters(model, stage_layout(plan), plan.tp, plan.ep, stage)
 
 
 @lru_cache(maxsize=65536)
-def _stage_parameters(model: Model, layout: Layout, tp: int, ep: int, stage: int) -> tuple[float, float]:
+def _stage_parameters(model: Model, layout: StageLayout, tp: int, ep: int, stage: int) -> tuple[float, float]:
     dense_layers, sparse_layers = layer_counts(model, layout)[stage]
     dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
     dense += sparse_layers * model.router_parameters
@@ -48,7 +48,7 @@ def _whole_in_layer(model: Model) -> int:
 
 def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
     """Parameters of one GPU before the first layer and after the last, before ZeRO, where the stage has them."""
-    first, last = stage == 0, stage == head_rank(layout_of(plan))
+    first, last = stage == 0, stage == head_rank(stage_layout(plan))
     shared = first and model.tied_embeddings
     ends = [model.embedding_parameters / plan.tp] * first
     output = 0 if shared else (model.head_parameters - model.norm_width) / plan.tp

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from parallel_ops.planner.band import tied
+from parallel_ops.planner.error_band import tied
 from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.pictures import pipeline_picture
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, NearMiss
 from parallel_ops.planner.schedules.schedule import Simulation
-from parallel_ops.planner.schedules.stage_groups import stage_groups
 
 MEMORY_COLORS = {
     "parameters": "#3d6fb4",
@@ -77,7 +76,7 @@ def page(
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(best.plan.describe())}. {best.plan.gpus:,} GPUs, {best.plan.global_batch:,} sequences of "
         f"{best.model.seq_length:,} tokens a step. Figures are estimates, not measurements: "
-        f"{escape(best.band.sentence())}</p>",
+        f"{escape(best.error_band.sentence())}</p>",
         _figures(best),
         _exports(best),
         _memory(best),
@@ -95,7 +94,7 @@ def page(
 
 
 def _figures(best: Estimate) -> str:
-    peak, band = best.peak_memory, best.band
+    peak, band = best.peak_memory, best.error_band
     time, space = f"± {band.time:.0%}", f"± {band.memory:.0%}"
     shown = [
         (f"{best.step:.3g} s", time, "step"),
@@ -152,7 +151,7 @@ def _pipeline(best: Estimate, simulation: Simulation) -> list[str]:
 
 
 def _memory(best: Estimate) -> str:
-    groups = stage_groups(best)
+    groups = best.stage_groups()
     scale = max(max(group.memory.total, group.gpu.memory) for group in groups)
     rows = []
     for group in groups:
@@ -172,7 +171,7 @@ def _plans(estimates: Sequence[Estimate]) -> str:
     slowest = max(estimate.step for estimate in estimates)
     columns = ("#", "plan:", "step", "where it goes", "tokens/s", "MFU", "±", "memory", "±", "rules of thumb broken:")
     best = estimates[0]
-    ties = sum(tied(estimate.step, best.step, best.band.time) for estimate in estimates)
+    ties = sum(tied(estimate.step, best.step, best.error_band.time) for estimate in estimates)
     rows = []
     for number, estimate in enumerate(estimates, 1):
         segments = [(color, name, getattr(estimate, name) / slowest) for name, color in STEP_COLORS.items()]
@@ -184,9 +183,9 @@ def _plans(estimates: Sequence[Estimate]) -> str:
                 _bar(segments),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
-                f"{estimate.band.time:.0%}",
+                f"{estimate.error_band.time:.0%}",
                 f"{estimate.peak_memory.total / GIB:.1f} GiB",
-                f"{estimate.band.memory:.0%}",
+                f"{estimate.error_band.memory:.0%}",
                 escape("; ".join(reason for _, reason in estimate.broken_rules)),
             )
         )

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import unknown
-from parallel_ops.planner.cluster import GPU, Cluster, Link, Part, weakest
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part, weakest
 from parallel_ops.planner.model import LatentAttention, Model
 
 
@@ -87,8 +87,8 @@ def cluster(name: str) -> Cluster:
     if len(kinds) == 1:
         return kinds[0]
 
-    def slowest(side: str) -> Link:
-        links: list[Link] = [getattr(kind, side) for kind in kinds]
+    def slowest(side: str) -> Interconnect:
+        links: list[Interconnect] = [getattr(kind, side) for kind in kinds]
         return min(links, key=lambda link: link.bandwidth)
 
     return replace(
@@ -109,8 +109,8 @@ def _one_kind(name: str) -> Cluster:
     system, count = (name, None) if name.lower() in known or counted is None else counted.groups()
     figures = _figures("cluster", system)
 
-    def link(side: str) -> Link:
-        return Link(**{field: figures.pop(f"{side}_{field}") for field in ("name", "latency", "bandwidth")})
+    def link(side: str) -> Interconnect:
+        return Interconnect(**{field: figures.pop(f"{side}_{field}") for field in ("name", "latency", "bandwidth")})
 
     intra, inter = link("intra"), link("inter")
     figures["gpus"] = int(count) if count else figures.get("gpus", figures["gpus_per_node"])

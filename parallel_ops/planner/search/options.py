@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export import target as find_target
+from parallel_ops.planner.export import find_target
 from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, Plan
 
 BASE = Plan(fused_loss=True)
@@ -15,7 +15,7 @@ USUAL_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SearchOptions:
     """What a search tries, besides all ways to write the number of GPUs as ``dp * tp * pp * cp``.
 
     Attributes:
@@ -51,7 +51,7 @@ class Options:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The fields of ``Options`` that hold values of a field of ``Plan`` by another name.
+# The fields of ``SearchOptions`` that hold values of a field of ``Plan`` by another name.
 PLURALS = {
     "micro_batch": "micro_batches",
     "schedule": "schedules",
@@ -59,12 +59,12 @@ PLURALS = {
 }
 
 
-def default_options(cluster: Cluster) -> Options:
+def default_options(cluster: Cluster) -> SearchOptions:
     """Everything, in the 16-bit dtype that the cluster's GPU has."""
-    return Options(base=replace(BASE, dtype="bf16" if cluster.gpu.bf16 else "fp16"))
+    return SearchOptions(base=replace(BASE, dtype="bf16" if cluster.gpu.bf16 else "fp16"))
 
 
-def within_target(options: Options) -> Options:
+def within_target(options: SearchOptions) -> SearchOptions:
     """The options without what the target does not have."""
     if not options.target:
         return options

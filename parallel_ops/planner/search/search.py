@@ -20,17 +20,16 @@ from parallel_ops.planner.checks import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
 from parallel_ops.planner.estimate import estimate
-from parallel_ops.planner.export import Target
-from parallel_ops.planner.export import target as find_target
+from parallel_ops.planner.export import ExportTarget, find_target
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, Problem, excess, problem
 from parallel_ops.planner.memory.states import state_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
 from parallel_ops.planner.results import NearMiss, Rejection, SearchResult, family
-from parallel_ops.planner.schedules.balance import balanced_chunks
-from parallel_ops.planner.search.feasibility import SPLIT_BACKWARD, MemoryCheck, Problem, excess, problem
-from parallel_ops.planner.search.options import Options, default_options, within_target
+from parallel_ops.planner.search.balance import balanced_chunks
+from parallel_ops.planner.search.options import SearchOptions, default_options, within_target
 from parallel_ops.planner.search.sensitivity import sensitivity
-from parallel_ops.planner.step import Step, step_seconds
+from parallel_ops.planner.step import StepTime, step_seconds
 
 # A plan that needs at most this share of a GPU's memory too much is a near miss where it would be this much faster.
 NEAR, FASTER = 0.1, 0.01
@@ -43,7 +42,7 @@ def search(
     cluster: Cluster,
     *,
     batch: int,
-    options: Options | None = None,
+    options: SearchOptions | None = None,
     constants: Efficiency | None = None,
     keep: int = 20,
 ) -> SearchResult:
@@ -85,7 +84,7 @@ def search(
     )
 
 
-def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Options | None = None) -> int:
+def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: SearchOptions | None = None) -> int:
     """The fewest GPUs, doubling from one, on which some plan fits; 0 if 65,536 are not enough for this batch."""
     options = within_target(options or default_options(cluster))
     # Whether anything fits does not depend on the schedule that is fastest.
@@ -125,7 +124,7 @@ def _nearest_misses(
         seconds = step_seconds(model, cluster, plan, constants)
         if seconds >= best * (1 - FASTER) or family(plan) in chosen:
             continue
-        seconds = Step(model, cluster, plan, constants).simulated_seconds()
+        seconds = StepTime(model, cluster, plan, constants).simulated_seconds()
         if seconds < best * (1 - FASTER):
             chosen[family(plan)] = NearMiss(plan, rejection.reason, rejection.excess, seconds)
             if len(chosen) == MISSES_KEPT:
@@ -150,13 +149,13 @@ class _Search:
         model: Model,
         cluster: Cluster,
         batch: int,
-        options: Options,
+        options: SearchOptions,
         constants: Efficiency,
         rejected: list[Rejection],
     ) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
-        self.system: Target | None = find_target(options.target) if options.target else None
+        self.system: ExportTarget | None = find_target(options.target) if options.target else None
 
     def plans(self) -> Iterator[Plan]:
         for placed in self._placements():

@@ -11,7 +11,7 @@ from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.step import Step
+from parallel_ops.planner.step import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Measurement:
 
         ``exact``: simulate the pipeline, however long it is.
         """
-        step = Step(self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation))
+        step = StepTime(self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation))
         return step.simulated_seconds() if exact else step.seconds()
 
 

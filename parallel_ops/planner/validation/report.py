@@ -37,7 +37,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Promise:
     """What the planner promises: ``value`` is at most ``limit``."""
 
     name: str
@@ -72,7 +72,7 @@ class Report:
     """All rows and the promises about them."""
 
     rows: tuple[Row, ...]
-    targets: tuple[Target, ...]
+    promises: tuple[Promise, ...]
 
     def summaries(self) -> tuple[Summary, ...]:
         """Of each quantity of each table."""

@@ -5,19 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_ops.planner import presets
-from parallel_ops.planner.communication.placement import in_flight
 from parallel_ops.planner.compute.compute import work_of
 from parallel_ops.planner.compute.efficiency import efficiency
-from parallel_ops.planner.compute.passes import layer_costs
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.memory.memory import RUNTIME_BYTES, layer_activations, memory
+from parallel_ops.planner.passes import layer_costs
+from parallel_ops.planner.placement import in_flight
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB
 from parallel_ops.planner.schedules.schedule import Times, actions, simulate
 from parallel_ops.planner.validation.large_runs import titan_setting
 from parallel_ops.planner.validation.measurement import table
 from parallel_ops.planner.validation.published import measurements, setting, zero_bubble_setting
-from parallel_ops.planner.validation.report import Report, Row, Target, bias, largest_error, mean_error
+from parallel_ops.planner.validation.report import Promise, Report, Row, bias, largest_error, mean_error
 
 _EXACT = ("1f1b", "zb-h1", "zb-h2", "zb-1p")
 _BUBBLES = (*_EXACT, "zb-2p", "interleaved")
@@ -42,43 +42,43 @@ PROMISES = {
 def validate() -> Report:
     """The error table against every published table that the package ships, and whether its promises hold."""
     rows = (*_steps(), *_layers(), *_gains(), *_memory(), *_activations(), *_states(), *_bubbles())
-    return Report(rows=rows, targets=(*_step_targets(rows), *_other_targets(Report(rows=rows, targets=()))))
+    return Report(rows=rows, promises=(*_step_promises(rows), *_other_promises(Report(rows=rows, promises=()))))
 
 
-def _step_targets(rows: tuple[Row, ...]) -> Iterator[Target]:
+def _step_promises(rows: tuple[Row, ...]) -> Iterator[Promise]:
     steps = tuple(row for row in rows if row.quantity == "step time")
     held_out = tuple(row for row in steps if row.role == "held out")
-    yield Target(name="step time: mean error", value=mean_error(steps), limit=0.10)
-    yield Target(name="step time: bias", value=abs(bias(steps)), limit=0.04)
-    yield Target(name="step time: mean error of the rows held out", value=mean_error(held_out), limit=0.10)
+    yield Promise(name="step time: mean error", value=mean_error(steps), limit=0.10)
+    yield Promise(name="step time: bias", value=abs(bias(steps)), limit=0.04)
+    yield Promise(name="step time: mean error of the rows held out", value=mean_error(held_out), limit=0.10)
     for name, limit in PROMISES.items():
         found = tuple(row for row in steps if row.table == name)
-        yield Target(name=f"step time, {name}: mean error", value=mean_error(found), limit=limit)
-    yield Target(name="table 2: rows whose faster system is not the published one", value=_misordered(steps), limit=0)
+        yield Promise(name=f"step time, {name}: mean error", value=mean_error(found), limit=limit)
+    yield Promise(name="table 2: rows whose faster system is not the published one", value=_misordered(steps), limit=0)
     predicted = {(row.table, row.name): row.predicted for row in steps}
     lost = regrets(predicted)
-    yield Target(name="fastest plan of a group: mean time lost by the planner's choice", value=_mean(lost), limit=0.03)
+    yield Promise(name="fastest plan of a group: mean time lost by the planner's choice", value=_mean(lost), limit=0.03)
     right = [value == 0 for group, value in lost.items() if group.startswith("zero bubble")]
     wrong = len(right) - sum(right)
-    yield Target(name="zero bubble table 4: comparisons whose fastest schedule is not picked", value=wrong, limit=3)
+    yield Promise(name="zero bubble table 4: comparisons whose fastest schedule is not picked", value=wrong, limit=3)
 
 
-def _other_targets(report: Report) -> Iterator[Target]:
+def _other_promises(report: Report) -> Iterator[Promise]:
     gains, measured = report.select("gain"), report.select("memory")
     formulas = (*report.select("model states"), *report.select("activations"))
     bubbles = {kind: [r for r in report.select("bubble") if f", {kind}," in r.name] for kind in _BUBBLES}
     exact = [row for kind in _EXACT for row in bubbles[kind]]
-    yield Target(name="one layer's passes: mean error", value=mean_error(report.select("layer time")), limit=0.10)
-    yield Target(name="gains: effects with the wrong sign", value=sum(row.predicted <= 1 for row in gains), limit=0)
-    yield Target(name="measured memory: mean error", value=mean_error(measured), limit=0.08)
-    yield Target(name="measured memory: furthest below", value=max(-row.error for row in measured), limit=0.06)
-    yield Target(name="formulas of memory: largest error", value=largest_error(formulas), limit=0.005)
-    yield Target(
+    yield Promise(name="one layer's passes: mean error", value=mean_error(report.select("layer time")), limit=0.10)
+    yield Promise(name="gains: effects with the wrong sign", value=sum(row.predicted <= 1 for row in gains), limit=0)
+    yield Promise(name="measured memory: mean error", value=mean_error(measured), limit=0.08)
+    yield Promise(name="measured memory: furthest below", value=max(-row.error for row in measured), limit=0.06)
+    yield Promise(name="formulas of memory: largest error", value=largest_error(formulas), limit=0.005)
+    yield Promise(
         name="bubble: largest difference in 1F1B, ZB-H1, ZB-H2 and ZB-1p",
         value=max(abs(round(row.predicted, 4) - row.published) for row in exact),
         limit=0,
     )
-    yield Target(
+    yield Promise(
         name="bubble: largest difference in ZB-2p",
         value=max(abs(row.predicted - row.published) for row in bubbles["zb-2p"]),
         limit=1.5e-4,

@@ -1,7 +1,7 @@
-"""Fits the constants of ``presets/efficiency.json`` to the measured step times that are marked as fitted.
+"""Fits the planner's constants to the measured step times that are marked as fitted.
 
-``python -m parallel_ops.planner.validation.fit`` does it again (minutes), says how far off the model is on rows that it
-did not see, and writes that file and ``presets/bands.json``.
+``python -m benchmarks.planner_fit`` (minutes) writes ``presets/efficiency.json`` and ``presets/error_bands.json`` of
+``parallel_ops/planner``, and prints the error on rows that were held out.
 """
 
 import json
@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallel_ops.planner import presets
-from parallel_ops.planner.band import Band, keys
 from parallel_ops.planner.compute.efficiency import Efficiency, table
+from parallel_ops.planner.error_band import ErrorBand, keys
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
 
@@ -25,12 +25,12 @@ OWN = ("matmul", "flash_forward")
 SHARED = ("memory", "network", "interference", "host", "collective")
 # FlashAttention-2 reaches up to 73 % of the peak forward and 63 % backward on an A100 (arXiv:2307.08691, section 4.1).
 FLASH_BACKWARD = 63 / 73
-# What a bias of a table counts beside the mean error, so that errors of both signs are preferred.
+# Weight of a table's bias beside its mean error, so that errors of both signs are preferred.
 BIAS = 0.25
 STEPS = (0.1, 0.03, 0.01)
 # The share of rows whose error a band holds, and the fewest rows that make a band.
 HELD, FEWEST = 0.8, 4
-# What keeps the fit quick.
+# Limits that keep the fit quick.
 MOST_ROWS, MOST_PASSES = 180, 1000
 MOST_COLUMNS = 100
 
@@ -57,14 +57,14 @@ def constants(values: Values) -> dict[str, Efficiency]:
 
 
 def predicted(row: Measurement, efficiencies: Mapping[str, Efficiency]) -> float:
-    """Seconds of the step of a row; long pipelines as a search takes them, which is within 1 %."""
+    """Seconds of a row's step. Long pipelines are estimated as in a search, which is within 1 %."""
     plan = row.plan
     exact = plan.pp * plan.virtual_stages * plan.micro_batches <= MOST_PASSES
     return row.predicted(efficiencies[row.cluster.gpu.generation], exact=exact)
 
 
 def sample() -> list[Measurement]:
-    """The rows that are fitted, of a table with more than ``MOST_ROWS`` evenly spaced ones."""
+    """The rows to fit; of a table with more than ``MOST_ROWS``, evenly spaced ones."""
     tables: dict[str, list[Measurement]] = defaultdict(list)
     for row in measurements():
         if row.fitted:
@@ -84,7 +84,7 @@ def loss(values: Values, rows: Sequence[Measurement]) -> float:
 
 
 def improved(values: Values, rows: Sequence[Measurement], step: float) -> Values:
-    """``values`` with every constant moved up or down by ``step`` where that helps, until no move does."""
+    """``values`` after coordinate descent with relative steps of ``step``."""
     best, least, moved = dict(values), loss(values, rows), True
     while moved:
         moved = False
@@ -110,19 +110,24 @@ def fit(
 
 
 def held_out_error(seed: int, steps: Sequence[float] = STEPS[:2]) -> tuple[float, float]:
-    """Mean errors of a fit, from constants that know nothing, to a random half of the rows: on it, and on the other."""
+    """Mean errors of a fit to a random half of the rows, from neutral constants: on that half, and on the other."""
     rows = sample()
     random.Random(seed).shuffle(rows)
-    seen, unseen = rows[::2], rows[1::2]
+    fit_rows, held_out = rows[::2], rows[1::2]
     neutral = {key: {"host": 1e-3, "collective": 1e-4}.get(key[1], 0.6) for key in start()}
-    fitted = constants(fit(seen, steps, neutral))
-    errors = ([abs(predicted(row, fitted) / row.seconds - 1) for row in half] for half in (seen, unseen))
-    seen_error, unseen_error = (sum(half) / len(half) for half in errors)
-    return seen_error, unseen_error
+    fitted = constants(fit(fit_rows, steps, neutral))
+    errors = ([abs(predicted(row, fitted) / row.seconds - 1) for row in half] for half in (fit_rows, held_out))
+    fit_error, held_out_mean = (sum(half) / len(half) for half in errors)
+    return fit_error, held_out_mean
 
 
 def bands(errors: Sequence[tuple[tuple[str, ...], float]], memory: float) -> dict[str, dict[str, float]]:
-    """The content of ``presets/bands.json``: ``HELD`` of the errors of the rows with each key of ``band.keys``."""
+    """The bands of ``presets/error_bands.json``.
+
+    Args:
+        errors: keys of a row (``error_band.keys``) and its relative error. A band holds ``HELD`` of the errors of a key.
+        memory: the band of memory, for every key.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for names, error in errors:
         for name in names:
@@ -131,7 +136,7 @@ def bands(errors: Sequence[tuple[tuple[str, ...], float]], memory: float) -> dic
     for name, each in sorted(found.items()):
         if len(each) >= FEWEST:
             held = sorted(each)[math.ceil(HELD * len(each)) - 1]
-            made[name] = asdict(Band(time=round(held, 2), memory=memory, rows=len(each), like=name))
+            made[name] = asdict(ErrorBand(time=round(held, 2), memory=memory, rows=len(each), like=name))
             del made[name]["like"]
     return made
 
@@ -146,9 +151,9 @@ def main() -> None:
             entry["value"] = float(f"{getattr(efficiency, name):.3g}")
     (folder / "efficiency.json").write_text(_written(known), encoding="utf-8")
     errors = [(keys(row.cluster, row.plan), predicted(row, made) / row.seconds - 1) for row in measurements()]
-    text = json.loads((folder / "bands.json").read_text(encoding="utf-8"))
+    text = json.loads((folder / "error_bands.json").read_text(encoding="utf-8"))
     text["bands"] = bands(errors, text["memory"]) | {"any": text["bands"]["any"]}
-    (folder / "bands.json").write_text(_written(text), encoding="utf-8")
+    (folder / "error_bands.json").write_text(_written(text), encoding="utf-8")
     print(f"loss {loss(values, sample()):.4f}")
     for seed in range(2):
         print("mean error on the half that was fitted, and on the other: {:.1%}, {:.1%}".format(*held_out_error(seed)))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.placement import leaves_node
 from parallel_ops.planner.compute.efficiency import efficiency
+from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.search.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.step import step_seconds
 
 Rule = Callable[[Model, Cluster, Plan], str | None]

@@ -48,7 +48,7 @@ def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     return stage_layers(model.num_layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
 
 
-class Layout(NamedTuple):
+class StageLayout(NamedTuple):
     """What decides which layers a pipeline rank holds: a part of a plan."""
 
     pp: int
@@ -57,12 +57,12 @@ class Layout(NamedTuple):
     fixed: tuple[int, ...]
 
 
-def layout_of(plan: Plan) -> Layout:
-    return Layout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, plan.layers_per_chunk)
+def stage_layout(plan: Plan) -> StageLayout:
+    return StageLayout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, plan.layers_per_chunk)
 
 
 @lru_cache(maxsize=65536)
-def layer_counts(model: Model, layout: Layout) -> tuple[tuple[int, int], ...]:
+def layer_counts(model: Model, layout: StageLayout) -> tuple[tuple[int, int], ...]:
     """How many dense and how many sparse layers each pipeline rank holds."""
     stages = stage_layers(model.num_layers, *layout)
     sparse = [sum(map(model.is_sparse, stage)) for stage in stages]
@@ -75,7 +75,7 @@ def chunk_layers(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
 
 
-def head_rank(layout: Layout) -> int:
+def head_rank(layout: StageLayout) -> int:
     """The pipeline rank that computes logits and loss: the last, or the first of a V-shaped schedule."""
     return 0 if layout.v_shaped else layout.pp - 1
 

@@ -1,5 +1,5 @@
 """How far an estimate may be off: the errors of published rows that are like it (``validation``), in
-``presets/bands.json``.
+``presets/error_bands.json``.
 
 Rows are alike that share the generation of the GPU, whether products are in fp8, whether parameters are sharded
 (ZeRO-3) and whether the job is inside one node. Where no row is as alike, the last of these that is shared decides,
@@ -17,7 +17,7 @@ from parallel_ops.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Band:
+class ErrorBand:
     """Relative half-widths, 0.1 for 10 %, that hold four of five of the published rows that are like the estimate.
 
     Attributes:
@@ -40,17 +40,17 @@ class Band:
         )
 
 
-def band(cluster: Cluster, plan: Plan) -> Band:
+def error_band(cluster: Cluster, plan: Plan) -> ErrorBand:
     """The error band of an estimate of ``plan`` on ``cluster``."""
     table = _table()
     for key in keys(cluster, plan):
         if key in table:
-            return Band(**table[key], like=key)
-    return Band(**table["any"], like="any")
+            return ErrorBand(**table[key], like=key)
+    return ErrorBand(**table["any"], like="any")
 
 
 def keys(cluster: Cluster, plan: Plan) -> tuple[str, ...]:
-    """What rows like it may be called in ``presets/bands.json``, the most alike first."""
+    """What rows like it may be called in ``presets/error_bands.json``, the most alike first."""
     dtype = "fp8" if plan.dtype == "fp8" else "16-bit"
     sharded = "zero-3" if plan.zero == 3 else "zero-0 to 2"
     size = "one node" if plan.gpus <= cluster.gpus_per_node else "several nodes"
@@ -68,6 +68,6 @@ def tied(seconds: float, best: float, width: float) -> bool:
 
 @functools.cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = files("parallel_ops.planner.presets").joinpath("bands.json").read_text(encoding="utf-8")
+    text = files("parallel_ops.planner.presets").joinpath("error_bands.json").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = json.loads(text)["bands"]
     return table

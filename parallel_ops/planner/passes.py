@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU, Cluster
-from parallel_ops.planner.communication.placement import Layout, head_rank, layer_counts
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.compute.compute import Passes, Work, head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 
 
 class RankPasses(NamedTuple):
@@ -30,7 +30,7 @@ class RankPasses(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def rank_passes(
-    model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: Layout, paired: bool
+    model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
 ) -> RankPasses:
     """The passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
     gpus = cluster.stage_gpus(layout.pp)

@@ -8,11 +8,11 @@ import heapq
 from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.communication.placement import chunk_rank, chunk_sizes, layout_of
 from parallel_ops.planner.compute.compute import work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.passes import chunk_costs, layer_costs
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.passes import chunk_costs, layer_costs
+from parallel_ops.planner.placement import chunk_rank, chunk_sizes, stage_layout
 from parallel_ops.planner.plan import Plan
 
 # Uneven stages are for a slowest rank that takes at least this much less time.
@@ -23,7 +23,7 @@ _STEP = 0.05
 
 def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> tuple[int, ...]:
     """Layers of each chunk, one or more; empty, as ``Plan.layers_per_chunk`` has it, where even ones do as well."""
-    layout, chunks = layout_of(plan), plan.pp * plan.virtual_stages
+    layout, chunks = stage_layout(plan), plan.pp * plan.virtual_stages
     if plan.pp == 1 or chunks > model.num_layers:
         return ()
     work, sparse = work_of(plan), model.sparse_layers > 0
