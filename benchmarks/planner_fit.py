@@ -125,7 +125,7 @@ def bands(errors: Sequence[tuple[tuple[str, ...], float]], memory: float) -> dic
     """The bands of ``presets/error_bands.json``.
 
     Args:
-        errors: keys of a row (``error_band.keys``) and its relative error. A band holds ``HELD`` of the errors of a key.
+        errors: keys of a row (``error_band.keys``) and its relative error; a band holds ``HELD`` of the errors of a key
         memory: the band of memory, for every key.
     """
     found: dict[str, list[float]] = defaultdict(list)

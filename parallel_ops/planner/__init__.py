@@ -1,6 +1,7 @@
-"""What a parallel training strategy costs, which one to use, and why the others lose.
+"""Cost model and search of parallel training strategies.
 
-A ``Model`` on a ``Cluster`` under a ``Plan`` gives an ``Estimate``. Needs neither torch nor a GPU.
+``estimate`` computes the ``Estimate`` of a ``Model`` on a ``Cluster`` under a ``Plan``; ``search`` ranks all plans.
+Needs neither torch nor a GPU.
 """
 
 from parallel_ops.planner import presets

@@ -1,4 +1,4 @@
-"""Checks that the planner's dataclasses share. Messages name the class, the field, what it was, what it must be."""
+"""Checks of fields, shared by the planner's dataclasses. Messages name class, field, value and what would be valid."""
 
 import difflib
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_counts(owner: Any, names: Iterable[str], at_least: int = 1) -> None:
-    """Raises unless each named field of ``owner`` is an integer of at least ``at_least``."""
+    """Raises ``TypeError`` or ``ValueError`` unless each named field is an integer of at least ``at_least``."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -17,7 +17,7 @@ def check_counts(owner: Any, names: Iterable[str], at_least: int = 1) -> None:
 
 
 def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> None:
-    """Raises unless each named field is a finite number above zero (or zero itself, where ``zero`` allows it)."""
+    """Raises ``TypeError`` or ``ValueError`` unless each named field is finite and positive (or 0 if ``zero``)."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -28,7 +28,7 @@ def check_figures(owner: Any, names: Iterable[str], *, zero: bool = False) -> No
 
 
 def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:
-    """Raises unless the field is one of ``choices``."""
+    """Raises ``ValueError`` unless the field is one of ``choices``."""
     choices = tuple(choices)
     value = getattr(owner, name)
     if value not in choices:
@@ -40,7 +40,7 @@ def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not among ``known``, with the nearest ones."""
+    """The error for a ``name`` that is not in ``known``, with the nearest ones."""
     known = sorted(known)
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"

@@ -1,7 +1,7 @@
-"""What it is trained on: GPUs, the links between them, and how many there are.
+"""GPUs, the links between them, and clusters of them.
 
 A link is described by the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth`` seconds (Hockney
-1994; Thakur, Rabenseifner and Gropp 2005). Bandwidths are those that one GPU sees, in one direction.
+1994; Thakur, Rabenseifner and Gropp 2005). Bandwidths are per GPU and direction.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,16 @@ class GPU:
     """One accelerator.
 
     Attributes:
-        generation: chips of one generation share the fitted efficiencies.
-        memory: bytes. ``bandwidth``: of that memory, in bytes/s.
-        fp32, fp16, bf16, fp8: peak dense FLOP/s of matrix products in that dtype; 0 where the chip has none.
+        generation: GPUs of one generation share the fitted efficiencies.
+        memory: bytes.
+        bandwidth: memory bandwidth in bytes/s.
+        fp32, fp16, bf16, fp8: peak dense FLOP/s of matrix products in that dtype; 0 if the GPU has none.
         watts: power at full load, for the energy estimate; 0 for unknown.
-        multiprocessors: that share the tiles of a matrix product; 0 where there is nothing like it, or it is unknown:
-            products then take the time of their FLOPs, whatever their shape.
+        multiprocessors: number of multiprocessors, which share the tiles of a matrix product. 0 for unknown or none:
+            the time of a product then depends on its FLOPs alone.
+
+    Raises:
+        ValueError, TypeError: naming the field that is wrong.
     """
 
     name: str
@@ -45,7 +49,7 @@ class GPU:
         """Peak FLOP/s in ``dtype``.
 
         Raises:
-            ValueError: this chip has no matrix products in ``dtype``.
+            ValueError: this GPU has no matrix products in ``dtype``.
         """
         if dtype not in DTYPES:
             raise ValueError(f"GPU: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -58,7 +62,7 @@ class GPU:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """A network as one GPU sees it: ``latency`` in seconds, ``bandwidth`` in bytes/s and one direction."""
+    """A link as seen from one GPU: ``latency`` in seconds, ``bandwidth`` in bytes/s per direction."""
 
     name: str
     latency: float
@@ -85,17 +89,16 @@ class Cluster:
     """GPUs in nodes, a link inside the nodes and one between them.
 
     Attributes:
-        gpus: in all; a multiple of ``gpus_per_node``, or fewer than one node.
+        gpus: number of GPUs: a multiple of ``gpus_per_node``, or fewer than one node.
         intra, inter: the links inside and between nodes.
-        topology: ``"fat-tree"`` (any two nodes of a pod at full bandwidth) or ``"torus"`` (neighbours alone are at full
-            bandwidth; ``intra`` is also the link between nodes, and rings map onto its axes).
-        oversubscription: of the network above the pods: what the adapters of a pod could send over what leaves it.
-        pod: GPUs that the network joins at full bandwidth; 0 for a node, so that all traffic between nodes shares what
-            ``oversubscription`` leaves.
-        rails: adapters of a node that one ring over several nodes is striped over; 0 for one of each GPU, as NCCL does.
+        topology: ``"fat-tree"`` (full bandwidth between any two nodes of a pod) or ``"torus"`` (full bandwidth between
+            neighbours only; ``intra`` is also the link between nodes, and rings map onto its axes).
+        oversubscription: bandwidth of a pod's adapters over the bandwidth of the network above the pod; at least 1.
+        pod: GPUs that the network connects at full bandwidth; 0 for one node.
+        rails: adapters per node that a ring over several nodes uses; 0 for one per GPU, as NCCL does.
         price: of one GPU for one hour, in any currency; 0 for unknown.
-        parts: kinds of GPU in the order in which pipeline stages are placed on them, for a cluster of several kinds;
-            ``gpu`` is then the weakest of them. Empty for a cluster of one kind.
+        parts: the kinds of GPU of a mixed cluster, in the order in which pipeline stages are placed on them; ``gpu`` is
+            then the weakest of them. Empty for a cluster of one kind.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -135,7 +138,7 @@ class Cluster:
         return min(self.gpus, self.gpus_per_node)
 
     def stage_gpus(self, stages: int) -> tuple[GPU, ...]:
-        """The GPU that each of ``stages`` equal, consecutive pipeline stages runs on: the weakest where kinds meet."""
+        """The GPU of each of ``stages`` equal pipeline stages; the weakest if a stage spans several kinds."""
         return _stage_gpus(self, stages) if self.parts else (self.gpu,) * stages
 
 
@@ -156,7 +159,7 @@ def _stage_gpus(cluster: Cluster, stages: int) -> tuple[GPU, ...]:
 
 
 def weakest(kinds: list[GPU]) -> GPU:
-    """A GPU with the smallest of each figure of ``kinds``: what a group of them can count on."""
+    """A GPU with the smallest of each figure of ``kinds``."""
     if len(set(kinds)) == 1:
         return kinds[0]
     slowest = min(kinds, key=lambda gpu: max(gpu.bf16, gpu.fp16))

@@ -1,9 +1,7 @@
-"""How far an estimate may be off: the errors of published rows that are like it (``validation``), in
-``presets/error_bands.json``.
+"""Error bands of estimates, from the errors of similar published rows (``validation``): ``presets/error_bands.json``.
 
-Rows are alike that share the generation of the GPU, whether products are in fp8, whether parameters are sharded
-(ZeRO-3) and whether the job is inside one node. Where no row is as alike, the last of these that is shared decides,
-and the band is wider.
+Rows are similar if they share the GPU's generation, the dtype of products (fp8 or 16-bit), sharding of parameters
+(ZeRO-3 or not) and size (one node or several). If no row shares all four, the last ones are dropped.
 """
 
 import functools
@@ -18,12 +16,13 @@ from parallel_ops.planner.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorBand:
-    """Relative half-widths, 0.1 for 10 %, that hold four of five of the published rows that are like the estimate.
+    """Relative half-widths (0.1 for 10 %) that hold four of five of the similar published rows.
 
     Attributes:
-        time: of the step time, and so of throughput and MFU. ``memory``: of the peak memory.
-        rows: published step times that ``time`` is from; 0 where nothing published is like it.
-        like: what these rows have in common, for a reader.
+        time: of the step time, and so of throughput and MFU.
+        memory: of the peak memory.
+        rows: number of published step times behind ``time``; 0 if no published row is similar.
+        like: what these rows have in common, as text.
     """
 
     time: float
@@ -32,7 +31,7 @@ class ErrorBand:
     like: str
 
     def sentence(self) -> str:
-        """What ``±`` means beside a figure."""
+        """A sentence that explains ``±`` beside a figure."""
         of = f"{self.rows} published runs like it ({self.like})" if self.rows else "published runs of other kinds"
         return (
             f"± {self.time:.0%} of times and rates and ± {self.memory:.0%} of memory hold four of five of the errors "
@@ -50,7 +49,7 @@ def error_band(cluster: Cluster, plan: Plan) -> ErrorBand:
 
 
 def keys(cluster: Cluster, plan: Plan) -> tuple[str, ...]:
-    """What rows like it may be called in ``presets/error_bands.json``, the most alike first."""
+    """Keys of similar rows in ``presets/error_bands.json``, the most similar first."""
     dtype = "fp8" if plan.dtype == "fp8" else "16-bit"
     sharded = "zero-3" if plan.zero == 3 else "zero-0 to 2"
     size = "one node" if plan.gpus <= cluster.gpus_per_node else "several nodes"
@@ -59,9 +58,9 @@ def keys(cluster: Cluster, plan: Plan) -> tuple[str, ...]:
 
 
 def tied(seconds: float, best: float, width: float) -> bool:
-    """Whether a plan of ``seconds`` cannot be told from one of ``best``, whose band is ``width``.
+    """Whether step times of ``seconds`` and ``best`` are equal within half of ``width``, the band of ``best``.
 
-    Plans of one search share most of their error, so half of the band is what divides them.
+    Half, since plans of one search share most of their error.
     """
     return seconds <= best * (1 + width / 2)
 

@@ -1,4 +1,4 @@
-"""What a plan costs, all in one.
+"""Step time, memory and traffic of one plan.
 
 MFU = FLOPs of the model without recomputation / (step * GPUs * peak)                     arXiv:2205.05198, section
 6.3
@@ -26,12 +26,13 @@ def estimate(
     """Step time, throughput, utilisation, memory and traffic of a plan.
 
     Args:
-        model: its ``sequence`` is the length of a training sequence.
-        plan: of as many GPUs as ``cluster`` has. It need not fit in memory; compare ``peak_memory`` with the GPU's.
+        model: the model; ``seq_length`` is the length of a training sequence.
+        cluster: the cluster, with as many GPUs as ``plan``.
+        plan: the plan. It need not fit in memory: compare ``Estimate.peak_memory`` with the GPU's.
         constants: efficiencies of the hardware; ``None`` for those of the GPU's generation.
 
     Raises:
-        ValueError: the plan cannot run, with the reason.
+        ValueError: the plan cannot run on this cluster, with the reason.
     """
     check(model, cluster, plan)
     step = StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
@@ -69,7 +70,7 @@ def estimate(
 
 
 def simulation(model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None) -> Simulation:
-    """The pipeline of a plan, pass by pass, in seconds; arguments and errors are those of ``estimate``."""
+    """The simulated pipeline of a plan, in seconds. Arguments and errors: see ``estimate``."""
     check(model, cluster, plan)
     return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).simulation()
 
@@ -86,7 +87,7 @@ def communication(
 
 
 def recomputed_flops(model: Model, plan: Plan) -> float:
-    """Forward FLOPs for each token that are done a second time."""
+    """Forward FLOPs per token that are computed a second time."""
     if plan.recompute == "full":
         return float(model.forward_flops - model.head_flops)
     if plan.recompute == "operators":

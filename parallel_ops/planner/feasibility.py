@@ -1,4 +1,4 @@
-"""Whether a plan can run at all: sizes that divide, schedules that have enough micro-batches, memory that is there."""
+"""Checks that a plan can run: sizes that divide, enough micro-batches for the schedule, enough memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 from parallel_ops.planner.schedules.schedule import micro_batch_problem
 
-# The backward pass comes as two, the gradients of inputs and of weights.
+# Schedules that split the backward pass into the gradients of inputs and of weights.
 SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 
 
 class Problem(NamedTuple):
-    """Why a plan cannot run: a kind of reason, a sentence and, for memory, the bytes that are too many."""
+    """Why a plan cannot run: kind of reason, sentence, and the bytes of memory that are missing (0 for other kinds)."""
 
     kind: str
     reason: str
@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
 
 def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
-    """Why the plan cannot run, memory apart; ``None`` if it can."""
+    """Why the plan cannot run, apart from memory; ``None`` if it can."""
     return (
         next(_sizes(model, cluster, plan), None)
         or next(_pipeline(model, plan), None)
@@ -39,12 +39,12 @@ def memory_problem(cluster: Cluster, plan: Plan, stages: tuple[StageMemory, ...]
 
 
 def quick_memory_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
-    """As ``memory_problem``, of the stages that need the most."""
+    """``memory_problem``, computed for the stages that need the most memory only."""
     return MemoryCheck(model, cluster, plan).problem(plan.recompute, plan.offload)
 
 
 class MemoryCheck:
-    """``quick_memory_problem`` of a plan under any recomputation and offload."""
+    """``quick_memory_problem`` for any recomputation and offload of one plan."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
         self._memory = PlanMemory(model, plan)
@@ -56,8 +56,8 @@ class MemoryCheck:
             available = gpus[stage].memory
             kind, in_flight = self._memory.kind(stage)
             others = held.setdefault((kind, available), [])
-            # What holds no more micro-batches than an earlier stage that is alike needs no more either. Offload makes
-            # the two as good as equal, where rounding decides which comes out larger.
+            # A stage needs no more than an earlier, similar one that holds as many micro-batches or more. With
+            # offloaded activations the two are equal up to rounding, so both are kept.
             if in_flight not in others:
                 self._stages.append((stage, available))
             if not others or in_flight > max(others):
@@ -65,31 +65,31 @@ class MemoryCheck:
             others.append(in_flight)
 
     def problem(self, recompute: str, offload: str) -> Problem | None:
-        """Of the plan with ``recompute`` and ``offload`` in place of its own."""
+        """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
         stages = self._stages if offload == "optimizer+activations" else self._deepest
         total = self._memory.total
         return _excess([(total(stage, recompute, offload), available, stage) for stage, available in stages])
 
 
 def _excess(stages: Sequence[tuple[float, float, int]]) -> Problem | None:
-    """The problem of the stage whose bytes exceed what its GPU has by the most."""
+    """The problem of the stage that exceeds its GPU's memory by the most. ``stages``: needed, available, index."""
     needed, available, stage = max(stages, key=lambda found: found[0] - found[1])
     return excess("memory", stage, needed, available)
 
 
 def excess(kind: str, stage: int, needed: float, available: float) -> Problem | None:
-    """The problem of a stage that needs more bytes than there are; ``None`` if it does not."""
+    """The problem of a stage that needs more bytes than are available; ``None`` if it fits."""
     if needed <= available:
         return None
     more = needed - available
-    # A tenth of a GiB is what is printed; less than half of it would read as none.
+    # Printed with one decimal; less than 0.05 would read as 0.0.
     amount = f"{more / GIB:.1f}" if more >= 0.05 * GIB else "less than 0.1"
     reason = f"stage {stage} needs {needed / GIB:.1f} GiB of {available / GIB:.1f}: {amount} too much"
     return Problem(kind, reason, more)
 
 
 def check(model: Model, cluster: Cluster, plan: Plan) -> None:
-    """Raises ``ValueError`` with the reason if the plan cannot run, memory apart."""
+    """Raises ``ValueError`` with the reason if the plan cannot run, apart from memory."""
     found = problem(model, cluster, plan)
     if found:
         raise ValueError(f"plan {plan.describe()}: {found[1]}")
@@ -137,7 +137,7 @@ def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
         yield Problem("micro-batches", reason)
     if kind in SPLIT_BACKWARD and plan.zero == 3:
         yield Problem(
-            "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has given up"
+            "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has released"
         )
     cheap = plan.recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
     if kind in SPLIT_BACKWARD and plan.recompute != "none" and not cheap:

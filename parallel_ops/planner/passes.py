@@ -1,7 +1,7 @@
 """Compute and exposed communication of one micro-batch, by layer, by chunk of layers and by pipeline rank.
 
-They depend neither on ZeRO, offload and the size of the batch nor, but for the placement of layers, on the schedule: a
-search asks for the same ones many times.
+They do not depend on ZeRO, offload or the batch size, and on the schedule only by the placement of layers. A search
+needs the same ones many times, so they are cached.
 """
 
 from functools import lru_cache
@@ -16,10 +16,13 @@ from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 
 
 class RankPasses(NamedTuple):
-    """Compute and exposed communication of one micro-batch on each rank, all its chunks together.
+    """Passes of one micro-batch on each pipeline rank, all its chunks together.
 
     Attributes:
-        slowest: the rank that takes longest; ``busy``: its seconds. ``mean``: the seconds of a rank on average.
+        passes: compute and exposed communication of each rank.
+        slowest: the rank that takes longest.
+        busy: seconds of the slowest rank.
+        mean: seconds of a rank on average.
     """
 
     passes: tuple[tuple[Passes, Passes], ...]
@@ -32,7 +35,7 @@ class RankPasses(NamedTuple):
 def rank_passes(
     model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
 ) -> RankPasses:
-    """The passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
+    """Passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
     gpus = cluster.stage_gpus(layout.pp)
     groups: dict[tuple[tuple[int, int], tuple[bool, bool], GPU], tuple[Passes, Passes]] = {}
     passes = []
@@ -56,8 +59,13 @@ def chunk_costs(
     ends: tuple[bool, bool],
     paired: bool,
 ) -> tuple[Passes, Passes]:
-    """Compute and exposed communication of some dense and some sparse layers, and of the embeddings and the loss where
-    these are among the ``ends`` of the model that it has."""
+    """Compute and exposed communication of one chunk of layers, per micro-batch.
+
+    Args:
+        layers: numbers of dense and of sparse layers.
+        ends: whether the chunk has the input embedding, and whether it has the output embedding and the loss.
+        paired: see ``layer_costs``.
+    """
     compute = waits = Passes(0.0, 0.0, 0.0)
     for count, sparse in zip(layers, (False, True), strict=True):
         if count:
@@ -77,8 +85,11 @@ def chunk_costs(
 def layer_costs(
     model: Model, cluster: Cluster, gpu: GPU, constants: Efficiency, work: Work, sparse: bool, paired: bool = False
 ) -> tuple[Passes, Passes]:
-    """Compute and exposed communication of one layer. DualPipe's pairs (``paired``) hide the all-to-alls of one pass
-    behind the other. Where the host takes longer to launch a pass than the GPU for both, its time counts as compute."""
+    """Compute and exposed communication of one layer, per micro-batch.
+
+    Time that the GPU waits for the host to launch a pass counts as compute. ``paired``: DualPipe's pairs hide the
+    all-to-alls of one pass behind the other.
+    """
     passes = layer_passes(model, gpu, constants, work, sparse)
     traffic = layer_traffic(model, cluster, work, constants, sparse)
     exposed = traffic.exposed
@@ -89,14 +100,14 @@ def layer_costs(
     return launched(passes, exposed, constants.host, 2 if work.recompute == "full" else 1), exposed
 
 
-# How sharply the longer of the two decides: a pass has kernels that wait for the host and kernels that it waits for.
-# Settled with the measured rows in view: with 2 their mean error is larger, with 3 the fastest is picked less often.
+# Exponent of the norm that combines GPU time and host time: some kernels of a pass are bound by the host, others are
+# not. Chosen with the measured rows in view: 2 has a larger mean error, 3 picks the fastest plan less often.
 _SHARPNESS = 2.5
 
 
 def launched(compute: Passes, waits: Passes, host: float, backward: int) -> Passes:
-    """``compute`` and what it gets longer by since the host takes ``host`` seconds to launch the forward pass, and
-    ``backward`` times that for the backward pass."""
+    """``compute`` plus the time that the GPU waits for launches: ``host`` seconds for the forward pass, ``backward``
+    times that for the backward pass."""
 
     def longer(gpu: float, cpu: float) -> float:
         return (gpu**_SHARPNESS + cpu**_SHARPNESS) ** (1 / _SHARPNESS) - gpu if cpu else 0.0
@@ -107,6 +118,6 @@ def launched(compute: Passes, waits: Passes, host: float, backward: int) -> Pass
 
 
 def beside(constants: Efficiency, communication: float, computation: float) -> float:
-    """What computation gets longer by when communication runs beside it, in seconds."""
+    """Seconds that ``communication`` adds to ``computation`` if the two overlap."""
     shorter = min(communication, computation)
     return max(0.0, communication - computation) + constants.interference * shorter

@@ -1,7 +1,7 @@
-"""Where things are: the layers of each pipeline stage, the micro-batches it holds, and the ranks of each group.
+"""Placement: the layers of each pipeline stage, the micro-batches in flight, and the ranks of each group.
 
-Ranks are numbered as Megatron-LM does, the tensor-parallel rank fastest, then context, data and pipeline. A group whose
-members span more ranks than a node has uses the network between nodes (``network.py``).
+Ranks are numbered as in Megatron-LM: the tensor-parallel rank varies fastest, then context, data and pipeline. A group
+that spans more ranks than a node has uses the network between nodes (``communication/network.py``).
 """
 
 from functools import lru_cache
@@ -13,9 +13,9 @@ from parallel_ops.planner.plan import V_SHAPED, Plan
 
 
 def chunk_sizes(layers: int, chunks: int) -> tuple[int, ...]:
-    """Layers of each of ``chunks`` consecutive parts, as even as they can be.
+    """Layers of each of ``chunks`` consecutive chunks, as even as possible.
 
-    What is left over goes to the parts in the middle, since the first also has the embedding and the last the logits.
+    The remainder goes to the chunks in the middle, since the first also has the embedding and the last the logits.
     """
     size, extra = divmod(layers, chunks)
     order = [*range(1, chunks - 1), 0, chunks - 1][:extra]
@@ -49,7 +49,7 @@ def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 class StageLayout(NamedTuple):
-    """What decides which layers a pipeline rank holds: a part of a plan."""
+    """The fields of a plan that determine the layers of each pipeline rank. ``fixed``: ``Plan.layers_per_chunk``."""
 
     pp: int
     virtual_stages: int
@@ -58,12 +58,13 @@ class StageLayout(NamedTuple):
 
 
 def stage_layout(plan: Plan) -> StageLayout:
+    """The layout of a plan's stages."""
     return StageLayout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, plan.layers_per_chunk)
 
 
 @lru_cache(maxsize=65536)
 def layer_counts(model: Model, layout: StageLayout) -> tuple[tuple[int, int], ...]:
-    """How many dense and how many sparse layers each pipeline rank holds."""
+    """Numbers of dense and of sparse layers on each pipeline rank."""
     stages = stage_layers(model.num_layers, *layout)
     sparse = [sum(map(model.is_sparse, stage)) for stage in stages]
     return tuple((len(stage) - count, count) for stage, count in zip(stages, sparse, strict=True))
@@ -81,7 +82,7 @@ def head_rank(layout: StageLayout) -> int:
 
 
 def in_flight(plan: Plan, stage: int) -> float:
-    """The most micro-batches whose activations a pipeline rank holds at once, in units of all its layers.
+    """Largest number of micro-batches whose activations a pipeline rank holds, in units of all its layers.
 
         GPipe           m
         1F1B            p - i                                                  arXiv:2104.04473, section 2.2
@@ -102,7 +103,7 @@ def in_flight(plan: Plan, stage: int) -> float:
 
 
 def group_stride(plan: Plan, group: str) -> int:
-    """The distance in ranks between neighbours of a group."""
+    """Distance in ranks between neighbours of a group."""
     return {
         "tp": 1,
         "cp": plan.tp,
@@ -114,14 +115,17 @@ def group_stride(plan: Plan, group: str) -> int:
 
 
 def group_size(plan: Plan, group: str) -> int:
-    """The ranks of a group. ``"dp"`` are those that gradients are reduced over: ``dp * cp``, or with ZeRO the
-    ``dp_shard * cp`` that share what it shards, and of these there are ``"dp_replicate"``."""
+    """Number of ranks of a group.
+
+    ``"dp"`` is the group that reduces gradients: ``dp * cp`` ranks, or with ZeRO the ``dp_shard * cp`` ranks of one
+    replica. ``"dp_replicate"`` is the group of replicas, of one rank without ZeRO.
+    """
     replicas = plan.dp_replicate if plan.zero else 1
     sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp // replicas * plan.cp, "pp": plan.pp}
     return sizes[group] if group in sizes else {"dp_replicate": replicas}[group]
 
 
 def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:
-    """Whether a group's members are on more than one node."""
+    """Whether a group spans several nodes."""
     size = group_size(plan, group)
     return size > 1 and group_stride(plan, group) * size > cluster.node_size

@@ -1,4 +1,4 @@
-"""How it is trained: the sizes of every kind of parallelism, the schedule, and what is recomputed or offloaded."""
+"""A parallel training strategy: sizes of parallelism, schedule, recomputation and offload."""
 
 import itertools
 import re
@@ -10,50 +10,50 @@ from parallel_ops.planner.checks import check_choice, check_counts, unknown
 from parallel_ops.planner.cluster import DTYPES
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
-# Two chunks of layers a rank, the second in reverse order of the ranks, so that the first rank holds both ends.
+# Two chunks of layers per rank, the second in reverse order of the ranks, so that rank 0 holds both ends of the model.
 V_SHAPED = ("zb-v", "dualpipe-v")
-# What a search tries; "operators" besides, for those who ask for it.
+# What a search tries by default. "operators" is valid too.
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "optimizer+activations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way of spreading a model over a cluster.
+    """One parallel training strategy on ``dp * tp * pp * cp`` GPUs.
 
-    The GPUs of a plan are ``dp * tp * pp * cp``. Ranks are laid out as Megatron-LM does: tensor-parallel groups are
-    adjacent, then context, then data, then pipeline.
+    Ranks are ordered as in Megatron-LM: tensor-parallel ranks are adjacent, then context, data and pipeline.
 
     Attributes:
         dp, tp, pp, cp: sizes of data, tensor, pipeline and context parallelism.
-        dp_replicate: of ``dp``, how many replicas of the shards there are (hybrid sharding, HSDP): ``zero`` shards over
-            the ``dp_shard = dp / dp_replicate`` others.
-        ep: size of expert parallelism, inside ``dp_shard * cp``, which it divides.
-        zero: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
-        fsdp: shards are those of PyTorch's FSDP2, in fp32, which are cast as they are gathered; without, ZeRO-3 keeps
-            16-bit shards beside the master weights, as DeepSpeed and Megatron-LM do.
-        sequence_parallel: shard the activations outside tensor-parallel regions too (arXiv:2205.05198).
-        schedule: one of ``SCHEDULES``. ``virtual_stages``: chunks of layers a rank; above 1 for ``interleaved``, 2 for
-            V-shaped ones.
+        dp_replicate: replicas of the shards (hybrid sharding, HSDP); divides ``dp``. ``zero`` shards over the
+            ``dp_shard = dp / dp_replicate`` ranks of a replica.
+        ep: size of expert parallelism; divides ``dp_shard * cp``.
+        zero: ZeRO stage, sharded over ``dp_shard * cp`` ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also
+            parameters.
+        fsdp: shards as PyTorch's FSDP2 keeps them, in fp32 and cast when gathered. If False, ZeRO-3 keeps 16-bit shards
+            beside the master weights, as DeepSpeed and Megatron-LM do.
+        sequence_parallel: also shard the activations outside tensor-parallel regions (arXiv:2205.05198).
+        schedule: one of ``SCHEDULES``.
+        virtual_stages: chunks of layers per rank: 2 or more for ``interleaved``, 2 for V-shaped schedules, else 1.
         cp_kind: ``"ring"`` (arXiv:2310.01889) or ``"all-to-all"`` (arXiv:2309.14509).
-        micro_batch: sequences of one forward pass on one data-parallel rank. ``global_batch``: sequences of one step in
-            all.
+        micro_batch: sequences of one forward pass on one data-parallel rank.
+        global_batch: sequences of one step over all ranks; a multiple of ``dp * micro_batch``.
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
-            activation functions), ``"operators"`` (every second matrix product and what is elementwise, as torch's
+            activation functions), ``"operators"`` (every second matrix product and all elementwise ops, as torch's
             selective checkpointing in torchtitan) or ``"full"`` (whole layers).
-        offload: what lives in host memory.
-        dtype: of parameters and activations. ``grad_dtype``: of accumulated gradients, ``"fp32"`` or ``dtype``.
-        flash_attention: scores are never stored, as in arXiv:2205.14135.
-        fused_ops: elementwise ops next to each other are one kernel (bias-GeLU, bias-dropout-add, masked softmax).
+        offload: what is kept in host memory, one of ``OFFLOAD``.
+        dtype: of parameters and activations, one of ``DTYPES``.
+        grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``.
+        flash_attention: attention scores are not stored (arXiv:2205.14135).
+        fused_ops: adjacent elementwise ops are one kernel (bias-GeLU, bias-dropout-add, masked softmax).
         fused_loss: output embedding and cross-entropy are one op (``vocab_parallel_linear_cross_entropy``), which keeps
             no logits.
         scatter_gather: a pipeline message is split over the tensor-parallel ranks (arXiv:2104.04473, section 4.1).
-        overlap: data-parallel communication and pipeline messages run beside computation.
-        optimizer_barrier: no rank updates its parameters before all ranks have their gradients, as a gradient norm over
-            the whole model needs it; without, a rank begins the next step while others finish this one
-            (post-validation, arXiv:2401.10241, section 4).
-        layers_per_chunk: layers of each of the ``pp * virtual_stages`` consecutive chunks, for uneven stages; empty for
-            as even as they can be.
+        overlap: data-parallel communication and pipeline messages overlap with computation.
+        optimizer_barrier: parameters are updated once all ranks have their gradients, as a gradient norm over the whole
+            model requires. If False, a rank may begin the next step while others finish this one (post-validation,
+            arXiv:2401.10241, section 4).
+        layers_per_chunk: layers of each of the ``pp * virtual_stages`` consecutive chunks; empty for an even split.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -117,30 +117,31 @@ class Plan:
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one step on one data-parallel rank."""
+        """Micro-batches per step on one data-parallel rank."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def dp_shard(self) -> int:
-        """Ranks with the same weights and different data that ``zero`` shards over, but for ``cp``."""
+        """Data-parallel ranks of one replica, ``dp / dp_replicate``; ``zero`` shards over these and ``cp``."""
         return self.dp // self.dp_replicate
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan of a text, ``dp=2,tp=2,zero=3``; what it leaves out has its default.
+        """The plan of a text such as ``dp=2,tp=2,zero=3``. Fields that are left out have their default.
 
         Raises:
-            ValueError, TypeError: what ``parse_fields`` and ``Plan`` raise.
+            ValueError, TypeError: see ``parse_fields`` and ``Plan``.
         """
         return cls(**parse_fields(text))
 
     @property
     def text(self) -> str:
-        """The fields that are not at their default, as ``parse`` takes them: ``dp=2,tp=2,zero=3``."""
+        """The fields that differ from their default, for ``parse``: ``dp=2,tp=2,zero=3``."""
 
         def value(given: Any) -> str:
             if isinstance(given, tuple):
@@ -151,7 +152,7 @@ class Plan:
         return ",".join(f"{name}={value(given)}" for name, given in changed)
 
     def describe(self) -> str:
-        """One line: the sizes above 1, and what is not at its default."""
+        """One line: sizes above 1 and what differs from the default: ``dp4, tp8, zero1, sp, b2 x 64``."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         parts = sizes or ["dp1"]
         parts += [f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else []
@@ -168,14 +169,16 @@ class Plan:
         return ", ".join(parts)
 
     def _stages(self) -> str:
-        """Layers of each chunk, 11*7/3 for seven of 11 and one of 3."""
+        """Layers of each chunk, ``11*7/3`` for seven chunks of 11 and one of 3."""
         runs = [(size, len(list(group))) for size, group in itertools.groupby(self.layers_per_chunk)]
         return "/".join(str(size) if count == 1 else f"{size}*{count}" for size, count in runs)
 
 
 def unchecked(plan: Plan, **changes: Any) -> Plan:
-    """``dataclasses.replace`` without the checks, for changes that leave the plan valid: nine times as fast, where a
-    search makes hundreds of thousands of plans."""
+    """``dataclasses.replace`` without the checks, for changes that keep the plan valid.
+
+    Nine times as fast; a search makes hundreds of thousands of plans.
+    """
     made = object.__new__(Plan)
     made.__dict__.update(plan.__dict__, **changes)
     return made
@@ -185,13 +188,15 @@ PLAN_FIELDS = {field.name: field.default for field in fields(Plan)}
 
 
 def parse_fields(text: str, where: str = "Plan", known: Iterable[str] = PLAN_FIELDS) -> dict[str, Any]:
-    """Fields of a plan, ``tp=8,zero=1,layers_per_chunk=11:12``, each of its type.
+    """The fields of a text such as ``tp=8,zero=1,layers_per_chunk=11:12``, converted to their types.
 
     Args:
-        where: what messages begin with. known: the fields that it may have.
+        text: fields separated by commas.
+        where: prefix of error messages.
+        known: names of the allowed fields.
 
     Raises:
-        ValueError: an unknown field, with the nearest names; a value that is not of the field's type; one given twice.
+        ValueError: a field is unknown (with the nearest names), is given twice, or has a value of the wrong type.
     """
     found: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -203,7 +208,7 @@ def parse_fields(text: str, where: str = "Plan", known: Iterable[str] = PLAN_FIE
 
 
 def parse_field(part: str, where: str, known: Iterable[str]) -> tuple[str, Any]:
-    """``tp=8`` as a name and a value of the type that the field has."""
+    """``tp=8`` as a name and a value, converted to the field's type. Arguments and errors: see ``parse_fields``."""
     name, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
         raise ValueError(f"{where} takes fields as name=value, separated by commas; got {part.strip()!r}")

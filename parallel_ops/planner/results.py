@@ -1,4 +1,4 @@
-"""What the planner answers: memory of each stage, traffic of each group, the estimate of a plan, a search."""
+"""Results of the planner: memory of a stage, traffic of a group, the estimate of a plan, a search."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -13,16 +13,16 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Peak memory of one GPU of a pipeline stage, in bytes, by what holds it.
+    """Peak memory of one GPU of a pipeline stage, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: the model states, master weights counted with the optimizer.
-        activations: kept for the backward pass, by all micro-batches in flight, and what one layer needs on top to
-            recompute.
+        stage: index of the stage, from 0.
+        parameters, gradients, optimizer: the model states; master weights count as optimizer.
+        activations: kept for the backward pass by all micro-batches in flight, and the working memory of one layer.
         logits: logits, their gradient and the softmax of the loss.
         buffers: communication buffers: gathered parameters of ZeRO-3, gradient buckets, pipeline messages.
-        runtime: what the driver, NCCL and the allocator keep.
-        host: bytes of host memory that one GPU offloads to, not part of ``total``.
+        runtime: memory of the driver, NCCL and the allocator.
+        host: host memory that one GPU offloads to; not part of ``total``.
         in_flight: micro-batches whose activations are held at the peak.
     """
 
@@ -39,6 +39,7 @@ class StageMemory:
 
     @property
     def total(self) -> float:
+        """All device memory."""
         states = self.parameters + self.gradients + self.optimizer
         return states + self.activations + self.logits + self.buffers + self.runtime
 
@@ -67,16 +68,19 @@ class StageGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The traffic of one kind of collective in one step, as one GPU of the busiest stage sees it.
+    """One kind of collective in one step, on one GPU of the slowest stage.
 
     Attributes:
         group: ``"dp"``, ``"dp_replicate"``, ``"tp"``, ``"pp"``, ``"cp"`` or ``"ep"``; ``"host"`` for offload.
         collective: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``, ``"send-receive"`` or
             ``"copy"``.
-        algorithm: ``"ring"``, ``"tree"`` or ``"direct"``. ``link``: the name of the slowest link used.
-        size: ranks of the group. ``count``: collectives in a step.
-        bytes: that one GPU sends in a step. ``seconds``: that they take in a step, all together; ``exposed``: of these,
-            not hidden behind computation.
+        algorithm: ``"ring"``, ``"tree"`` or ``"direct"``.
+        link: name of the slowest link used.
+        size: ranks of the group.
+        count: collectives per step.
+        bytes: bytes that one GPU sends per step.
+        seconds: time of all these collectives per step.
+        exposed: the part of ``seconds`` that is not hidden behind computation.
     """
 
     group: str
@@ -92,23 +96,24 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one plan costs. Times in seconds and of one optimizer step, memory in bytes.
+    """Cost of one plan. Times are seconds per optimizer step, memory is in bytes.
 
     Attributes:
+        model, cluster, plan: the arguments of ``estimate``.
         memory: of each pipeline stage, the first stage first.
         transfers: traffic by group and collective.
         step: time of a step, the sum of ``compute``, ``bubble``, ``exposed`` and ``optimizer``.
         compute: forward, backward and recomputation of the slowest stage.
-        bubble: that it waits for other stages and their messages.
-        exposed: communication not hidden behind computation. ``optimizer``: the update of the parameters.
+        bubble: time that the slowest stage waits for other stages and their messages.
+        exposed: communication that is not hidden behind computation.
+        optimizer: update of the parameters.
         bubble_fraction: ``bubble / (step - exposed data-parallel communication - optimizer)``.
         tokens_per_second: of the whole cluster.
-        model_flops: of one step over all GPUs, without recomputation; ``hardware_flops``: with it.
+        model_flops, hardware_flops: FLOPs of one step over all GPUs, without and with recomputation.
         mfu, hfu: model and hardware FLOP/s over the peak.
-        broken_rules: names of the rules of thumb (``parallel_ops.planner.rules``) that the plan breaks, with the
-            reason.
-        cost: of one step, in the currency of ``cluster.price``; 0 where that is unknown. ``energy``: joules of one
-            step.
+        broken_rules: name and reason of each rule of thumb (``parallel_ops.planner.rules``) that the plan breaks.
+        cost: of one step, in the currency of ``cluster.price``; 0 if that is unknown.
+        energy: of one step, in joules; 0 if the GPU's power is unknown.
     """
 
     model: Model
@@ -133,17 +138,17 @@ class Estimate:
 
     @property
     def peak_memory(self) -> StageMemory:
-        """The stage that needs the most."""
+        """The stage that needs the most memory."""
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def error_band(self) -> ErrorBand:
-        """How far the step time and the memory may be off."""
+        """Error band of the step time and the memory."""
         return error_band(self.cluster, self.plan)
 
     @property
     def tflops_per_gpu(self) -> float:
-        """TFLOP/s of one GPU, recomputation not counted."""
+        """TFLOP/s of one GPU, without recomputation."""
         return self.model_flops / self.step / self.plan.gpus / 1e12
 
     def stage_groups(self) -> list[StageGroup]:
@@ -166,11 +171,16 @@ class Estimate:
 
 
 class Rejection(NamedTuple):
-    """A plan that cannot run, and why: ``stage 0 needs 91.2 GiB of 80.0: 11.2 too much``. ``kind`` groups equal
-    reasons; ``excess`` is the bytes that are too many, where that is the reason.
+    """A plan that cannot run, and the reason.
 
-    A search rejects hundreds of thousands of plans, most of which nobody looks at: ``plan`` is made when it is asked
-    for, of a plan that many share and of the recomputation and offload that this one had.
+    A search rejects hundreds of thousands of plans, so ``plan`` is built on access, from a plan that many share.
+
+    Attributes:
+        base: the plan, but for ``recompute`` and ``offload``.
+        kind: kind of reason, for grouping.
+        reason: a sentence: ``stage 0 needs 91.2 GiB of 80.0: 11.2 too much``.
+        excess: bytes of memory that are missing; 0 for other reasons.
+        recompute, offload: of the plan.
     """
 
     base: Plan
@@ -182,11 +192,12 @@ class Rejection(NamedTuple):
 
     @property
     def plan(self) -> Plan:
+        """The rejected plan."""
         return unchecked(self.base, recompute=self.recompute, offload=self.offload)
 
 
 class NearMiss(NamedTuple):
-    """A plan that would be faster than the best, had a GPU ``excess`` bytes more. ``seconds`` of a step."""
+    """A plan that is faster than the best (``seconds`` per step) but needs ``excess`` bytes more than a GPU has."""
 
     plan: Plan
     reason: str
@@ -195,20 +206,21 @@ class NearMiss(NamedTuple):
 
 
 def family(plan: Plan) -> tuple[object, ...]:
-    """The same of plans that are near-twins: that differ only in how the tokens of a rank are cut (micro-batches of two
-    sequences on two context-parallel ranks, or of one on each of two data-parallel ranks), or in ZeRO 1 against 2."""
+    """A key that near-twins share: plans that differ only in ZeRO 1 or 2, or in how the tokens of a rank are split
+    (micro-batches of two sequences on two context-parallel ranks, or of one on each of two data-parallel ranks)."""
     same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp}
     return tuple({**vars(plan), **same, "zero": plan.zero - (plan.zero == 2)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """How the ranking depends on one assumption of the model.
+    """How the ranking depends on one constant of ``Efficiency``.
 
     Attributes:
-        constant: its name. ``low``, ``high``: the best plan when it is 20 % lower or higher.
-        changes: whether either differs from the best plan as it stands.
-        seconds: change of the best plan's step time from low to high, as a fraction of it.
+        constant: name of the constant.
+        low, high: the best plan if the constant is 20 % lower or higher.
+        changes: whether ``low`` or ``high`` differs from the best plan.
+        seconds: change of the best plan's step time from low to high, relative to the step time.
     """
 
     constant: str
@@ -223,12 +235,13 @@ class SearchResult:
     """All plans of a model on a cluster: those that run, fastest first, and the others with their reasons.
 
     Attributes:
-        plans: estimates of the fastest plans, one of each ``family``.
-            ``ranking``: every plan that runs, with the seconds of a step by a simulation of a smaller pipeline.
-        rejected: the plans that do not run. ``misses``: of these, the ones that would be faster than the best, had a
-            GPU a little more memory; the least first.
-        sensitivity: which constant the choice hangs on.
-        smallest: the fewest GPUs of this kind on which the model would run, where it does not run on these; else 0.
+        model, cluster: the arguments of ``search``.
+        plans: estimates of the fastest plans, one per ``family``.
+        rejected: the plans that cannot run.
+        sensitivity: dependence of the choice on each constant.
+        ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
+        misses: rejected plans that are faster than the best and need little more memory, the least excess first.
+        smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
     """
 
     model: Model
@@ -245,7 +258,7 @@ class SearchResult:
         """The fastest plan.
 
         Raises:
-            ValueError: nothing fits; says the smallest cluster that would do.
+            ValueError: no plan fits; names the smallest cluster that suffices.
         """
         if not self.plans:
             raise ValueError(self.nothing_fits())
@@ -253,12 +266,12 @@ class SearchResult:
 
     @property
     def ties(self) -> int:
-        """How many of ``plans`` cannot be told from the best, itself included."""
+        """Number of ``plans`` within the error band of the best (``tied``), the best included."""
         width, best = self.best.error_band.time, self.best.step
         return sum(tied(found.step, best, width) for found in self.plans)
 
     def nothing_fits(self) -> str:
-        """The sentence for a search that has found no plan."""
+        """Error message of a search without plans."""
         would = f"{self.smallest:,} of these GPUs would do" if self.smallest else "no number of these GPUs would do"
         if self.smallest and self.smallest <= self.cluster.gpus and self.rejected:
             kind = next(iter(self.reasons()))
@@ -270,7 +283,7 @@ class SearchResult:
         return f"no plan of {self.model.name} fits on {self.cluster.name}; {would}"
 
     def reasons(self) -> dict[str, int]:
-        """How many plans were rejected for each kind of reason, the most frequent first."""
+        """Number of rejected plans by kind of reason, the most frequent first."""
         counts: dict[str, int] = {}
         for rejection in self.rejected:
             counts[rejection.kind] = counts.get(rejection.kind, 0) + 1

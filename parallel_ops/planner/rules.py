@@ -1,4 +1,4 @@
-"""Rules of thumb, each a predicate with a name, so that a plan can say which it breaks.
+"""Rules of thumb. Each is a named function that returns why a plan breaks the rule, or None.
 
 Source of the first four: Narayanan et al., arXiv:2104.04473, "takeaways" 1 to 3 and section 3.3.
 """
@@ -17,19 +17,19 @@ from parallel_ops.planner.step import step_seconds
 Rule = Callable[[Model, Cluster, Plan], str | None]
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# Differences below two percent are not worth a remark.
+# Differences below 2 % are not reported.
 NOTABLE = 0.98
 
 
 def tensor_parallel_inside_node(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """Tensor-parallel groups stay inside a node, since they communicate in every layer."""
+    """Tensor-parallel groups stay inside a node: they communicate in every layer."""
     if plan.tp > 1 and cluster.topology == "fat-tree" and leaves_node(cluster, plan, "tp"):
         return f"TP {plan.tp} leaves the node of {cluster.node_size} GPUs"
     return None
 
 
 def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """Pipeline parallelism starts where tensor parallelism has filled the node, not before."""
+    """Pipeline parallelism crosses nodes only once tensor parallelism fills a node."""
     if plan.pp > 1 and plan.tp * plan.cp < cluster.node_size and plan.tp * plan.cp * plan.pp > cluster.node_size:
         larger = plan.tp * 2
         if larger <= cluster.node_size and model.num_heads % larger == 0 and not model.experts:
@@ -38,7 +38,7 @@ def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan) -> str | N
 
 
 def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """Model parallelism is just large enough to fit: half of it, with twice the data parallelism, would not."""
+    """Model parallelism is just large enough: with half of it and twice the data parallelism the plan does not fit."""
     for name in ("pp", "tp"):
         size = getattr(plan, name)
         if size % 2 or plan.global_batch % (2 * plan.dp * plan.micro_batch):
@@ -55,14 +55,14 @@ def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan) -> str 
 
 
 def enough_micro_batches(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """At least four micro-batches a pipeline stage, so that the bubble is small (arXiv:1811.06965, section 3.2)."""
+    """At least four micro-batches per pipeline stage keep the bubble small (arXiv:1811.06965, section 3.2)."""
     if plan.pp > 1 and plan.schedule in ("gpipe", "1f1b") and plan.micro_batches < 4 * plan.pp:
         return f"{plan.micro_batches} micro-batches for PP {plan.pp}; the bubble is small from {4 * plan.pp} on"
     return None
 
 
 def sequence_parallel_with_tensor_parallel(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """Tensor parallelism goes with sequence parallelism: the same traffic, less memory (arXiv:2205.05198, section
+    """Tensor parallelism is used with sequence parallelism: the same traffic in less memory (arXiv:2205.05198, section
     4.2.2)."""
     if plan.tp > 1 and not plan.sequence_parallel:
         return f"TP {plan.tp} without sequence parallelism keeps activations that could be sharded"
@@ -88,7 +88,7 @@ def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan) -> str
 
 
 def recompute_last(model: Model, cluster: Cluster, plan: Plan) -> str | None:
-    """Full recomputation only where the plan would not fit without it (arXiv:2205.05198, section 5)."""
+    """Full recomputation is used only if the plan does not fit without it (arXiv:2205.05198, section 5)."""
     if plan.recompute == "full":
         without = replace(plan, recompute="selective")
         if quick_memory_problem(model, cluster, without) is None:

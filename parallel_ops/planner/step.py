@@ -1,11 +1,11 @@
-"""The time of one step, part by part.
+"""The time of one optimizer step.
 
     step      = pipeline + exposed data-parallel communication + optimizer
-    pipeline  = m (F + I + W) of the slowest stage, communication of its layers included, + the time it waits for others
+    pipeline  = m (F + I + W) of the slowest stage, with the communication of its layers, + its idle time
 
-The wait is simulated from the schedule's own actions (``planner.schedules.schedule``); a search simulates a smaller
-pipeline in its place (``planner.schedules.steady_state``). Data-parallel communication of c seconds runs beside one
-micro-batch of w seconds (ZeRO-0 to 2: one of the step; ZeRO-3: each) and makes it longer by
+The idle time is simulated from the schedule's actions (``planner.schedules.schedule``); a search simulates a smaller
+pipeline instead (``planner.schedules.steady_state``). Data-parallel communication of c seconds overlaps with one
+micro-batch of w seconds (ZeRO-0 to 2: one per step; ZeRO-3: each) and lengthens it by
 max(0, c - w) + interference * min(c, w); without overlap, by c.
 """
 
@@ -35,12 +35,12 @@ from parallel_ops.planner.schedules.steady_state import idle_time, step_time
 
 
 def step_seconds(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> float:
-    """Seconds of a step, quickly and without checks: what a search compares."""
+    """Seconds of a step, without checks and with a simulation of a smaller pipeline: what a search compares."""
     return StepTime(model, cluster, plan, constants).seconds()
 
 
 class StepTime:
-    """One estimate in the making: the passes of each rank, and of these the slowest."""
+    """Parts of the step time of one plan, in seconds. Does not check that the plan can run."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
@@ -51,16 +51,16 @@ class StepTime:
         self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
 
     def seconds(self) -> float:
-        """Seconds of the step, with a pipeline whose ranks take the same time."""
+        """Step time, with a pipeline of equal ranks."""
         pipeline = self.plan.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
         return pipeline + self.data_parallel() + self.optimizer() + self.host()
 
     def simulated_seconds(self) -> float:
-        """Seconds of the step, with the pipeline simulated."""
+        """Step time, with the pipeline simulated."""
         return self.pipeline() + self.data_parallel() + self.optimizer() + self.host()
 
     def pipeline(self) -> float:
-        """From the first forward pass to the last backward pass."""
+        """Time from the first forward pass to the last backward pass."""
         plan = self.plan
         if plan.pp == 1:
             return plan.micro_batches * self.busy
@@ -68,11 +68,11 @@ class StepTime:
         return step_time(plan.schedule, *sizes, self.times(), barrier=plan.optimizer_barrier) + self.gathers()
 
     def gathers(self) -> float:
-        """All-gathers of pipeline messages that came in parts, one for each tensor-parallel rank."""
+        """All-gathers of pipeline messages that are split over the tensor-parallel ranks."""
         return 2 * self.plan.micro_batches * self.plan.virtual_stages * self.traffic.blocking
 
     def simulation(self) -> Simulation:
-        """The pipeline schedule with the times of its stages."""
+        """The simulated pipeline schedule, with the times of its stages."""
         plan, times = self.plan, self.times()
         own_times = times if plan.schedule == "zb-2p" else None
         return simulate(
@@ -80,7 +80,7 @@ class StepTime:
         )
 
     def times(self) -> Times:
-        """The passes of each stage, with the communication that they wait for, and the messages between them."""
+        """Seconds of the passes of each stage, with exposed communication, and of the messages between stages."""
         plan = self.plan
         chunks = chunk_layers(self.model, plan)
         passes = []
@@ -91,7 +91,7 @@ class StepTime:
             given = self.model, self.cluster, self.gpus[rank], self.constants, self.work
             compute, waits = chunk_costs(*given, kinds, ends, self.paired)
             passes.append(compute + waits)
-        # Without overlap a rank sends before it goes on: the message is a part of the pass, but at the model's ends.
+        # Without overlap the message is part of the pass, except at the ends of the model.
         link, last = self.traffic.link, len(passes) - 1
         sends = 0.0 if plan.overlap else link
         return Times(
@@ -102,8 +102,7 @@ class StepTime:
         )
 
     def _idle(self, link: float) -> float:
-        """The wait for other ranks and for messages of ``link`` seconds, with the mean over the ranks for what the
-        others take to fill and drain."""
+        """Idle time of the slowest rank with messages of ``link`` seconds. The other ranks take the mean time."""
         plan = self.plan
         if plan.pp == 1:
             return 0.0
@@ -117,14 +116,14 @@ class StepTime:
         return waited + 2 * plan.micro_batches * plan.virtual_stages * sends
 
     def data_parallel(self) -> float:
-        """Data-parallel communication that nothing hides."""
+        """Exposed data-parallel communication."""
         return self._not_hidden(self.traffic.once, self.busy) + self.plan.micro_batches * self._sharded()
 
     def _sharded(self) -> float:
-        """Of what ZeRO-2 and 3 gather and reduce in each micro-batch, what its passes get longer by.
+        """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.
 
-        A layer's parameters are fetched behind the layer before it, its gradients reduced behind the next: the first
-        layer of each pass has nothing to hide behind, nor has the last reduction.
+        A layer's parameters are gathered while the previous layer runs, its gradients reduced while the next one does:
+        the first gather and the last reduction of a pass are exposed.
         """
         forward, backward = self.traffic.each
         if not backward or not self.plan.overlap:
@@ -136,16 +135,17 @@ class StepTime:
         return hidden + (forward + backward) / layers
 
     def _not_hidden(self, seconds: float, busy: float) -> float:
-        """Of ``seconds`` of communication beside ``busy`` of computation, what the step gets longer by."""
+        """Time that ``seconds`` of communication add to ``busy`` seconds of computation."""
         return beside(self.constants, seconds, busy) if self.plan.overlap else seconds
 
     def _owned(self) -> float:
+        """Parameters that one GPU of the slowest stage updates."""
         plan, ranks = self.plan, group_size(self.plan, "dp")
         dense, expert = stage_parameters(self.model, plan, self.slowest)
         return dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
 
     def optimizer(self) -> float:
-        """Adam: gradients read for their norm and for the update, two moments and the master weights read and
+        """Adam: gradients are read for the norm and for the update; two moments and the master weights are read and
         written."""
         width, gradient, _ = state_bytes(self.plan)
         moved = self._owned() * (2 * gradient + 24 + width)
@@ -154,8 +154,7 @@ class StepTime:
         return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)
 
     def host(self) -> float:
-        """Copies to and from the host that nothing hides: optimizer states at the step, activations behind the
-        passes."""
+        """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
         copies = [t for t in self.traffic.transfers if t.group == "host"]
         if not copies:
             return 0.0
@@ -164,7 +163,7 @@ class StepTime:
         return sum(t.seconds for t in copies if t.count == 1) + waits
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """All traffic of the slowest stage."""
+        """All communication of the slowest stage in one step."""
         given = self.model, self.cluster, self.work, self.constants
         layers = layer_counts(self.model, self.layout)[self.slowest]
         parts = [(layer_traffic(*given, kind), count) for count, kind in zip(layers, (False, True), strict=True)]
@@ -194,7 +193,7 @@ class StepTime:
 
 
 def _merged(transfers: list[Transfer]) -> tuple[Transfer, ...]:
-    """One entry for each group and collective."""
+    """Sums transfers with the same group and collective."""
     merged: dict[tuple[str, str], Transfer] = {}
     for transfer in transfers:
         key = (transfer.group, transfer.collective)

@@ -197,7 +197,7 @@ class TestValidate:
             ["plan", *SMALL, "--for", "megatron", "--only", "schedule=zb-v"],
             "megatron: its pipeline runs 1f1b and interleaved, not schedule=zb-v",
         ),
-        (["plan", *SMALL, "--output", "run.sh"], "--output writes the plan for a system; say which one with --for"),
+        (["plan", *SMALL, "--output", "run.sh"], "--output writes the plan for a system; name it with --for"),
         (["estimate", *SMALL, "--plan", "tp=two"], "--plan: tp must be an integer, got 'two'"),
         (["estimate", *SMALL, "--plan", "tpp=2"], "unknown field of --plan 'tpp'; nearest: "),
         (["estimate", *SMALL, "--plan", "tp"], "--plan takes fields as name=value"),

@@ -169,7 +169,7 @@ def test_two_kinds_of_gpu_share_the_layers_by_speed():
         (LLAMA, A100, Plan(dp=64, ep=8, global_batch=64), "EP 8 needs a model with experts"),
         (LLAMA, A100, Plan(dp=64, sequence_parallel=True, global_batch=64), "shards over TP, which is 1"),
         (LLAMA, presets.cluster("v100x64"), Plan(dp=64, global_batch=64), "v100 has no bf16 matrix products"),
-        (LLAMA, A100, Plan(dp=8, pp=8, zero=3, schedule="zb-h1", global_batch=64), "ZeRO-3 has given up"),
+        (LLAMA, A100, Plan(dp=8, pp=8, zero=3, schedule="zb-h1", global_batch=64), "ZeRO-3 has released"),
         (LLAMA, A100, Plan(dp=8, pp=8, recompute="full", schedule="zb-h1", global_batch=64), "twice, for I and for W"),
         (
             LLAMA,

@@ -93,10 +93,10 @@ def test_the_bubble_is_stated_once_and_figures_have_bands(document):
     assert text.count("bubble") == 3  # its sentence, and two legends
     assert "The bubble is the time that a rank waits for others" in text
     assert text.count("±") >= 7
-    assert "cannot be told apart" not in text
+    assert "ties within the error" not in text
     found = estimate(presets.model("llama3-8b"), presets.cluster("h100x8"), Plan(dp=8, zero=3, global_batch=8))
     text = " ".join(Structure(page([found, found])).text)
-    assert "cannot be told apart" in text and "2 =" in text
+    assert "ties within the error" in text and "2 =" in text
 
 
 def test_the_configurations_are_beside_the_plan():
@@ -104,7 +104,7 @@ def test_the_configurations_are_beside_the_plan():
     plan = Plan(tp=8, pp=4, dp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=64)
     text = page([estimate(model, cluster, plan)])
     assert html.escape(export("megatron", model, cluster, plan)) in text
-    assert "its trainer has no pipeline yet, not pp=4. The fastest that it can run:" in text
+    assert "its trainer has no pipeline yet, not pp=4. Search for plans that it can run:" in text
 
 
 def test_a_long_pipeline_is_folded():

@@ -150,7 +150,7 @@ def test_every_efficiency_has_a_source_and_others_stand_in_with_a_warning():
     for entries in data["generations"].values():
         assert set(entries) == set(CONSTANTS)
         assert all(entry["source"] in data["sources"] for entry in entries.values())
-    with pytest.warns(UserWarning, match="no measured efficiencies of blackwell GPUs: those of hopper stand in"):
+    with pytest.warns(UserWarning, match="no measured efficiencies of blackwell GPUs: those of hopper are used"):
         assert efficiency.__wrapped__("blackwell") == efficiency("hopper")
     with pytest.warns(UserWarning, match="volta GPUs: those of ampere"):
         assert efficiency.__wrapped__("volta") == efficiency("ampere")

@@ -1,1 +1,1 @@
-"""The command line ``parallel-ops``: ``app`` has the commands, ``inputs`` reads their arguments, ``tables`` prints."""
+"""The command line ``parallel-ops``: commands (``app``), their arguments (``inputs``) and output (``tables``)."""

@@ -28,14 +28,14 @@ from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.search import search
 from parallel_ops.planner.validation import validate
 
-# Exit code where the answer is no: the plan does not fit, or none does. 2 is for bad input.
+# Exit code if the plan does not fit, no plan fits, or a promise is broken. 2 is for bad input.
 NO = 1
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plans the parallel training of a language model. Every figure is an estimate; `validate` says how good.",
+    help="Plans the parallel training of a language model. Every figure is an estimate; `validate` prints the errors.",
 )
 
 ModelName = Annotated[str, typer.Option("--model", help="Preset (llama3-70b) or JSON file with the fields of Model.")]
@@ -50,11 +50,11 @@ PlanText = Annotated[
     str | None,
     typer.Option(
         "--plan",
-        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp is what they leave.",
+        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp takes the remaining GPUs.",
         show_default="the fastest",
     ),
 ]
-System = Annotated[str | None, typer.Option("--for", help=f"Only plans that it can run: {', '.join(TARGETS)}.")]
+System = Annotated[str | None, typer.Option("--for", help=f"Only plans that one system can run: {', '.join(TARGETS)}.")]
 Only = Annotated[
     str | None,
     typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
@@ -65,7 +65,7 @@ Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memo
 
 
 def main() -> None:
-    """Runs the command line; what a user got wrong is one line on stderr and exit code 2."""
+    """Runs the command line. A user's error is one line on stderr and exit code 2."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         run(app, "parallel-ops", errors=(ValueError, TypeError, OSError))
@@ -77,7 +77,7 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _console() -> Console:
-    """A file or a pipe has room for long lines, unless COLUMNS says otherwise."""
+    """A console; 120 columns wide if stdout is not a terminal and COLUMNS is not set."""
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
@@ -97,12 +97,12 @@ def plan_command(
         Path | None, typer.Option(help="Write the best plan for the system of --for; run.toml is for `train`.")
     ] = None,
 ) -> None:
-    """Ranks all plans of a model on a cluster, and says why the others cannot run; exit code 1 where none fits."""
+    """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
     if output is not None and output.suffix == ".toml":
         system = system or TRAINER.name
     if output is not None and system is None:
-        raise ValueError("--output writes the plan for a system; say which one with --for")
+        raise ValueError("--output writes the plan for a system; name it with --for")
     result = _search(shape, machine, batch, inputs.options(machine, system, only), keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
     _save_page(html, shown, result)
@@ -124,7 +124,7 @@ def plan_command(
         console.print()
     console.print(tables.rejections(result))
     if lines := tables.sensitivity(result):
-        console.print("\n[italic]How much hangs on the assumed efficiencies[/italic]")
+        console.print("\n[italic]Sensitivity to the assumed efficiencies[/italic]")
         console.print("\n".join(lines), highlight=False)
 
 
@@ -139,7 +139,7 @@ def estimate_command(
     json: Json = False,
     html: Html = None,
 ) -> None:
-    """Time, memory and traffic of one plan; exit code 1 where it does not fit in memory."""
+    """Time, memory and traffic of one plan; exit code 1 if it does not fit in memory."""
     found = _estimate(model, cluster, batch, seq, plan, price)
     _save_page(html, [found])
     problem = memory_problem(found.cluster, found.plan, found.memory)
@@ -152,7 +152,7 @@ def estimate_command(
         console.print(part)
         console.print()
     if found.broken_rules:
-        console.print("[italic]Against rules of thumb[/italic]")
+        console.print("[italic]Rules of thumb broken[/italic]")
         console.print("\n".join(reason for _, reason in found.broken_rules), highlight=False)
         console.print()
     if problem is not None:
@@ -173,12 +173,12 @@ def schedule_command(
     json: Json = False,
 ) -> None:
     """Simulates a pipeline schedule and draws it."""
-    taken = _times(times, link)
+    durations = _times(times, link)
     stages = virtual_stages or (2 if kind == "interleaved" else 1)
     options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
     if kind == "zb-2p":
-        options["times"] = taken
-    simulated = simulate(actions(kind, pp, micro_batches, stages, **options), taken)
+        options["times"] = durations
+    simulated = simulate(actions(kind, pp, micro_batches, stages, **options), durations)
     summary = drawing.summary(kind, simulated)
     if output is not None:
         drawing.save(simulated, output, summary)
@@ -194,7 +194,7 @@ def schedule_command(
 def validate_command(
     rows: Annotated[bool, typer.Option("--rows", help="Print every row too.")] = False, json: Json = False
 ) -> None:
-    """Compares the planner with every published table that it ships; exit code 1 where a promise does not hold."""
+    """Compares the planner with published tables; exit code 1 if a promise does not hold."""
     report = validate()
     if json:
         _print_json(tables.report_data(report))
@@ -204,7 +204,7 @@ def validate_command(
             console.print(part)
             console.print()
     if not all(promise.met for promise in report.promises):
-        sys.exit(1)
+        sys.exit(NO)
 
 
 @app.command("export")
@@ -221,7 +221,7 @@ def export_command(
     """Writes a plan, or the fastest that the system can run, as a config of DeepSpeed, torchtitan or this package's
     trainer, as arguments of Megatron-LM, or as a torchrun command.
 
-    Exit code 1 where it does not fit in memory; it is written all the same.
+    Exit code 1 if it does not fit in memory; it is written all the same.
     """
     system = find_target(format)
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster)
@@ -251,7 +251,7 @@ def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str |
 
 
 def _search(model: Model, cluster: Cluster, batch: str, options: SearchOptions | None, *, keep: int) -> SearchResult:
-    """A search that has found something."""
+    """The search; exits with code 1 if no plan fits."""
     found = search(model, cluster, batch=inputs.batch(batch, model.seq_length), options=options, keep=keep)
     if not found.plans:
         fail(found.nothing_fits(), NO)

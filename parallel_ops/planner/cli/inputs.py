@@ -1,4 +1,4 @@
-"""What the commands are given: models and clusters by name or file, batches, plans."""
+"""Arguments of the commands: models and clusters by name or file, batches, plans, search options."""
 
 import json
 import math
@@ -19,10 +19,15 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def model(name: str, sequence: int | None = None) -> Model:
-    """The model of a preset's name or of a JSON file with the fields of ``Model``.
+    """The model of a preset's name, or of a JSON file with the fields of ``Model``.
+
+    Args:
+        name: preset, or path that ends in ``.json``.
+        sequence: tokens of a sequence in place of the model's own.
 
     Raises:
-        ValueError, TypeError: an unknown name, with the nearest ones; a file that is not such a model; a bad length.
+        ValueError, TypeError: the name is unknown (with the nearest ones), the file has no such model, or the length is
+            not positive.
     """
     if name.endswith(".json"):
         data = _read(name)
@@ -35,12 +40,12 @@ def model(name: str, sequence: int | None = None) -> Model:
 
 
 def cluster(name: str, price: float | None = None) -> Cluster:
-    """The cluster of a preset's name or of a JSON file with the fields of ``Cluster``.
+    """The cluster of a preset's name, or of a JSON file with the fields of ``Cluster``.
 
     In the file ``gpu`` is the name of a GPU or the fields of one, ``intra`` and ``inter`` the fields of a link.
 
     Raises:
-        ValueError, TypeError: an unknown name, with the nearest ones, or a file that is not such a cluster.
+        ValueError, TypeError: the name is unknown (with the nearest ones), or the file has no such cluster.
     """
     if name.endswith(".json"):
         data = _read(name)
@@ -58,10 +63,10 @@ def cluster(name: str, price: float | None = None) -> Cluster:
 
 
 def batch(text: str, sequence: int) -> int:
-    """Sequences of one step: a plain number is sequences; with k or m (2^10 and 2^20) it is tokens.
+    """Sequences of one step. A plain number is in sequences, with k or m (2^10 or 2^20) in tokens.
 
     Raises:
-        ValueError: not a number, or tokens that are no whole number of sequences.
+        ValueError: not such a number, or not a whole number of sequences.
     """
     found = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
     if not found or not int(found[1]):
@@ -71,7 +76,7 @@ def batch(text: str, sequence: int) -> int:
     tokens = int(found[1]) * _UNITS[found[2]]
     if tokens % sequence:
         raise ValueError(
-            f"--batch {text} is {tokens:,} tokens, which are no whole number of sequences of {sequence:,}; the nearest "
+            f"--batch {text} is {tokens:,} tokens, not a whole number of sequences of {sequence:,}; the nearest "
             f"is --batch {max(1, round(tokens / sequence))}, in sequences"
         )
     return tokens // sequence
@@ -80,13 +85,12 @@ def batch(text: str, sequence: int) -> int:
 def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = None) -> Plan:
     """A plan from its fields, ``tp=8,pp=16,schedule=interleaved,virtual_stages=2``, or from a JSON file with them.
 
-    What is not given has the default of ``Plan``, apart from: ``dp`` is what the other sizes leave of the GPUs,
-    ``sequence_parallel`` goes with ``tp``, V-shaped schedules have two stages a rank, and the loss is fused; and what
-    ``system`` does of its own accord.
+    Other fields have the defaults of ``Plan``, except: ``dp`` takes the remaining GPUs, ``sequence_parallel`` is on if
+    ``tp`` is above 1, V-shaped schedules have two stages per rank, the loss is fused, and the defaults of ``system``.
 
     Raises:
-        ValueError, TypeError: an unknown field, with the nearest names; a value that is not of its type; sizes that do
-            not divide the number of GPUs; or what ``Plan`` raises.
+        ValueError, TypeError: a field is unknown (with the nearest names), a value has the wrong type, sizes do not
+            divide the number of GPUs, or the plan is invalid.
     """
     known = set(PLAN_FIELDS) - {"global_batch"}
     given = _read(text) if text.endswith(".json") else parse_fields(text, "--plan", known)
@@ -110,10 +114,10 @@ def plan(text: str, gpus: int, sequences: int, system: ExportTarget | None = Non
 
 
 def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOptions:
-    """What a search tries: plans that ``system`` can run, with the values of ``only``: ``tp=4:8,schedule=1f1b``.
+    """Options of a search: plans that ``system`` can run, with the values of ``only``: ``tp=4:8,schedule=1f1b``.
 
     Raises:
-        ValueError, TypeError: an unknown system or field, with the nearest names; a value that the field cannot have.
+        ValueError, TypeError: the system or a field is unknown (with the nearest names), or a value is invalid.
     """
     if system is not None:
         find_target(system)
@@ -145,7 +149,7 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
 
 
 def _check_value(name: str, value: Any) -> None:
-    """Raises what ``Plan`` does for a value that the field never has."""
+    """Raises ``ValueError`` for a value that the field cannot have in any plan."""
     if name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch"):
         if value < 1:
             raise ValueError(f"--only: {name} must be at least 1, got {value}")
@@ -166,7 +170,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _build(kind: Any, data: Any, name: str) -> Any:
-    """A dataclass from the fields in a file."""
+    """A dataclass of type ``kind`` from the fields in the file ``name``."""
     if not isinstance(data, dict):
         raise ValueError(f"{name}: {kind.__name__} must be a JSON object, got {data!r}")
     known = {field.name for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs."""
+"""Output of the commands: tables and JSON."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.validation import Report
 
-# What Plan.describe leaves out or shortens.
+# Legend of Plan.describe.
 NOTATION = (
     "dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallelism, 1 where not named; zero: ZeRO stage; "
     "sp: sequence parallelism; b2 x 64: 64 micro-batches of 2 sequences; in italics: rules of thumb that a plan breaks."
@@ -22,7 +22,7 @@ NOTATION = (
 
 
 def heading(estimate: Estimate) -> str:
-    """What is trained on what, in one line."""
+    """Model, cluster and batch in one line."""
     batch = f"{estimate.plan.global_batch:,} x {estimate.model.seq_length:,} tokens a step"
     return f"{estimate.model.name} on {estimate.cluster.name}, {batch}"
 
@@ -32,18 +32,18 @@ def _table(title: str = "") -> Table:
 
 
 def tied(ties: int) -> str:
-    """What ties are, in a sentence; empty where there are none."""
+    """A sentence about ties; empty if there are none."""
     if ties < 2:
         return ""
-    return f"The {ties} plans marked = cannot be told apart by that: choose the simplest, or time them."
+    return f"The {ties} plans marked = are ties within this error: choose the simplest, or time them."
 
 
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
-    """Ranked plans, the first ``ties`` of which are equal, with the rules of thumb that each breaks below it."""
+    """Ranked plans, the first ``ties`` marked as equal, each with the rules of thumb that it breaks."""
     out = _table()
     out.add_column("#", justify="right")
     out.add_column("plan", ratio=1)
-    # Of the three columns before it, and of memory.
+    # The first ± is of step, tokens/s and MFU, the second of memory.
     for name in ("step", "tokens/s", "MFU", "±", "memory", "±", "bubble"):
         out.add_column(name, justify="right", no_wrap=True)
     for number, estimate in enumerate(estimates, 1):
@@ -65,8 +65,8 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
 
 
 def misses(result: SearchResult, count: int = 3) -> Table:
-    """The plans nearest to fitting that would be faster than the best."""
-    out = _table("Faster, had a GPU a little more memory")
+    """The near misses, see ``SearchResult.misses``."""
+    out = _table("Faster plans that need slightly more memory")
     out.add_column("plan", ratio=1)
     for name in ("step", "too much"):
         out.add_column(name, justify="right", no_wrap=True)
@@ -76,11 +76,11 @@ def misses(result: SearchResult, count: int = 3) -> Table:
 
 
 def rejections(result: SearchResult) -> Table:
-    """Why plans were rejected, with an example of each kind of reason: of memory, the one that needs least too much."""
+    """Reasons for rejections, each with an example: for memory, the plan with the least excess."""
     out = _table("Plans that cannot run")
     out.add_column("why")
     out.add_column("plans", justify="right")
-    out.add_column("for example, or the nearest", ratio=1)
+    out.add_column("example, or the nearest", ratio=1)
     for kind, count, example in rejection_rows(result):
         out.add_row(kind, f"{count:,}", example)
     return out
@@ -99,7 +99,7 @@ def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
 
 
 def sensitivity(result: SearchResult) -> list[str]:
-    """What the choice hangs on, one sentence each."""
+    """Sensitivity to each constant, one sentence each."""
     lines = []
     for entry in result.sensitivity:
         line = f"{entry.constant}: {abs(entry.seconds):.1%} of the step time between -20 % and +20 %"
@@ -111,7 +111,7 @@ def sensitivity(result: SearchResult) -> list[str]:
 
 
 def summary(estimate: Estimate) -> Table:
-    """One estimate: where the time goes, and what comes out."""
+    """Time by cause, throughput, utilisation and memory of one estimate."""
     out = _table()
     out.add_column(estimate.plan.describe())
     out.add_column("", justify="right")
@@ -161,7 +161,7 @@ def transfers(estimate: Estimate) -> Table:
 
 
 def summaries(report: Report) -> Table:
-    """The errors of each quantity of each published table; below, the sources."""
+    """The errors of each quantity of each published table."""
     out = _table("Errors against published tables: positive is too slow, or too much")
     out.add_column("table", ratio=1)
     out.add_column("quantity")
@@ -180,7 +180,7 @@ def summaries(report: Report) -> Table:
 
 
 def errors(report: Report) -> list[Table]:
-    """The error table, one part for each published table: its figures beside the planner's."""
+    """Every row, one table per published table: published and predicted figures."""
     parts: dict[str, Table] = {}
     for row in report.rows:
         title = f"{row.source}, {row.table}"
@@ -198,7 +198,7 @@ def errors(report: Report) -> list[Table]:
 
 
 def promises(report: Report) -> Table:
-    """What the planner promises, and whether it holds."""
+    """The promises, and whether each holds."""
     out = _table("Promises")
     out.add_column("", ratio=1)
     for name in ("found", "at most", ""):
@@ -219,12 +219,12 @@ def report_data(report: Report) -> dict[str, Any]:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it."""
+    """A time in seconds or milliseconds."""
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain data, with what its properties say; the cluster and the model by name."""
+    """An estimate as plain data, with its properties; cluster and model by name."""
     data = {f.name: getattr(estimate, f.name) for f in dataclasses.fields(estimate)}
     data |= {
         "model": estimate.model.name,

@@ -1,1 +1,1 @@
-"""Bytes between ranks, and the time they take."""
+"""Communication: bytes between ranks and their time."""

@@ -1,5 +1,4 @@
-"""Communication of a step outside the layers and the ends of the model: pipeline, data parallelism, host. The formulas
-are in ``traffic.py``."""
+"""Communication of a step outside the layers: pipeline, data parallelism, host. Formulas: ``traffic.py``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,12 +25,13 @@ from parallel_ops.planner.results import Transfer
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Communication of a whole step of one stage outside its layers.
+    """Communication of one stage in one step, outside its layers.
 
     Attributes:
-        link: seconds of one pipeline message between stages, and ``blocking``: of the all-gather after it.
-        each: seconds of data-parallel communication beside the forward and the backward pass of each micro-batch
-            (ZeRO-3); ``once``: once a step.
+        link: seconds of one pipeline message between stages.
+        blocking: seconds of the all-gather after a pipeline message.
+        each: seconds of data-parallel communication in the forward and in the backward pass of each micro-batch.
+        once: seconds of data-parallel communication once per step.
         transfers: by group and collective, of the whole step.
     """
 
@@ -43,7 +43,7 @@ class StepTraffic:
 
 
 def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> StepTraffic:
-    """Communication of one step of one stage outside its layers: pipeline, data parallel, host."""
+    """Communication of pipeline stage ``stage`` in one step, outside its layers."""
     transfers: list[Transfer] = []
     width, gradient, _ = state_bytes(plan)
     link_seconds = blocking = 0.0
@@ -70,7 +70,7 @@ def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficie
     if (replicas := group_size(plan, "dp_replicate")) > 1:
         between = group_link(cluster, plan, "dp_replicate", efficiency)
         owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
-        # One for each layer, as the other collectives.
+        # One per layer, like the other collectives.
         summed = all_reduce_transfer(
             "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
         )
@@ -89,9 +89,14 @@ def _data_parallel(
     gradient: int,
     launches: float,
 ) -> tuple[tuple[float, float], float, tuple[Transfer, ...]]:
-    """Seconds beside forward and backward of each micro-batch, and once a step, and the transfers. ``shared``:
-    parameters and ranks that share them; ``ends``: of these, those beside the layers, which ZeRO-3 gathers once a
-    micro-batch; ``launches``: seconds that one collective a layer takes to start."""
+    """``each``, ``once`` and the data-parallel transfers of ``StepTraffic``.
+
+    Args:
+        shared: numbers of parameters, and of the ranks that share them.
+        ends: parameters outside the layers, which ZeRO-3 gathers once per micro-batch.
+        width, gradient: bytes per parameter and per gradient.
+        launches: seconds to start one collective per layer.
+    """
     transfers = []
     forward = backward = once = 0.0
     for kind, count, size, ranks in _reductions(plan, shared, width, gradient):
@@ -115,14 +120,14 @@ def _data_parallel(
 
 
 def _times_reduced(plan: Plan) -> int:
-    """How often a step reduces gradients. Under a pipeline, ZeRO-2 adds up whole ones, as torch's runtime does."""
+    """Reductions of gradients per step. In a pipeline ZeRO-2 accumulates whole gradients, as torch's runtime does."""
     return plan.micro_batches if plan.zero == 3 or (plan.zero == 2 and plan.pp == 1) else 1
 
 
 def _reductions(
     plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int
 ) -> Iterator[tuple[str, int, float, int]]:
-    """Collective, how often a step, bytes of the whole tensor and ranks."""
+    """Collective, count per step, bytes of the whole tensor, and ranks."""
     for parameters, members in shared:
         if not parameters or members == 1:
             continue
@@ -134,7 +139,7 @@ def _reductions(
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
-    """Gradients to the host and parameters back, once a step; activations there and back, every micro-batch."""
+    """Gradients to the host and parameters back, once per step; activations both ways, every micro-batch."""
     if plan.offload == "none":
         return []
     link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)

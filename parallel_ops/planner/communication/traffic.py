@@ -1,25 +1,25 @@
-"""Bytes and seconds of communication, by group and collective: here that of a micro-batch, in the layers and at both
-ends of the model; ``step_traffic.py`` has what is between stages, data-parallel ranks and the host.
+"""Bytes and seconds of communication by group and collective: per micro-batch, in the layers and at both ends of the
+model. ``step_traffic.py`` has the communication between stages, data-parallel ranks and the host.
 
-M parameters of a GPU in bytes, s sequence over cp, b micro-batch, h hidden, k experts a token:
+M bytes of parameters per GPU, s sequence length over cp, b micro-batch, h hidden size, k experts per token:
 
-    data       ZeRO-0 all-reduce of the gradients, 2 M; ZeRO-1 and 2 reduce-scatter and all-gather, 2 M; ZeRO-3 gathers
-               the parameters forward and backward and reduce-scatters, 3 M, for every micro-batch. arXiv:1910.02054,
-               section 7. Replicas of N shards (HSDP) all-reduce what is reduced, 2 M / N, once a step
-    tensor     4 all-reduces of 2 s b h bytes a layer and micro-batch, or with sequence parallelism 6 all-gathers, two
-               of them again for the gradients of weights, 4 reduce-scatters and the gradients of norms; 2 more with
-               full recomputation. arXiv:1909.08053, arXiv:2205.05198. Beside the layers, in each micro-batch: the sum
-               of the embeddings, the gradient before the output embedding, three numbers a token for the loss
-    pipeline   2 s b h bytes each way between stages, a micro-batch and chunk; over tp with scatter/gather or sequence
-               parallelism, then all-gathered inside the tensor group. arXiv:2104.04473, section 4.1
-    context    ring: keys and values go to all ranks forward, they again and their gradients in fp32 backward, behind
-               the attention of the block at hand (arXiv:2310.01889); all-to-all: q, k, v and the output change from
-               shards of the sequence to shards of the heads and back (arXiv:2309.14509). The formulas are those of
-               parallel_ops/context_parallel/cost.py
-    expert     dispatch and combine, an all-to-all of 2 s b h k bytes each, forward and backward (arXiv:2006.16668);
-               a node that holds several of a token's experts gets it once (arXiv:2412.19437, section 3.2.2), and fp8
+    data       ZeRO-0: all-reduce of the gradients, 2 M. ZeRO-1 and 2: reduce-scatter and all-gather, 2 M. ZeRO-3:
+               all-gather forward and backward and reduce-scatter, 3 M, for every micro-batch. arXiv:1910.02054,
+               section 7. Replicas of N shards (HSDP) all-reduce the reduced shards, 2 M / N, once per step
+    tensor     per layer and micro-batch 4 all-reduces of 2 s b h bytes, or with sequence parallelism 6 all-gathers (two
+               of them a second time, for the gradients of weights), 4 reduce-scatters and the gradients of norms; 2
+               more with full recomputation. arXiv:1909.08053, arXiv:2205.05198. Per micro-batch, at the ends of the
+               model: the sum of the embeddings, the gradient before the output embedding, and three numbers per token
+               for the loss
+    pipeline   2 s b h bytes each way between stages, per micro-batch and chunk; divided by tp with scatter/gather or
+               sequence parallelism, then all-gathered in the tensor group. arXiv:2104.04473, section 4.1
+    context    ring: keys and values are sent to all ranks forward, and again with their fp32 gradients backward, behind
+               the attention of the current block (arXiv:2310.01889). all-to-all: q, k, v and the output are resharded
+               from sequence to heads and back (arXiv:2309.14509). Formulas: parallel_ops/context_parallel/cost.py
+    expert     dispatch and combine, an all-to-all of 2 s b h k bytes each, forward and backward (arXiv:2006.16668). A
+               node with several of a token's experts receives it once (arXiv:2412.19437, section 3.2.2). fp8
                dispatches in one byte
-    host       gradients to the host and parameters back, once a step; activations there and back. arXiv:2101.06840
+    host       gradients to the host and parameters back, once per step; activations both ways. arXiv:2101.06840
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,12 @@ Transfers = list[tuple[Transfer, int]]
 
 @dataclass(frozen=True)
 class MicroBatchTraffic:
-    """Communication of one layer, or of one end of the model, for one micro-batch: seconds that computation waits, and
-    transfers with how often they are."""
+    """Communication of one layer, or of one end of the model, per micro-batch.
+
+    Attributes:
+        exposed: seconds that computation waits.
+        transfers: each transfer and its count.
+    """
 
     exposed: Passes
     transfers: tuple[tuple[Transfer, int], ...]
@@ -60,7 +64,7 @@ class MicroBatchTraffic:
 def layer_traffic(
     model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, sparse: bool
 ) -> MicroBatchTraffic:
-    """Communication inside one layer, for one micro-batch."""
+    """Communication inside one layer, per micro-batch."""
     plan = _plan_of(work)
     found: Transfers = []
     forward = backward = 0.0
@@ -101,6 +105,7 @@ def layer_traffic(
 
 
 def _plan_of(work: Work) -> Plan:
+    """A plan with the fields of ``work``; ``state_bytes`` and ``group_link`` take a plan."""
     return Plan(
         dp=work.dp,
         tp=work.tp,
@@ -117,7 +122,7 @@ def _plan_of(work: Work) -> Plan:
 
 
 def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
-    """How often a token is sent to be routed: once to each of its experts, or to each of the nodes that hold them."""
+    """How often a routed token is sent: once per expert, or once per node that holds some of its experts."""
     if not leaves_node(cluster, plan, "ep"):
         return model.experts_per_token
     nodes = plan.tp * plan.ep // cluster.node_size
@@ -127,7 +132,7 @@ def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
 def _context(
     model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, tokens: float, width: int
 ) -> tuple[Transfers, Transfers, tuple[float, float]]:
-    """Transfers of a layer, with their counts, forward and backward, and the seconds that either waits."""
+    """Context-parallel transfers of a layer with their counts, forward and backward, and the exposed seconds."""
     link = group_link(cluster, plan, "cp", efficiency, ring=plan.cp_kind == "ring")
     if plan.cp_kind == "all-to-all":
         query, key_value, value, heads = (
@@ -143,7 +148,7 @@ def _context(
         return there, back, (waits[0], waits[1])
     sizes = cost.keys_sent(tokens, tokens, model.key_value_width / plan.tp, width)
     steps, share = plan.cp - 1, cost.ZIGZAG_SHARE
-    # Backward, keys and values travel again, and their gradients in messages of their own.
+    # Backward sends keys and values again, and their gradients in separate messages.
     messages = [
         transfer("cp", "send-receive", "ring", link, plan.cp, share * size, _message(size, link, efficiency))
         for size in (sizes.forward, sizes.backward - sizes.forward)
@@ -163,11 +168,11 @@ def _message(size: float, link: Interconnect, efficiency: Efficiency) -> float:
 
 @lru_cache(maxsize=65536)
 def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficiency, last: bool) -> MicroBatchTraffic:
-    """What tensor-parallel ranks send before the first layer or, with ``last``, after the last one, in one micro-batch.
+    """Tensor-parallel communication before the first layer or, with ``last``, after the last one, per micro-batch.
 
-    A table of positions is split as that of tokens, and its rows are those of one sequence. The gradient before the
-    output embedding is summed in fp32 by the fused loss, in the model's dtype by that embedding as a linear. Sums of
-    the gradients of norms, and inputs that are gathered again for gradients of weights, run beside products.
+    A table of positions is split like that of tokens, with the rows of one sequence. The fused loss sums the gradient
+    before the output embedding in fp32, an unfused output embedding in the model's dtype. Sums of the gradients of
+    norms, and inputs gathered again for the gradients of weights, are hidden behind products.
     """
     if work.tp == 1:
         return MicroBatchTraffic(Passes(0.0, 0.0, 0.0), ())

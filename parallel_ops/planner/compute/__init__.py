@@ -1,1 +1,1 @@
-"""Time of products and kernels."""
+"""Compute: time of matrix products and kernels."""

@@ -1,12 +1,11 @@
-"""How long one micro-batch takes in one layer: forward F, gradient of the input I, gradient of the weights W.
+"""Time of one micro-batch in one layer: forward F, gradient of the input I, gradient of the weights W.
 
-    linears           2 FLOPs a weight and token in each of F, I and W, as products of their shapes (``products.py``);
-                      with fp8 these alone are in fp8, and their operands are narrowed first
-    attention         4 s h FLOPs a token in F and twice that in I; FlashAttention skips masked blocks and makes the
-                      scores again in I
-    elementwise ops   the bytes that they read and write, at ``memory`` of the bandwidth
-    recomputation     selective: the scores (or, with FlashAttention, the elementwise ops) again in I; full: F again in
-                      I
+    linears           2 FLOPs per weight and token in each of F, I and W, as products of their shapes (``products.py``).
+                      Only these are in fp8 with ``dtype="fp8"``; their operands are converted first
+    attention         4 s h FLOPs per token in F and twice that in I; FlashAttention skips masked blocks and recomputes
+                      the scores in I
+    elementwise ops   bytes read and written, at a share ``Efficiency.memory`` of the bandwidth
+    recomputation     in I; selective: the scores (with FlashAttention the elementwise ops); full: F
 
 FLOPs: arXiv:2104.04473, appendix; arXiv:2401.10241, table 1. Elementwise bytes are counted op by op below, with the
 fused ops of this package (bias-GeLU, bias-dropout-add, masked softmax): each op reads its inputs and writes its output
@@ -25,13 +24,13 @@ from parallel_ops.planner.compute.products import Engine, linear, product
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
-# Rows of scores that FlashAttention skips or takes together.
+# Rows of scores in one block of FlashAttention.
 _FLASH_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the three passes of one micro-batch."""
+    """Seconds of the passes F, I and W of one micro-batch."""
 
     forward: float
     input_grad: float
@@ -39,6 +38,7 @@ class Passes:
 
     @property
     def total(self) -> float:
+        """F + I + W."""
         return self.forward + self.input_grad + self.weight_grad
 
     def __add__(self, other: "Passes") -> "Passes":
@@ -47,11 +47,12 @@ class Passes:
         )
 
     def times(self, factor: float) -> "Passes":
+        """All three, multiplied by ``factor``."""
         return Passes(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
 
 
 class Work(NamedTuple):
-    """What decides the time of a layer: a part of a plan, so that equal ones are computed once."""
+    """The fields of a plan that determine the time of a layer. Plans that share them share cached results."""
 
     dp: int
     tp: int
@@ -69,6 +70,7 @@ class Work(NamedTuple):
 
 
 def work_of(plan: Plan) -> Work:
+    """The ``Work`` of a plan."""
     return Work(
         dp=plan.dp,
         tp=plan.tp,
@@ -88,7 +90,7 @@ def work_of(plan: Plan) -> Work:
 
 @lru_cache(maxsize=65536)
 def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool) -> Passes:
-    """Seconds of one micro-batch in one layer on one GPU, without communication and the host."""
+    """Seconds of one micro-batch in one layer on one GPU, without communication and launches."""
     tokens = model.seq_length * work.micro_batch / work.cp
     bandwidth = gpu.bandwidth * efficiency.memory
     engine = engine_of(gpu, efficiency, work.dtype)
@@ -98,7 +100,7 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     shared, activation, score = _elementwise(model, work, sparse, width)
     forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
     backward = sum(part[1] for part in (shared, activation, score)) * tokens / bandwidth
-    # The gradient of a weight is added to what earlier micro-batches left: read it, read and write the sum.
+    # Accumulation of weight gradients: read the gradient, read and write the sum.
     held = model.attention_weights + (sparse_parameters(model, work.ep) if sparse else model.mlp_weights)
     w += (width + 2 * work.grad_bytes) * held / work.tp / bandwidth
     products, f = f, f + scores + forward
@@ -124,7 +126,7 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     bandwidth = gpu.bandwidth * efficiency.memory
     vocab = math.ceil(model.vocab_size / work.tp)
     f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden_size, vocab, width=width)
-    # Unfused: logits written, read, widened to fp32, three passes over those; gradient in fp32, then narrowed.
+    # Bytes per logit. Unfused: written, read, converted to fp32, three passes in fp32; fp32 gradient, converted back.
     # Fused: written, read for the loss, read and written for the gradient, read by two products.
     forward, backward = (8, 4) if work.fused_loss else (20, 14)
     logits = tokens * vocab / bandwidth
@@ -134,21 +136,23 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
 
 @lru_cache(maxsize=4096)
 def engine_of(gpu: GPU, efficiency: Efficiency, dtype: str) -> Engine:
-    """What products of ``dtype`` that are not those of a layer's linears reach: fp8 is for these alone."""
+    """The rates of matrix products in ``dtype``; bf16 for ``"fp8"``, which only the linears of layers use."""
     peak = gpu.peak("bf16" if dtype == "fp8" else dtype)
     return Engine(peak * efficiency.matmul, gpu.bandwidth * efficiency.memory, gpu.multiprocessors)
 
 
 def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, keys: float) -> tuple[float, float]:
-    """Seconds of the scores of one micro-batch, and their product with the values, forward and backward, of the queries
-    of one rank against ``keys`` keys of each sequence: all, or the block at hand of ring attention."""
+    """Seconds of attention (scores and their product with the values) of one micro-batch, forward and backward.
+
+    The queries are those of one rank; ``keys``: keys per sequence, all or those of one block of ring attention.
+    """
     tokens = model.seq_length * work.micro_batch / work.cp
     if work.flash_attention:
-        # A causal mask leaves half of the blocks and those on the diagonal, and a ring in zigzag half for each rank.
+        # A causal mask leaves half of the blocks and the diagonal; so does a zigzag ring on each rank.
         left = 0.5 * (1 + min(1.0, _FLASH_BLOCK / keys))
         flops = left * tokens * model.attention_flops * keys / model.seq_length / work.tp
         peak = gpu.peak("bf16" if work.dtype == "fp8" else work.dtype)
-        # The backward pass makes the scores again: five products in place of two.
+        # The backward pass recomputes the scores: five products instead of two.
         return flops / (peak * efficiency.flash_forward), 2.5 * flops / (peak * efficiency.flash_backward)
     engine, rows = engine_of(gpu, efficiency, work.dtype), model.seq_length / work.cp
     count, heads = work.micro_batch * model.num_heads / work.tp, model.num_heads
@@ -173,8 +177,8 @@ def _linears(
         found = linear(engine, rows, inputs, outputs, count=count, width=width)
         f, i, w = f + found[0], i + found[1], w + found[2]
         if work.dtype == "fp8":
-            # Inputs and weights are read for their largest value and to be narrowed; the backward pass narrows the
-            # gradient so, and writes transposed copies for the gradient of the weights.
+            # Inputs and weights are read for their maximum and read and written for the conversion; so is the gradient
+            # in the backward pass, which also writes transposed copies for the gradient of the weights.
             f += 5 * count * inputs * (rows + outputs) / bandwidth
             i += 5 * count * rows * outputs / bandwidth
             w += 2 * count * rows * (inputs + outputs) / bandwidth
@@ -182,7 +186,7 @@ def _linears(
 
 
 def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
-    """Rows, inputs, outputs and number of each of a layer's linears on one rank."""
+    """Rows, inputs, outputs and count of each linear of a layer on one rank."""
     h, tp = model.hidden_size, work.tp
     if model.latent:
         m = model.latent
@@ -209,14 +213,14 @@ def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[t
 
 
 def sparse_parameters(model: Model, ep: int) -> float:
-    """Parameters of a sparse MLP that one rank holds, over its tensor-parallel group."""
+    """Parameters of a sparse MLP on one rank, before tensor parallelism."""
     return model.router_parameters + model.experts * model.expert_weights / ep
 
 
 def _elementwise(
     model: Model, work: Work, sparse: bool, width: int
 ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
-    """Bytes a token that elementwise ops move forward and backward: around the blocks, in the MLP, on the scores."""
+    """Bytes per token that elementwise ops move, forward and backward: around the blocks, in the MLP, on the scores."""
     h, mask = model.hidden_size, 1 if model.dropout else 0
     shard = work.tp if work.sequence_parallel else 1
     # Two norms (read, write; read x, dy and the residual's gradient, write) and two bias-dropout-adds (read x and the
@@ -229,18 +233,18 @@ def _elementwise(
     routed = 4 * width * h * model.experts_per_token if sparse else 0  # permute and combine
     around = around[0] + rotary / work.tp + routed, around[1] + rotary / work.tp + routed
     if not work.fused_ops:
-        # Two biases and two dropouts read and write on their own, and so does the bias before the activation.
+        # Two biases, two dropouts and the bias before the activation each read and write.
         around = around[0] + 4 * 2 * width * h / shard, around[1] + 2 * 2 * width * h / shard
         activation = activation[0] + 2 * inputs * width * ffn / work.tp, activation[1]
     if work.flash_attention:
         return around, activation, (0.0, 0.0)
-    # The products write and read their own scores. Forward: softmax reads and writes, dropout reads and writes.
-    # Backward: dropout reads and writes, softmax reads P and dP and writes; masks on top.
+    # The scores' traffic in products is counted there. Forward: softmax and dropout read and write. Backward: dropout
+    # reads and writes, softmax reads P and dP and writes. Masks come on top.
     rows = model.num_heads * model.seq_length / work.tp
     forward = (4 if model.dropout else 2) * width + mask
     backward = (5 if model.dropout else 3) * width + mask
     if not work.fused_ops:
-        # Scale and mask read and write on their own, and the softmax is in fp32: widened before and narrowed after it.
+        # Scale and mask each read and write, and the softmax is in fp32, with a conversion before and after it.
         forward += 4 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
         backward += 4 * width + 1 + 2 * (width + 4)
     return around, activation, (forward * rows, backward * rows)

@@ -1,5 +1,4 @@
-"""How much of the hardware's peak is reached, by GPU generation: ``presets/efficiency.json``, with a source for every
-figure."""
+"""Shares of the hardware's peak that are reached, by GPU generation; sources are in ``presets/efficiency.json``."""
 
 import functools
 import json
@@ -13,17 +12,22 @@ from parallel_ops.planner.checks import check_figures
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What a generation of GPUs, and the software of its time, reach of their peak.
+    """Shares of the peak that a GPU generation reaches, and overheads in seconds.
 
     Attributes:
-        matmul: share of the peak FLOP/s of a large 16-bit matrix product. ``fp8``: of the fp8 peak, in fp8.
-        flash_forward, flash_backward: share of the 16-bit peak of FlashAttention, counting what a causal mask leaves.
-        memory: share of the memory bandwidth in elementwise ops and the optimizer.
-        links, network: share of the bandwidth inside and between nodes, in collectives.
-        interference: of the time of overlapped communication and computation, the shorter of the two, that is lost all
-            the same, since both use the same multiprocessors and memory.
-        host: seconds that the host takes to launch the forward pass of one layer; a backward pass takes as long.
-        collective: seconds that a collective takes beyond latency and bandwidth: launch and the wait for the last rank.
+        matmul: share of the 16-bit peak FLOP/s that large 16-bit matrix products reach.
+        fp8: share of the fp8 peak that large fp8 matrix products reach.
+        flash_forward, flash_backward: share of the 16-bit peak that FlashAttention reaches; masked blocks do not count.
+        memory: share of the memory bandwidth that elementwise ops and the optimizer reach.
+        links, network: share of the bandwidth inside and between nodes that collectives reach.
+        interference: cost of overlap, as a share of the shorter of communication and computation. Both use the same
+            multiprocessors and memory.
+        host: seconds that the host takes to launch the forward pass of one layer; the same for a backward pass.
+        collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
+            for the last rank.
+
+    Raises:
+        ValueError, TypeError: naming the field that is wrong.
     """
 
     matmul: float
@@ -49,7 +53,7 @@ SECONDS = ("host", "collective")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in SECONDS)
 CONSTANTS = (*SHARES, *SECONDS)
 
-# PCIe 4.0 x16 as one GPU sees it, and the share of the host's memory bandwidth that its optimizer step gets. Assumed.
+# Bytes/s per GPU of PCIe 4.0 x16, and of host memory in the optimizer step. Assumed.
 HOST_LINK = 25e9
 HOST_MEMORY = 25e9
 
@@ -62,7 +66,7 @@ def _file() -> dict[str, Any]:
 
 
 def table() -> dict[str, dict[str, dict[str, Any]]]:
-    """``value`` and ``source`` of each constant of each generation that has its own."""
+    """``value`` and ``source`` of each constant, by generation."""
     known: dict[str, dict[str, dict[str, Any]]] = _file()["generations"]
     return known
 
@@ -71,14 +75,13 @@ def table() -> dict[str, dict[str, dict[str, Any]]]:
 def efficiency(generation: str) -> Efficiency:
     """The constants of a GPU generation.
 
-    Where it has none of its own, those of the one nearest to it stand in, with a warning: nothing published about it
-    was compared.
+    A generation without measured constants gets those of the nearest one, with a warning.
     """
     known = table()
     if generation not in known:
         other = _file()["stand_ins"].get(generation, "ampere")
         warnings.warn(
-            f"no measured efficiencies of {generation} GPUs: those of {other} stand in, step times may be far off",
+            f"no measured efficiencies of {generation} GPUs: those of {other} are used, step times may be far off",
             stacklevel=2,
         )
         generation = other

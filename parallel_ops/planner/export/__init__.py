@@ -1,8 +1,7 @@
-"""A plan in the words of the systems that can run it.
+"""Export of a plan as the configuration of a training system.
 
-What a system cannot do is refused with the reason, rather than left out: a config that runs something else than the
-plan is worse than none. What neither the shape nor the plan says (data, learning rate, rotary base, ...) is for the
-user to add.
+A plan that a system cannot run is an error with the reason: a configuration that runs something else is worse than
+none. Users add what neither model nor plan contains (data, learning rate, rotary base, ...).
 """
 
 from parallel_ops.planner.checks import unknown
@@ -27,7 +26,7 @@ def find_target(name: str) -> ExportTarget:
     """The system of that name.
 
     Raises:
-        ValueError: there is none; with the nearest ones.
+        ValueError: the name is unknown; the message has the nearest ones.
     """
     if name not in FORMATS:
         raise unknown("system", name, FORMATS)
@@ -35,13 +34,13 @@ def find_target(name: str) -> ExportTarget:
 
 
 def export(format: str, model: Model, cluster: Cluster, plan: Plan) -> str:
-    """The plan as the text of a config file or command.
+    """The text of a config file or command that runs the plan.
 
     Args:
         format: one of ``FORMATS``.
 
     Raises:
-        ValueError: an unknown format, or a plan that the system cannot run.
+        ValueError: the format is unknown, or the system cannot run the plan.
     """
     system = find_target(format)
     if reason := system.problem(model, cluster, plan):

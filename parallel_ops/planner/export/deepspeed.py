@@ -1,7 +1,7 @@
 """A DeepSpeed JSON config.
 
-Pipeline stages are not part of it: ``PipelineModule(num_stages=...)`` sets them in the training script, and tensor and
-sequence parallelism come from the ``mpu`` that is passed to ``deepspeed.initialize``. What is recomputed is what the
+It does not contain pipeline stages, which the training script sets by ``PipelineModule(num_stages=...)``; tensor and
+sequence parallelism, which come from the ``mpu`` of ``deepspeed.initialize``; and the recomputed modules, which the
 model's code passes to ``deepspeed.checkpointing``.
 
 Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py`` and ``activation_checkpointing/config.py``.
@@ -21,14 +21,14 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if plan.pp > 1 and plan.zero > 1:
         yield f"its pipeline runs with ZeRO 0 and 1, not {plan.zero}"
     if plan.layers_per_chunk:
-        yield "PipelineModule divides the layers by itself; it takes no number for each stage"
+        yield "PipelineModule divides the layers itself; it takes no number of layers per stage"
     if plan.zero == 0 and plan.grad_dtype != plan.dtype:
         # DeepSpeedEngine._do_optimizer_sanity_check: "unsupported mix"
         yield f"without ZeRO it accumulates gradients in {plan.dtype}; add grad_dtype={plan.dtype}, or zero=1"
     if plan.offload != "none" and not plan.zero:
         yield "it offloads the optimizer with ZeRO 1 and above"
     if "activations" in plan.offload and plan.recompute != "full":
-        yield "it offloads inputs of recomputed layers alone; add recompute=full"
+        yield "it offloads only the inputs of recomputed layers; add recompute=full"
 
 
 def _own(plan: Plan) -> dict[str, Any]:
@@ -65,7 +65,7 @@ DEEPSPEED = ExportTarget(
     limits={
         "schedule": (("1f1b",), "its pipeline runs 1f1b"),
         "cp_kind": (("all-to-all",), "it has all-to-all context parallelism (Ulysses)"),
-        "recompute": (("none", "full"), "it recomputes the layers that a model hands it as a whole"),
+        "recompute": (("none", "full"), "it recomputes whole layers"),
         "dtype": (("bf16", "fp16", "fp32"), "its config has bf16, fp16 and fp32"),
         "fused_loss": ((False,), "its config has no fused loss"),
         "dp_replicate": ((1,), "it shards over all data-parallel ranks"),

@@ -1,7 +1,7 @@
-"""Arguments of Megatron-LM's ``pretrain_gpt.py``, one option a line.
+"""Arguments of Megatron-LM's ``pretrain_gpt.py``, one option per line.
 
-With tensor or context parallelism Megatron-LM wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment on GPUs before
-Blackwell, with Megatron-FSDP (ZeRO 2 and 3) anything else.
+On GPUs before Blackwell, Megatron-LM requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment for tensor or
+context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3).
 
 Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16.
 """
@@ -19,7 +19,7 @@ from parallel_ops.planner.plan import Plan
 Option = tuple[str, ...]
 _FP16: Option = ("--fp16",)
 _BF16: Option = ("--bf16",)
-# Scaling by the tensor at hand: the default, by its history, refuses to recompute norms and activations.
+# Current scaling per tensor: the default, delayed scaling, does not support recomputation of norms and activations.
 _FP8: tuple[Option, ...] = (("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise"))
 
 
@@ -102,7 +102,7 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         yield "--cp-comm-type", "p2p" if plan.cp_kind == "ring" else "a2a"
     if model.experts:
         yield "--expert-model-parallel-size", str(plan.ep)
-        # Experts have the tensor parallelism of the dense layers, unless told otherwise.
+        # By default, experts have the tensor parallelism of the dense layers.
         yield "--moe-token-dispatcher-type", "alltoall"
         nodes = plan.tp * plan.ep // cluster.node_size
         if model.expert_nodes and leaves_node(cluster, plan, "ep") and nodes > model.expert_nodes:
@@ -154,9 +154,9 @@ def _recomputation(model: Model, plan: Plan) -> Iterator[Option]:
 
 
 def _modules(model: Model, plan: Plan) -> Iterator[str]:
-    """What the planner counts as selective: attention scores or, with FlashAttention, norms and activation functions.
+    """Modules of selective recomputation: attention scores or, with FlashAttention, norms and activation functions.
 
-    Of shared experts and of the few dense layers below them Megatron-LM recomputes the whole MLP.
+    Megatron-LM recomputes the whole MLP of shared experts, and of the dense layers of a model with experts.
     """
     if not plan.flash_attention:
         yield "core_attn"

@@ -1,4 +1,4 @@
-"""What a system can run of all plans, and how it is told to."""
+"""A training system: the plans that it can run, and the export of a plan."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,14 @@ def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportTarget:
-    """A system that plans are written for.
+    """A training system that plans can be exported to.
 
     Attributes:
-        limits: for some fields of ``Plan``, the values that the system has, and what it has in words.
-        problems: reasons why it cannot run a plan, beyond ``limits``.
-        own: what the system does of its own accord, as changes to a plan that leaves it open.
-        write: the plan as the text of a file or command; it need not ask whether the system can run it.
+        name: name of the system, as in ``--for`` and ``--format``.
+        write: returns the text of a config file or command for a plan that the system can run.
+        limits: for some fields of ``Plan``, the supported values and a sentence about them.
+        problems: yields reasons beyond ``limits`` why the system cannot run a plan.
+        own: returns the system's defaults, as changes to fields of a plan that a user leaves open.
     """
 
     name: str

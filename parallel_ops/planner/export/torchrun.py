@@ -1,4 +1,4 @@
-"""A torchrun command, to be run on every node, and the mesh that the script builds. Options: ``torchrun --help``."""
+"""A torchrun command for every node, and the mesh that the script builds. Options: ``torchrun --help``."""
 
 from collections.abc import Iterator
 

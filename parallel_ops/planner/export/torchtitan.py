@@ -2,8 +2,8 @@
 
     torchrun ... -m torchtitan.train --module plan --config planned
 
-with the module saved as ``plan.py`` where Python finds it. For a model that torchtitan has, ``planned`` starts from its
-configuration there; for another, ``with_plan`` changes the one that it is given.
+with the module saved as ``plan.py`` on Python's path. For a model that torchtitan has, ``planned`` starts from its
+configuration there. For another, ``with_plan`` applies the plan to a given configuration.
 
 Fields: torchtitan 0.3, ``torchtitan/config/configs.py`` and ``torchtitan/trainer.py``.
 """
@@ -17,11 +17,11 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import chunk_layers
 from parallel_ops.planner.plan import Plan
 
-# Package, configuration and flavor of the models that both know.
+# Package, configuration and flavor of the presets that torchtitan has.
 MODELS = {
     "llama3-8b": ("llama3", "llama3_8b", "8B"),
     "llama3-70b": ("llama3", "llama3_70b", "70B"),
-    # llama3_405b() converts the model to fp8, also where no plan asks for it, and fails on GPUs without.
+    # llama3_405b() always converts the model to fp8, and fails on GPUs without it.
     "llama3-405b": ("llama3", "llama3_70b", "405B"),
     "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b", "671B"),
 }
@@ -110,7 +110,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 def _with_plan(model: Model, plan: Plan) -> str:
     training = {
-        # A pipeline takes all its micro-batches in one batch; without one, the rest is gradient accumulation.
+        # A pipeline takes all its micro-batches in one batch; otherwise they are gradient accumulation.
         "local_batch_size": plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
         "global_batch_size": plan.global_batch,
         "seq_len": model.seq_length,
@@ -187,7 +187,7 @@ def _planned(config: str, flavor: str, plan: Plan) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Python source of a value; a list of lists has one line for each."""
+    """Python source of a value; a list of lists has one line per list."""
     if not isinstance(value, list):
         return f'"{value}"' if isinstance(value, str) else repr(value)
     rows = ("            [" + ", ".join(f'"{name}"' for name in row) + "]," for row in value)

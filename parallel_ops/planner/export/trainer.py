@@ -1,6 +1,6 @@
-"""A file that ``parallel-ops train`` takes: TOML with a model of this shape, and the plan in its sections.
+"""A TOML file for ``parallel-ops train`` with the model's shape and the plan.
 
-What neither the shape nor the plan says has the trainer's default, or a line that says what to fill in.
+Other keys have the trainer's defaults, or a comment about what to fill in.
 """
 
 import json

@@ -1,20 +1,18 @@
-"""Memory of one GPU of every pipeline stage.
+"""Memory of one GPU of each pipeline stage.
 
-Notation: s sequence over cp, b micro-batch, h hidden, a heads, t tp.
+Notation: s sequence length over cp, b micro-batch, h hidden size, a heads, t tp, s_k whole sequence length.
 
     states        parameters, gradients and optimizer: ``states.py``
-    activations   s b h (10 + 24/t + 5 a s_k / (h t)) bytes a layer of a GPT; (34 + 5 a s_k / h) / t with sequence
-    parallelism;
-                  without the last term under selective recomputation; 2 s b h under full.       arXiv:2205.05198, table
-                  2
-    in flight     how many micro-batches a stage holds: ``placement.in_flight``
+    activations   s b h (10 + 24/t + 5 a s_k / (h t)) bytes per layer of a GPT; s b h (34 + 5 a s_k / h) / t with
+                  sequence parallelism; without the last term under selective recomputation; 2 s b h under full.
+                  arXiv:2205.05198, table 2
+    in flight     micro-batches that a stage holds: ``placement.in_flight``
     ends          s b h dropout mask after the embedding; 4 s b h before the loss (arXiv:2205.05198, section 4.3);
                   logits of the loss: ``_LOSS_BYTES``
 
-The terms are added up tensor by tensor below, so that grouped queries, gated MLPs, experts and FlashAttention, which
-stores no scores (arXiv:2205.14135), are covered. With FlashAttention "selective" recomputes what else is cheap instead:
-the outputs of norms and activation functions, and the heads that latent attention expands (arXiv:2412.19437, section
-3.2.3).
+The code adds up the terms tensor by tensor, which covers grouped queries, gated MLPs, experts and FlashAttention, which
+stores no scores (arXiv:2205.14135). With FlashAttention "selective" recomputes the outputs of norms and activation
+functions, and the heads that latent attention expands (arXiv:2412.19437, section 3.2.3).
 """
 
 from typing import NamedTuple
@@ -25,15 +23,15 @@ from parallel_ops.planner.placement import group_size, head_rank, in_flight, lay
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 
-# What a process holds beyond the allocator's memory: CUDA context and kernels, NCCL's buffers. Assumed.
+# Memory of a process outside the allocator: CUDA context and kernels, NCCL's buffers. Assumed.
 RUNTIME_BYTES = 1.5 * GIB
-# What the allocator reserves beyond the tensors that are counted; more with FSDP under a pipeline, whose micro-batches
-# come and go beside gathered parameters: settled with torchtitan's tables in view (validation/torchtitan.json).
+# Memory that the allocator reserves beyond the counted tensors; more with FSDP in a pipeline, where micro-batches are
+# allocated and freed beside gathered parameters. Chosen with torchtitan's tables in view (validation/torchtitan.json).
 FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
-# A loss that PyTorch computes op by op holds, at its peak, the fp32 copy of the logits, their log-softmax and the
-# gradient of that; over tensor-parallel ranks also the shifted logits.
+# Peak bytes per logit of an unfused loss in PyTorch: fp32 logits, their log-softmax and its gradient; with tensor
+# parallelism also the shifted logits.
 _LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
-# The chunk of logits of parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
+# One chunk of logits in parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
 FUSED_LOSS_BYTES = 256 * 2**20
 
 
@@ -43,16 +41,22 @@ def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
     The formulas and their sources are at the top of ``parallel_ops/planner/memory/memory.py``.
 
     Args:
-        model: its ``sequence`` is the length of a training sequence.
-        plan: must fit the model (``parallel_ops.planner.feasibility.problem`` says so).
+        model: the model; ``seq_length`` is the length of a training sequence.
+        plan: a plan that ``parallel_ops.planner.feasibility.problem`` accepts for this model.
     """
     found = PlanMemory(model, plan)
     return tuple(found.stage(stage) for stage in range(plan.pp))
 
 
 class FixedMemory(NamedTuple):
-    """What one stage holds, whatever is recomputed or offloaded: layers, micro-batches in flight, and bytes, those of
-    activations beside the layers under ``embedding`` and ``head``."""
+    """Memory of one stage that does not depend on recomputation and offload.
+
+    Attributes:
+        dense, sparse: numbers of layers without and with experts.
+        held: micro-batches in flight.
+        parameters, gradients, optimizer, logits, buffers: bytes, see ``StageMemory``.
+        embedding, head: bytes of activations before and after the layers.
+    """
 
     dense: int
     sparse: int
@@ -67,8 +71,10 @@ class FixedMemory(NamedTuple):
 
 
 class PlanMemory:
-    """Memory of the stages of a plan. A search varies recomputation and offload alone while all else stays, so these
-    two are arguments of their own here."""
+    """Memory of the stages of a plan.
+
+    ``total`` takes recomputation and offload as arguments, since a search varies these for one plan.
+    """
 
     def __init__(self, model: Model, plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -100,11 +106,11 @@ class PlanMemory:
         )
 
     def kind(self, stage: int) -> tuple[tuple[tuple[int, int], bool, bool], float]:
-        """What a stage holds, and of how many micro-batches: where both are the same, so is the memory."""
+        """A key and the micro-batches in flight: stages for which both are equal need the same memory."""
         return (self._counts[stage], stage == 0, stage == self._head), in_flight(self.plan, stage)
 
     def total(self, stage: int, recompute: str, offload: str) -> float:
-        """``StageMemory.total`` of a stage of the plan with ``recompute`` and ``offload`` in place of its own."""
+        """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
         found = self._fixed.get(stage) or self.fixed(stage)
         activations, resident = self._activations(found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
@@ -112,7 +118,7 @@ class PlanMemory:
         return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + RUNTIME_BYTES
 
     def fixed(self, stage: int) -> FixedMemory:
-        """What a stage holds whatever is recomputed or offloaded."""
+        """The memory of a stage that does not depend on recomputation and offload."""
         if stage in self._fixed:
             return self._fixed[stage]
         model, plan, tokens = self.model, self.plan, self._tokens
@@ -137,7 +143,7 @@ class PlanMemory:
         if plan.zero == 2 and sharded_states(plan) == 1:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
-            # One message each way; with FSDP, that is under torch's pipelining, for each micro-batch in flight.
+            # One message each way; with FSDP, in torch's pipelining, for each micro-batch in flight.
             message = width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
             buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 else 1)
         found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
@@ -145,18 +151,18 @@ class PlanMemory:
         return found
 
     def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
-        """Bytes that the layers keep, and the share of them that stays on the device."""
+        """Bytes of activations of the layers, and the share of them that stays on the device."""
         dense, sparse = self._layers.get(recompute) or self._layer(recompute)
         activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
         if recompute == "full":
-            # One layer at a time comes back whole.
+            # One layer at a time is recomputed.
             dense, sparse = self._layers.get("none") or self._layer("none")
             work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
-        # The layers' turn comes when the logits of the loss are gone.
+        # The logits are freed before the backward passes of the layers.
         activations += max(0.0, work - found.logits)
         if offload != "optimizer+activations":
             return activations, 1.0
-        # The layer at work and the next stay on the device.
+        # The current layer and the next stay on the device.
         return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
     def _layer(self, recompute: str) -> tuple[float, float]:
@@ -168,16 +174,16 @@ class PlanMemory:
 
 
 def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
-    """What FSDP keeps gathered from the first layer's forward pass to its backward pass: input and output embedding,
-    with the gradient of the larger of them until it is reduced."""
+    """Bytes that FSDP keeps gathered during the passes of the layers: input and output embedding, and the gradient of
+    the larger one until it is reduced."""
     width, gradient, _ = state_bytes(plan)
     ends = end_parameters(model, plan, stage)
     return width * sum(ends) + gradient * max(ends, default=0)
 
 
 def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
-    """What one layer needs while it is at work: its gathered parameters and those of the next, its gradients until they
-    are reduced, gradients of its activations, and what tensor parallelism gathers."""
+    """Working memory of one layer: its gathered parameters and those of the next, its gradients until they are reduced,
+    gradients of its activations, and tensors gathered for tensor parallelism."""
     width, gradient, _ = state_bytes(plan)
     sparse = model.sparse_layers > 0
     largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
@@ -195,10 +201,10 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
 
 
 def _buffers(model: Model, plan: Plan, tokens: float) -> float:
-    """What communication needs beside the tensors that it moves."""
+    """Buffers of context and expert parallelism."""
     width, total = element_bytes(plan), 0.0
     if plan.cp > 1 and plan.cp_kind == "ring":
-        # Keys and values that arrive, and their gradients, while others are in use.
+        # Keys and values that are being received, and their gradients.
         total += 4 * width * tokens * model.key_value_width / plan.tp
     if plan.ep > 1:
         # Dispatched and combined tokens.
@@ -210,7 +216,7 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     h, unsharded, sharded = model.hidden_size, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
     if recompute == "operators":
-        # The input; of the products Q, K, V, output, gate, up, down each second; what attention keeps.
+        # The input, every second of the products Q, K, V, output, gate, up, down, and what attention keeps.
         used = model.experts_per_token + model.shared_experts if sparse else 1
         ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
         products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
@@ -249,13 +255,13 @@ def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str,
 
 
 def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
-    """Bytes that one layer keeps for the backward pass, for each token of one micro-batch on one GPU."""
+    """Bytes per token that one layer keeps for the backward pass, on one GPU."""
     shard = plan.tp if plan.sequence_parallel else 1
     return _both_layers(model, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)[sparse]
 
 
 def deepest_stages(plan: Plan) -> tuple[int, ...]:
-    """Stages of which one needs the most memory: the ends, and those that get a layer more or the first experts."""
+    """Stages that include the one with the most memory: the ends, and the first ones with an extra layer or experts."""
     if plan.layers_per_chunk:
         return tuple(range(plan.pp))
     return tuple(sorted({*range(min(4, plan.pp)), plan.pp - 1}))

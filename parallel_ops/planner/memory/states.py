@@ -1,7 +1,7 @@
 """Model states: parameters, gradients and optimizer of one GPU of a pipeline stage.
 
-With P parameters of the stage over tp and N ranks that ZeRO shards over, in mixed precision (arXiv:1910.02054, section
-3.1):
+With P parameters per tensor-parallel rank and N ranks that ZeRO shards over, in mixed precision (arXiv:1910.02054,
+section 3.1):
 
                  16-bit parameters    gradients       fp32 master weights, two Adam moments
     ZeRO-0       2 P                  2 P or 4 P      12 P
@@ -9,9 +9,9 @@ With P parameters of the stage over tp and N ranks that ZeRO shards over, in mix
     ZeRO-2       2 P                  over N          12 P / N
     ZeRO-3       2 P / N, or none     over N          12 P / N
 
-The paper's ZeRO-3, DeepSpeed's and Megatron-LM's, keeps 16-bit shards beside the master weights; FSDP (``Plan.fsdp``)
-casts the master weights as it gathers them, and has none. In fp32 the parameters are the master weights (4 P, and 8 P
-of moments); FSDP and replicate have the whole ones that they gather (all but ZeRO-3) beside the shards that they own.
+ZeRO-3 in the paper, DeepSpeed and Megatron-LM keeps 16-bit shards beside the master weights. FSDP (``Plan.fsdp``) has
+none: it casts the master weights when it gathers them. In fp32 the parameters are the master weights (4 P, and 8 P of
+moments); with FSDP or replicate and ZeRO-0 to 2, the whole gathered parameters exist beside the owned shards.
 """
 
 from functools import lru_cache
@@ -22,8 +22,7 @@ from parallel_ops.planner.plan import Plan
 
 
 def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
-    """Parameters of one GPU of a stage before ZeRO: those that all data-parallel ranks share, and those of its
-    experts."""
+    """Parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and those of experts."""
     return _stage_parameters(model, stage_layout(plan), plan.tp, plan.ep, stage)
 
 
@@ -36,7 +35,7 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, ep: int, stage
     if stage == head_rank(layout):
         shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
-    # Norms, and biases that are added to sums over the ranks, are whole on each.
+    # Norms, and biases added after a sum over the ranks, are not split.
     whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
     return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / tp / ep
 
@@ -47,7 +46,7 @@ def _whole_in_layer(model: Model) -> int:
 
 
 def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
-    """Parameters of one GPU before the first layer and after the last, before ZeRO, where the stage has them."""
+    """Parameters per GPU of a stage before the first and after the last layer, before ZeRO. Empty for inner stages."""
     first, last = stage == 0, stage == head_rank(stage_layout(plan))
     shared = first and model.tied_embeddings
     ends = [model.embedding_parameters / plan.tp] * first
@@ -56,26 +55,26 @@ def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
 
 
 def element_bytes(plan: Plan) -> int:
-    """Bytes of a parameter or an activation. fp8 is a format of matrix products, not of what is kept."""
+    """Bytes of a parameter or an activation; 2 for fp8, which is a format of matrix products only."""
     return 4 if plan.dtype == "fp32" else 2
 
 
 def state_bytes(plan: Plan) -> tuple[int, int, int]:
-    """Bytes of parameter, gradient and optimizer state for each parameter, before ZeRO."""
+    """Bytes of parameter, gradient and optimizer state per parameter, before ZeRO."""
     parameter = element_bytes(plan)
     gradient = 4 if plan.grad_dtype == "fp32" else parameter
     return parameter, gradient, 8 if plan.dtype == "fp32" else 12
 
 
 def sharded_states(plan: Plan) -> int:
-    """The ZeRO stage whose states are sharded: under a pipeline ZeRO-2 adds up the whole gradients of several
-    micro-batches, and reduces them once, as torch's runtime does."""
+    """The ZeRO stage by which states are sharded. In a pipeline ZeRO-2 accumulates whole gradients over micro-batches
+    and reduces them once, as torch's runtime does, so it counts as 1."""
     return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
 
 
 def state_memory(model: Model, plan: Plan, stage: int, zero: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on one GPU of a stage, wherever the optimizer is, with the states of
-    ZeRO stage ``zero`` sharded."""
+    """Bytes of parameters, gradients and optimizer (offloaded or not) on one GPU of a stage, sharded by ZeRO stage
+    ``zero``."""
     dense, expert = stage_parameters(model, plan, stage)
     ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
     whole, owned = dense + expert, dense / ranks + expert / (ranks // plan.ep)

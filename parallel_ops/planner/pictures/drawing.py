@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 PICTURE_FORMATS = (".svg", ".png")
 
-# Fill and ink of the first chunk of a rank, and paler ones of every other chunk. The fills differ in lightness too, so
-# that a grey print and a colour-blind reader see four kinds.
+# Fill and text colour of a rank's even chunks, and paler ones of odd chunks. The fills also differ in lightness, for
+# grey prints and colour-blind readers.
 COLORS = {
     "F": (("#3d6fb4", "#ffffff"), ("#a9c4e8", "#12305c")),
     "I": (("#2a9d8f", "#ffffff"), ("#a8dcd4", "#0b4a42")),
@@ -25,12 +25,12 @@ COLORS = {
 NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "whole backward"}
 BUBBLE = "#e7e7ea"
 _SMALLEST_FONT = 4.5
-# Each is an object of its own to matplotlib: this many take about a second.
+# Each label is a matplotlib object; this many take about a second.
 _MOST_LABELS = 3000
 
 
 class Bar(NamedTuple):
-    """One pass as it is drawn. ``half`` is 0 for a whole row, 1 and 2 for the two members of a pair."""
+    """One pass as drawn. ``pale``: of an odd chunk. ``half``: 0 for a whole row, 1 and 2 for the members of a pair."""
 
     action: Action
     start: float
@@ -40,7 +40,7 @@ class Bar(NamedTuple):
 
 
 def bars(simulation: Simulation, rank: int) -> Iterator[Bar]:
-    """The passes of one rank in the order of time, which starts at 0."""
+    """The passes of one rank in the order of time; the first pass of any rank starts at 0."""
     origin = min(starts[0] for starts in simulation.starts)
     ranks = len(simulation.schedule)
     half = 0
@@ -63,15 +63,14 @@ def summary(kind: str, simulation: Simulation) -> str:
 
 
 def text(simulation: Simulation, width: int) -> Text:
-    """The schedule in at most ``width`` columns, in colours or, where there are none, in letters.
+    """The schedule as coloured text of at most ``width`` columns.
 
-    A pass shows its letter, lower case for every other chunk of a rank, and its micro-batch where there is room. Dots
-    are idle time. Passes that are too short for a column are left out, so a schedule that is too long for the width
-    still shows its outline.
+    A pass has its letter, lower case for odd chunks of a rank, and its micro-batch if there is room. Dots are idle
+    time. Passes shorter than a column are left out, so a long schedule still shows its outline.
     """
     margin = len(f"rank {len(simulation.schedule) - 1} ")
     room = max(1, width - margin)
-    # A whole number of columns for the shortest pass, where they fit, keeps equal passes equally wide.
+    # A whole number of columns for the shortest pass keeps equal passes equally wide.
     shortest = min(bar.end - bar.start for bar in bars(simulation, 0) if bar.end > bar.start)
     whole = int(room * shortest / simulation.step_time)
     scale = whole / shortest if whole else room / simulation.step_time
@@ -81,7 +80,7 @@ def text(simulation: Simulation, width: int) -> Text:
         out.append(f"rank {rank} ".rjust(margin))
         column = 0
         for bar in bars(simulation, rank):
-            # The members of a pair share their time; in a row of text they take half of it each.
+            # The members of a pair share their time; each gets half of it in a row of text.
             middle = (bar.start + bar.end) / 2
             first = round((middle if bar.half == 2 else bar.start) * scale)
             last = min(round((middle if bar.half == 1 else bar.end) * scale), columns)
@@ -102,7 +101,7 @@ def text(simulation: Simulation, width: int) -> Text:
         out.append("\n" + " " * margin)
         for kind in (kind for kind, pale in shades if pale):
             out.append(kind.lower(), _style(kind, True))
-        out.append(" the same of every other chunk of a rank")
+        out.append(" the same for odd chunks of a rank")
     return out
 
 
@@ -118,22 +117,22 @@ def _style(kind: str, pale: bool) -> Style:
 
 
 def legend(simulation: Simulation) -> list[tuple[str, bool]]:
-    """The kinds and shades that the picture has."""
+    """The kinds and shades in the picture."""
     seen = {(bar.action.kind, bar.pale) for bar in bars(simulation, 0)}
     return [(kind, pale) for kind in COLORS for pale in (False, True) if (kind, pale) in seen]
 
 
 def save(simulation: Simulation, path: Path, title: str = "") -> None:
-    """Saves the picture as SVG or PNG, by the name of the file.
+    """Saves the picture as SVG or PNG, by the suffix of ``path``.
 
     Raises:
-        ValueError: the name ends in neither.
+        ValueError: the suffix is another one.
     """
     if path.suffix.lower() not in PICTURE_FORMATS:
         raise ValueError(f"a picture's name must end in {' or '.join(PICTURE_FORMATS)}, got {path}")
     from matplotlib import rc_context
 
-    # Text stays text, in the reader's font; ids do not change from run to run.
+    # Text is stored as text; ids do not change from run to run.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         figure(simulation, title).savefig(path, dpi=160, metadata=metadata)
@@ -167,7 +166,7 @@ def figure(simulation: Simulation, title: str = "") -> "Figure":
         axes.add_collection(
             PolyCollection(corners, facecolors=COLORS[kind][pale][0], edgecolors="white", linewidths=0.4)
         )
-    # In points: a digit is about 0.6 of its size wide. Room for the longest number, so that equal passes look equal.
+    # In points; a digit is about 0.6 of its size wide. Sized for the longest number, so that equal passes look equal.
     points = 72 * (size[0] - 1) / step
     digits = max(len(str(bar.action.micro_batch)) for bar, _, _ in labels)
     for bar, y, height in labels:

@@ -1,4 +1,4 @@
-"""One HTML page about one or several plans, complete in itself: no script, no font, no picture comes from elsewhere."""
+"""A self-contained HTML page about one or several plans, without scripts or external files."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -62,13 +62,13 @@ def page(
     rejected: Iterable[tuple[str, int, str]] = (),
     misses: Iterable[NearMiss] = (),
 ) -> str:
-    """The page.
+    """The text of the page.
 
     Args:
         estimates: the best plan first; its memory, traffic, pipeline and configurations are shown in full.
-        simulation: its pipeline; None where it has one stage.
-        rejected: kind of reason, number of plans, an example of the reason.
-        misses: plans that would be faster, had a GPU a little more memory.
+        simulation: pipeline of the best plan; ``None`` if it has one stage.
+        rejected: kind of reason, number of plans, and an example of the reason.
+        misses: see ``SearchResult.misses``.
     """
     best = estimates[0]
     title = f"{best.model.name} on {best.cluster.name}"
@@ -115,15 +115,15 @@ def _figures(best: Estimate) -> str:
 
 
 def _exports(best: Estimate) -> str:
-    """The plan as each system is told, or why it cannot run it."""
-    parts = ["<h2>To run it</h2>"]
+    """The plan as each system's configuration, or the reason why it cannot run it."""
+    parts = ["<h2>Configurations</h2>"]
     for name, system in TARGETS.items():
         reason = system.problem(best.model, best.cluster, best.plan)
         if reason is None:
             text = escape(system.write(best.model, best.cluster, best.plan))
             parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
         else:
-            hint = f"{reason}. The fastest that it can run: <code>plan --for {name}</code>"
+            hint = f"{reason}. Search for plans that it can run: <code>plan --for {name}</code>"
             parts.append(f"<details><summary>{name} <span>cannot run this plan</span></summary><p>{hint}</p></details>")
     return "".join(parts)
 
@@ -132,16 +132,16 @@ def _pipeline(best: Estimate, simulation: Simulation) -> list[str]:
     plan, busy = best.plan, simulation.busy
     slowest = max(range(len(busy)), key=busy.__getitem__)
     text = (
-        f"{plan.schedule}, one row a rank, {plan.micro_batches:,} micro-batches. The bubble is the time that a rank "
-        f"waits for others: {best.bubble_fraction:.1%} of the pipeline's for the slowest, rank {slowest}, which is "
-        "what the step gets longer by"
+        f"{plan.schedule}, one row per rank, {plan.micro_batches:,} micro-batches. The bubble is the time that a rank "
+        f"waits for others: {best.bubble_fraction:.1%} of the pipeline's time on the slowest rank, {slowest}, by which "
+        "the step is longer"
     )
     mean = simulation.bubble if plan.optimizer_barrier else simulation.bubble_without_barrier
     if mean > best.bubble_fraction + 0.005:
         text += f"; ranks with less to do wait longer, {mean:.1%} on average"
     first, last = pipeline_picture.folded(simulation)
     if last >= first:
-        text += f". Between the dots it goes on alike, for micro-batches {first} to {last}"
+        text += f". The dots stand for micro-batches {first} to {last}, which repeat the pattern"
     picture = pipeline_picture.pipeline_svg(simulation, text)
     return [
         f"<h2>Pipeline</h2><p>{escape(text)}.</p>",
@@ -191,7 +191,7 @@ def _plans(estimates: Sequence[Estimate]) -> str:
         )
     names = {"exposed": "exposed communication"}
     legend = _legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
-    equal = "<p>Those marked = cannot be told apart: choose the simplest, or time them.</p>" if ties > 1 else ""
+    equal = "<p>Plans marked = are ties within the error: choose the simplest, or time them.</p>" if ties > 1 else ""
     return f"<h2>Plans compared</h2>{equal}{legend}{_table(columns, rows)}"
 
 
@@ -207,7 +207,7 @@ def _misses(best: Estimate, misses: list[NearMiss]) -> str:
         )
         for miss in misses
     ]
-    return f"<h2>Faster, had a GPU a little more memory</h2>{_table(columns, rows)}" if rows else ""
+    return f"<h2>Faster plans that need slightly more memory</h2>{_table(columns, rows)}" if rows else ""
 
 
 def _traffic(best: Estimate) -> str:
@@ -230,14 +230,12 @@ def _traffic(best: Estimate) -> str:
 def _rejections(rejected: list[tuple[str, int, str]]) -> str:
     rows = [(escape(kind), f"{count:,}", escape(example)) for kind, count, example in rejected]
     return (
-        f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'for example, or the nearest:'), rows)}"
-        if rows
-        else ""
+        f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'example, or the nearest:'), rows)}" if rows else ""
     )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of HTML cells that scrolls in itself; a column whose name ends in a colon holds sentences."""
+    """A scrollable table of HTML cells. A column whose name ends in a colon holds sentences."""
     classes = [' class="wide"' if name.endswith(":") else "" for name in columns]
     head = "".join(f"<th{kind}>{escape(name.rstrip(':'))}</th>" for name, kind in zip(columns, classes, strict=True))
     body = "".join(
@@ -248,7 +246,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _bar(segments: Iterable[tuple[str, str, float]]) -> str:
-    """Parts of a whole, each as a colour, a name and a share of the width."""
+    """A bar of segments, each with colour, name and share of the width."""
     parts = "".join(
         f'<div style="width:{100 * share:.2f}%;background:{color}" title="{escape(name)}"></div>'
         for color, name, share in segments

@@ -1,4 +1,4 @@
-"""The picture of a pipeline as an ``<svg>`` element. Where it repeats itself for long, the middle is folded away."""
+"""The picture of a pipeline as an ``<svg>`` element. The middle of a long one, which repeats, is folded away."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
@@ -8,24 +8,25 @@ from parallel_ops.planner.pictures import drawing
 from parallel_ops.planner.schedules.schedule import Simulation
 
 WIDTH, MARGIN = 1200.0, 30.0
-# Of the fold, and the least of a pass that a reader can tell from the next.
+# Width of the fold, and least width of a pass.
 FOLD, NARROWEST = 34.0, 6.0
 
 
 class Scale(NamedTuple):
-    """Where a time is drawn: from ``start`` to ``stop`` the picture is folded to ``FOLD`` points; without a fold both
-    are the end."""
+    """Horizontal scale: times from ``start`` to ``stop`` are folded to ``FOLD`` points. Without a fold both are the
+    end."""
 
     start: float
     stop: float
     points: float
 
     def at(self, time: float) -> float:
+        """Horizontal position of a time."""
         x = MARGIN + min(time, self.start) * self.points
         return x + FOLD + (time - self.stop) * self.points if time > self.stop else x
 
     def parts(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """Left and right of what is seen of a pass."""
+        """Left and right edges of the visible parts of a pass."""
         if start < self.start:
             yield self.at(start), self.at(min(end, self.start))
         if end > self.stop:
@@ -33,16 +34,16 @@ class Scale(NamedTuple):
 
 
 def fold(simulation: Simulation) -> Scale:
-    """The scale of a picture: all of it, or both ends of a pipeline whose passes would be too narrow.
+    """The scale of a picture: the whole pipeline, or both ends if passes would be too narrow.
 
-    Each end has what fills or drains the pipeline, and as much again of what repeats itself.
+    Each end has the filling or draining of the pipeline, and as much again of the steady state.
     """
     room, step = WIDTH - MARGIN, simulation.step_time
     passes = max(map(len, simulation.schedule))
     if step / passes * room / step >= NARROWEST:
         return Scale(step, step, room / step)
     origin = min(starts[0] for starts in simulation.starts)
-    # When the last rank begins, until when the first has work in the order of time: how long filling takes.
+    # Time to fill or to drain the pipeline, the longer of the two.
     ramp = max(starts[0] for starts in simulation.starts) - origin
     ramp = max(ramp, step - min(ends[-1] for ends in simulation.ends) - origin)
     each = max(2 * ramp, 0.5 * (room - FOLD) / NARROWEST * step / passes)
@@ -52,7 +53,7 @@ def fold(simulation: Simulation) -> Scale:
 
 
 def folded(simulation: Simulation) -> tuple[int, int]:
-    """The first and the last micro-batch whose forward pass on the first rank is in the fold; (0, -1) without one."""
+    """The first and last micro-batch whose forward pass on rank 0 is folded away; (0, -1) if none is."""
     scale = fold(simulation)
     numbers = [
         bar.action.micro_batch
@@ -63,13 +64,14 @@ def folded(simulation: Simulation) -> tuple[int, int]:
 
 
 def legend(simulation: Simulation) -> Iterable[tuple[str, str]]:
+    """Colour and name of each kind of pass, and of the bubble."""
     for kind, pale in drawing.legend(simulation):
         yield drawing.COLORS[kind][pale][0], drawing.NAMES[kind] + (", odd chunks" if pale else "")
     yield drawing.BUBBLE, "bubble"
 
 
 def pipeline_svg(simulation: Simulation, label: str) -> str:
-    """The pipeline as an ``<svg>`` element: one path for each colour, so that thousands of passes stay small."""
+    """The pipeline as an ``<svg>`` element, with one path per colour to keep thousands of passes small."""
     ranks = len(simulation.schedule)
     row = 22.0 if ranks <= 16 else 14.0
     scale = fold(simulation)
@@ -86,7 +88,7 @@ def pipeline_svg(simulation: Simulation, label: str) -> str:
             y = rank * row + 1 + (height if bar.half == 2 else 0)
             for left, right in scale.parts(bar.start, bar.end):
                 w = right - left
-                # A hair of bubble between passes, while they are wide enough for it.
+                # A thin gap between passes that are wide enough.
                 gap = 0.6 if w > 3 else 0
                 paths.setdefault(fill, []).append(f"M{left:.2f} {y:g}h{w - gap:.2f}v{height:g}h{gap - w:.2f}z")
                 if w > 6.5 * digits + 2 and height > 9:

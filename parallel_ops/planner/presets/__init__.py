@@ -1,4 +1,4 @@
-"""Models, GPUs and clusters by name. The figures are in the JSON files beside this one, each with its source."""
+"""Models, GPUs and clusters by name. The JSON files in this folder have the figures, each with its source."""
 
 import functools
 import json
@@ -27,17 +27,17 @@ def _figures(kind: str, name: str) -> dict[str, Any]:
 
 
 def gpus() -> tuple[str, ...]:
-    """Names of the known GPUs."""
+    """Names of all GPU presets."""
     return tuple(_file("gpus")["presets"])
 
 
 def models() -> tuple[str, ...]:
-    """Names of the known models."""
+    """Names of all model presets."""
     return tuple(_file("models")["presets"])
 
 
 def clusters() -> tuple[str, ...]:
-    """Names of the known clusters: of systems whose number of GPUs is to be given, and of whole clusters."""
+    """Names of all cluster presets: systems (a number of GPUs may follow, ``h100x512``) and whole clusters."""
     return tuple(_file("clusters")["presets"])
 
 
@@ -62,7 +62,7 @@ def gpu(name: str) -> GPU:
 
 @functools.cache
 def model(name: str) -> Model:
-    """The model of this name, at the sequence length that it was trained with.
+    """The model of this name, at its training sequence length.
 
     Raises:
         ValueError: unknown, with the nearest names.
@@ -74,11 +74,10 @@ def model(name: str) -> Model:
 
 @functools.cache
 def cluster(name: str) -> Cluster:
-    """The cluster of this name: ``selene``, ``h100x512``, ``a100-80x64+h100x64`` (two kinds, pipeline stages in that
-    order).
+    """The cluster of this name: ``selene``, ``h100x512``, ``a100-80x64+h100x64`` (pipeline stages in that order).
 
-    A system alone, such as ``h100``, is one node of it. A cluster of several kinds takes the slowest link and the
-    smallest node.
+    A system without a number of GPUs, such as ``h100``, is one node of it. A cluster of several kinds has the slowest
+    link and the smallest node.
 
     Raises:
         ValueError: unknown, with the nearest names, or a number of GPUs that does not fill nodes.

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data, one file a family; ``parallel_ops.planner.schedules.schedule`` is the way in."""
+"""Pipeline schedules as data, one file per family. Entry point: ``parallel_ops.planner.schedules.schedule``."""

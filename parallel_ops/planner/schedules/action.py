@@ -1,14 +1,14 @@
-"""What a pipeline schedule is made of.
+"""Actions of a pipeline schedule.
 
-A model is cut into ``pp * chunks`` stages, ``chunks`` of them on each rank, and a batch into micro-batches. Each stage
-computes for each micro-batch
+A model is cut into ``pp * chunks`` stages, ``chunks`` on each rank, and a batch into micro-batches. Each stage computes
+for each micro-batch
 
     F  the forward pass,                        after F of the stage before;
     I  the gradient of the stage's input,       after its own F and after I (or B) of the stage behind;
     W  the gradient of the stage's weights,     after its own I;
     B  I and W together, the whole backward pass.
 
-A schedule is the order in which each rank does so: one list of actions per rank. It says nothing of time.
+A schedule is the order of these: one list of actions per rank, without times.
 
 The split of B into I and W: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241 (which writes B for I).
 """
@@ -27,8 +27,8 @@ class Action(NamedTuple):
         micro_batch: from 0.
         stage: from 0 over the whole model. The chunk of the rank that it belongs to is ``stage // pp``, in both
             placements: looped (stage ``c * pp + r`` on rank ``r``) and V-shaped (stages ``r`` and ``2 * pp - 1 - r``).
-        paired: an F that runs together with the B that follows it (DualPipe's overlapped pair): neither starts before
-            both can, and both end together.
+        paired: an F that overlaps with the next action of the rank, a B (DualPipe's overlapped pair). Both start when
+            both can, and end together.
     """
 
     kind: Kind
@@ -44,15 +44,15 @@ Schedule = list[list[Action]]
 
 
 def v_stages(pp: int, rank: int) -> tuple[int, int]:
-    """The two stages of a rank in the V-shaped placement: down the ranks and back up."""
+    """The two stages of a rank in the V-shaped placement, down the ranks and back up."""
     return rank, 2 * pp - 1 - rank
 
 
 def first_micro_batches(schedule: Iterable[Sequence[Action]], micro_batches: int) -> Schedule:
-    """The schedule, which pairs no actions, without the micro-batches from ``micro_batches`` on.
+    """The schedule restricted to its first ``micro_batches`` micro-batches. It must not have paired actions.
 
-    What is left still runs: no action depends on another micro-batch, and a part of a workable order is workable.
-    It lets a family that needs a least number of micro-batches serve fewer.
+    The result can run, since no action depends on another micro-batch. A family that needs a least number of
+    micro-batches can so serve fewer.
     """
     return [[action for action in order if action.micro_batch < micro_batches] for order in schedule]
 

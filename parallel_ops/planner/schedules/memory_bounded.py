@@ -1,15 +1,15 @@
-"""ZB-2p: a zero-bubble schedule made for given times under a bound on activations.
+"""ZB-2p: a zero-bubble schedule for given times under a bound on activations.
 
 The heuristic of Qi et al., arXiv:2401.10241, section 3.1, as a simulation in which each rank chooses its next pass when
 it becomes free:
 
-    - before its first I a rank runs F as far as memory allows, or only while F does not delay that I;
-    - then F and I in turn, or whichever of the two can run;
-    - W where the rank would otherwise wait for longer than W takes, or where memory is full;
-    - W in a shorter wait too, where this wait would make the rank the one that has idled most, or nowhere.
+    - before its first I: F as far as memory allows (variant: only while F does not delay that I);
+    - then F and I in turn, or the one that can run;
+    - W if the rank would wait for longer than W takes, or if memory is full;
+    - W in a shorter wait too if the rank would otherwise have the longest idle time (variant: never).
 
-The two choices left open here make four variants; the one with the shortest step is returned. The bound of 2p
-micro-batches is where the paper finds that more memory hardly helps.
+The best of the four combinations of variants is returned. The default bound is 2p micro-batches: beyond it the paper
+finds that more memory hardly helps.
 """
 
 import heapq
@@ -19,12 +19,12 @@ import math
 from parallel_ops.planner.schedules.action import Action, Kind, Schedule
 from parallel_ops.planner.schedules.program import Times
 
-# Sums of the same times in another order differ in the last bits; no real pass is this short.
+# Relative tolerance of times: sums in another order differ in the last bits.
 _TOLERANCE = 1e-9
 
 
 def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retained: float = 1.0) -> Schedule:
-    """The best of the heuristic's schedules; ``parallel_ops.planner.schedules.schedule.actions`` has the arguments."""
+    """The best of the heuristic's schedules. Arguments: see ``parallel_ops.planner.schedules.schedule.actions``."""
     if memory_limit < 1:
         raise ValueError(f"zb-2p: memory_limit must be at least 1 micro-batch, got {memory_limit}")
     if not 0 <= retained <= 1:
@@ -42,7 +42,7 @@ def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retain
 
 
 class _Builder:
-    """One variant. Ranks come up in the order of time, so each knows what its neighbours have begun."""
+    """One variant. Events are processed in the order of time, so all passes that began before one are in the order."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class _Builder:
         self.memory_limit, self.retained = memory_limit + _TOLERANCE, retained
         self.delay_first, self.fill = delay_first, fill
         self.tolerance = _TOLERANCE * max(1.0, *(max(times) for times in self.durations.values()))
-        # Per rank: the ends of F and of I, how many W are done, when it is free, how long it has idled.
+        # Per rank: ends of F and of I, number of W, time at which it is free, idle time so far.
         self.forward_ends: list[list[float]] = [[] for _ in range(pp)]
         self.input_grad_ends: list[list[float]] = [[] for _ in range(pp)]
         self.weight_grads = [0] * pp
@@ -86,19 +86,19 @@ class _Builder:
                 continue
             end = self._run(rank, kind, now)
             heapq.heappush(events, (end, rank))
-            # The neighbour that waits for this pass now knows when it ends.
+            # The neighbour that waits for this pass can be scheduled now.
             neighbour = {"F": rank + 1, "I": rank - 1}.get(kind, -1)
             if 0 <= neighbour < self.pp:
                 heapq.heappush(events, (max(now, self.free[neighbour]), neighbour))
         return self.order
 
     def step_time(self) -> float:
-        """Seconds from the first to the last pass of the rank that takes longest."""
+        """Seconds from the first to the last pass of the slowest rank."""
         each = zip(*self.durations.values(), strict=True)
         return max(idled + self.micro_batches * sum(own) for idled, own in zip(self.idled, each, strict=True))
 
     def _choose(self, rank: int, now: float) -> tuple[Kind | None, float]:
-        """The next pass of a free rank, or none and when to look again (never, where only a neighbour can help)."""
+        """The next pass of a free rank; or ``None`` and the time to try again, infinite until a neighbour has run."""
         forward, backward = self._forward_arrival(rank), self._input_grad_arrival(rank)
         forwards, input_grads = len(self.forward_ends[rank]), len(self.input_grad_ends[rank])
         soon = now + self.tolerance
@@ -138,7 +138,7 @@ class _Builder:
         return end
 
     def _forward_arrival(self, rank: int) -> float:
-        """When the rank's next F can run; infinite where that is not known yet."""
+        """Time at which the input of the rank's next F arrives; infinite if not determined yet."""
         mb = len(self.forward_ends[rank])
         if mb == self.micro_batches:
             return math.inf

@@ -3,8 +3,8 @@
 GPipe (Huang et al., arXiv:1811.06965)          all forward passes, then all backward passes.
 1F1B (Narayanan et al., arXiv:2104.04473)       rank r runs p - 1 - r forward passes ahead, then one forward and one
                                                 backward pass in turn: at most p - r micro-batches are in flight.
-interleaved 1F1B (the same paper, section 2.2)  v stages a rank, visited p micro-batches at a time; the bubble
-                                                shrinks by v, and the messages grow by v.
+interleaved 1F1B (the same paper, section 2.2)  v stages per rank, each run for p micro-batches at a time; 1/v of
+                                                the bubble, v times the messages.
 """
 
 from parallel_ops.planner.schedules.action import Action, Schedule
@@ -26,7 +26,7 @@ def one_f_one_b(pp: int, micro_batches: int) -> Schedule:
 def interleaved_one_f_one_b(pp: int, micro_batches: int, virtual_stages: int) -> Schedule:
     """Interleaved 1F1B with ``virtual_stages`` stages on each rank; plain 1F1B with one.
 
-    Micro-batches come in rounds of ``pp``, which must be full: in a short one ranks would wait for each other.
+    Micro-batches come in rounds of ``pp``, which must be full: a short round would deadlock.
     """
     return [_order(pp, rank, micro_batches, virtual_stages) for rank in range(pp)]
 
@@ -35,8 +35,8 @@ def _order(pp: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
     rounds = [range(start, min(start + pp, micro_batches)) for start in range(0, micro_batches, pp)]
     forward = [Action("F", mb, c * pp + rank) for group in rounds for c in range(chunks) for mb in group]
     backward = [Action("B", mb, c * pp + rank) for group in rounds for c in reversed(range(chunks)) for mb in group]
-    # How far forward passes run ahead: with one chunk, until the first backward pass comes back down the ranks. With
-    # more, a whole round of every chunk but the last, and twice the distance, since the way is taken v times.
+    # Warm-up forward passes. With one chunk, until the first backward pass reaches the rank. With more, a whole round
+    # of every chunk but the last, and twice the distance from the last rank.
     ahead = pp - 1 - rank if chunks == 1 else 2 * (pp - 1 - rank) + (chunks - 1) * pp
     ahead = min(ahead, len(forward))
     order = forward[:ahead]

@@ -1,8 +1,8 @@
 """A schedule as a program that can be run with any times of its passes.
 
-A rank runs its actions in order, each as soon as the rank is free and what it depends on has arrived. A message between
-ranks takes the time of its link and occupies neither rank; stages on the same rank hand over at once. The order fixes
-all times, so the outcome is exact, and its cost is linear in the number of actions.
+A rank runs its actions in order, each as soon as the rank is free and its inputs have arrived. A message between ranks
+takes the time of its link and occupies neither rank; between stages on the same rank it takes no time. The result is
+exact, and the cost is linear in the number of actions.
 """
 
 import math
@@ -18,17 +18,17 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What the passes of one micro-batch take, in any one unit of time.
+    """Times of the passes of one micro-batch, in any unit.
 
-    Each is one number for all stages or a sequence with one for each stage: the last stage has the logits, and a
-    cluster may have two generations of GPUs. With v stages on a rank, each has 1/v of the rank's layers and time.
+    Each is one number for all stages, or a sequence with one number per stage. With v stages on a rank, each has 1/v of
+    the rank's layers and time.
 
     Attributes:
         forward: F.
-        input_grad: I, with the recomputation of activations if there is one.
+        input_grad: I, including recomputation of activations.
         weight_grad: W. B takes I + W.
-        link: from a stage to the next or back, if they are on different ranks; a sequence has ``stages - 1`` entries.
-        pair: F and B of a DualPipe pair run together, as one number; F + I + W of their stages where None.
+        link: a message between neighbouring stages on different ranks; a sequence has ``stages - 1`` entries.
+        pair: F and B of a DualPipe pair, as one number; ``None`` for F + I + W of their stages.
 
     Raises:
         ValueError: a time is negative or not finite.
@@ -48,7 +48,7 @@ class Times:
                     raise ValueError(f"Times: {name} must be finite and not negative, got {number}")
 
     def per_stage(self, name: str, count: int) -> list[float]:
-        """One of the times, written out for ``count`` stages (or links)."""
+        """The time ``name`` of each of ``count`` stages (or links)."""
         value = getattr(self, name)
         if not isinstance(value, Sequence):
             return [float(value)] * count
@@ -58,7 +58,7 @@ class Times:
 
 
 def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[int]]:
-    """Number of stages, number of micro-batches, and the rank of each stage, of a schedule that lacks nothing.
+    """Checks that a schedule is complete. Returns the numbers of stages and micro-batches and the rank of each stage.
 
     Raises:
         ValueError: a pass is missing or doubled, a stage is on two ranks, a pair is not F and B, or a rank has nothing.
@@ -91,8 +91,14 @@ def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[
 
 
 class _Entry(NamedTuple):
-    """One pass, or a pair, of a program: on which rank, how long (an index of the durations), and after the end of
-    which entries over which links. What runs earlier on the same rank needs no mention."""
+    """One pass, or a pair, of a program.
+
+    Attributes:
+        rank: the rank that runs it.
+        duration: index of its duration.
+        after, link: the entry on another stage that it depends on, -1 for none, and the link from there.
+        also_after, also_link: the same of the second member of a pair.
+    """
 
     rank: int
     duration: int
@@ -103,12 +109,10 @@ class _Entry(NamedTuple):
 
 
 class Program:
-    """The passes of a schedule in an order in which each comes after all that it needs.
-
-    It does not depend on what the passes take, so that it can be run with many times.
+    """The passes of a schedule in topological order. Independent of times, so one program can be run with many.
 
     Raises:
-        ValueError: as ``simulate``.
+        ValueError: see ``simulate``.
     """
 
     def __init__(self, actions: Sequence[Sequence[Action]]) -> None:
@@ -134,7 +138,7 @@ class Program:
             raise ValueError(self._deadlock())
 
     def run(self, times: Times) -> tuple[list[float], list[float], list[float]]:
-        """Start and end of each entry, and how long each rank computes."""
+        """Start and end of each entry, and the time that each rank computes."""
         durations, links = self._durations(times), self._links(times)
         starts: list[float] = []
         ends: list[float] = []
@@ -153,7 +157,7 @@ class Program:
         return starts, ends, busy
 
     def step_time(self, times: Times, *, barrier: bool) -> float:
-        """``Simulation.step_time`` or ``step_time_without_barrier``, without the rest."""
+        """``Simulation.step_time`` with ``barrier``, else ``Simulation.step_time_without_barrier``."""
         starts, ends, _ = self.run(times)
         if barrier:
             return max(ends) - min(starts)
@@ -165,7 +169,7 @@ class Program:
         return max(last[rank] - first[rank] for rank in last)
 
     def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
-        """Starts and ends of entries as those of the actions of each rank."""
+        """Starts and ends of the entries, by rank and action."""
         out: tuple[list[list[float]], list[list[float]]] = [[] for _ in self._actions], [[] for _ in self._actions]
         for entry, start, end in zip(self._entries, starts, ends, strict=True):
             members = 2 if entry.duration >= 4 * self._stages else 1
@@ -187,12 +191,12 @@ class Program:
         return [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
 
     def _group(self, rank: int) -> Sequence[Action]:
-        """The next action of a rank, with its partner."""
+        """The next action of a rank, with its partner in a pair."""
         order, position = self._actions[rank], self._done[rank]
         return order[position : position + 2] if order[position].paired else order[position : position + 1]
 
     def _advance(self, rank: int) -> set[int]:
-        """Adds entries of the rank until it has to wait; returns the ranks that may go on because of it."""
+        """Adds entries of the rank until one has to wait. Returns the ranks that may continue because of them."""
         woken: set[int] = set()
         order, stages = self._actions[rank], self._stages
         while self._done[rank] < len(order):
@@ -223,8 +227,8 @@ class Program:
         return woken
 
     def _need(self, action: Action) -> tuple[int, int] | None:
-        """The entry on another stage that the action comes after, and the link from there; ``None`` where something
-        that it needs has not run. -1 where nothing but this stage matters."""
+        """The entry on another stage that the action depends on (-1 for none) and the link from there; ``None`` if a
+        dependency has not run."""
         kind, mb, stage, _ = action
         if kind == "F":
             entry, link = (-1, 0) if stage == 0 else (self._forward[stage - 1][mb], stage - 1)

@@ -1,10 +1,10 @@
-"""Pipeline schedules: the actions of each rank, what they take, and their bubble.
+"""Pipeline schedules: the actions of each rank, their times and the bubble.
 
     >>> simulation = simulate(actions("1f1b", pp=4, micro_batches=8))
     >>> round(simulation.bubble, 4)  # (p - 1) / (m + p - 1)
     0.2727
 
-``parallel_ops/planner/schedules/`` has one file for each family, which says where it comes from.
+Each family has its own file in ``parallel_ops/planner/schedules/``, with its source.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ _FIXED: dict[str, Callable[[int, int], Schedule]] = {
 
 
 def chunks(kind: str, virtual_stages: int = 1) -> int:
-    """How many stages a rank holds: ``virtual_stages`` for interleaved 1F1B, 2 for the V-shaped schedules, else 1."""
+    """Stages per rank: ``virtual_stages`` for interleaved 1F1B, 2 for the V-shaped schedules, else 1."""
     _check_kind(kind)
     return virtual_stages if kind == "interleaved" else 2 if kind in ("zb-v", "dualpipe-v") else 1
 
@@ -66,20 +66,20 @@ def actions(
         kind: one of ``KINDS``.
         pp: number of pipeline ranks.
         micro_batches: number of micro-batches in a step.
-        virtual_stages: stages on each rank of ``interleaved``, at least 2 there. The other schedules take 1, or the
-            number that they have (2 for ``zb-v`` and ``dualpipe-v``).
-        times: for ``zb-2p``, which is made for them. F = I = W = 1 where None.
-        memory_limit: for ``zb-2p``: the largest number of micro-batches whose activations a rank may hold. ``2 * pp``
-            where None.
+        virtual_stages: stages per rank: at least 2 for ``interleaved``, 1 or 2 for ``zb-v`` and ``dualpipe-v`` (which
+            have 2), else 1.
+        times: for ``zb-2p``, whose order depends on them; ``None`` for F = I = W = 1.
+        memory_limit: for ``zb-2p``: the largest number of micro-batches whose activations a rank may hold; ``None`` for
+            ``2 * pp``.
         retained: for ``zb-2p``: the share of a micro-batch's activations that a rank still holds between I and W.
 
     Returns:
-        One list for each rank. Every F, I and W of every stage and micro-batch is in it exactly once; a B stands for I
+        One list per rank. Together they contain F, I and W of every stage and micro-batch exactly once; a B counts as I
         and W.
 
     Raises:
-        ValueError: an unknown kind, sizes below 1, a number of virtual stages or an option that the kind does not have,
-            or a number of micro-batches that it cannot run (``micro_batch_problem``).
+        ValueError: the kind is unknown, a size is below 1, the kind does not have this number of virtual stages or this
+            option, or it cannot run this number of micro-batches (``micro_batch_problem``).
     """
     _check_kind(kind)
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):

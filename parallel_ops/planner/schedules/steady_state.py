@@ -1,42 +1,41 @@
-"""The time of a pipeline from the simulation of a part of it.
+"""The time of a pipeline, from the simulation of a smaller one.
 
-A schedule fills, repeats itself and drains. So what it takes grows evenly with the number of micro-batches once these
-are some times as many as the ranks, and, with stages that take equal times, the idle time grows evenly with the number
-of ranks as long as the micro-batches of each rank stay the same.
+A schedule fills, repeats and drains. Its time is linear in the number of micro-batches once these are several times the
+ranks. With equal stages, the idle time is linear in the number of ranks at a constant number of micro-batches per rank.
 """
 
 from functools import lru_cache
 
 from parallel_ops.planner.schedules.schedule import Program, Times, actions
 
-# The simulation is linear in the passes: this many take about a tenth of a second.
+# Largest simulation. It is linear in the passes; this many take about 0.1 s.
 MOST_PASSES = 50_000
-# Micro-batches a rank after which the schedules repeat themselves.
+# Micro-batches per rank after which the schedules repeat.
 ROUNDS = 3
-# With eight ranks in place of up to 24 the step comes out within 1.5 %, 0.1 % on average; with four, within 5 %.
+# Ranks that are simulated. Eight instead of up to 24 change the step by at most 1.5 %, 0.1 % on average; four by 5 %.
 RANKS = 8
-# Shares of I, W and a message in F + I + W that are told apart: a search then simulates some hundred pipelines.
+# Resolution of the shares of I, W and a message in F + I + W: a search then simulates a few hundred pipelines.
 RESOLUTION = (0.02, 0.02, 0.005)
 
 
 def step_time(kind: str, pp: int, micro_batches: int, virtual_stages: int, times: Times, *, barrier: bool) -> float:
-    """Seconds of a step: all of it is simulated up to ``MOST_PASSES`` passes, then as many micro-batches as repeat.
+    """Time of a step. Beyond ``MOST_PASSES`` passes it is extrapolated from fewer micro-batches.
 
     Args:
-        kind, pp, micro_batches, virtual_stages: as in ``parallel_ops.planner.schedules.schedule.actions``.
-        times: of the passes and links.
-        barrier: whether all ranks wait for each other at the end: see ``Simulation.step_time_without_barrier``.
+        kind, pp, micro_batches, virtual_stages: see ``parallel_ops.planner.schedules.schedule.actions``.
+        times: times of the passes and links; the result has their unit.
+        barrier: all ranks wait for each other at the end, see ``Simulation.step_time_without_barrier``.
     """
 
     def simulated(count: int) -> float:
-        if kind == "zb-2p":  # made for its times
+        if kind == "zb-2p":  # its order depends on the times
             program = Program(actions(kind, pp, count, virtual_stages, times=times))
         else:
             program = _program(kind, pp, count, virtual_stages)
         return program.step_time(times, barrier=barrier)
 
     enough = ROUNDS * pp
-    # Making a ZB-2p schedule takes ten times as long as running it.
+    # Building a ZB-2p schedule takes ten times as long as running it.
     most = MOST_PASSES // 10 if kind == "zb-2p" else MOST_PASSES
     if micro_batches <= enough or 2 * pp * virtual_stages * micro_batches <= most:
         return simulated(micro_batches)
@@ -54,10 +53,12 @@ def idle_time(
     *,
     barrier: bool,
 ) -> float:
-    """Seconds that a rank waits in a step in which all stages take equal times, from a simulation of eight ranks.
+    """Idle seconds per rank in a step with equal stages, from a simulation of at most ``RANKS`` ranks.
 
     Args:
-        passes: seconds of F, I and W of one stage. ``link``: of a message between ranks.
+        kind, pp, micro_batches, virtual_stages, barrier: see ``step_time``.
+        passes: seconds of F, I and W of one stage.
+        link: seconds of a message between ranks.
     """
     whole = sum(passes)
     if not whole or pp == 1:
@@ -65,7 +66,7 @@ def idle_time(
     parts = zip((passes[1], passes[2], link), RESOLUTION, strict=True)
     shares = tuple(round(part / whole / step) for part, step in parts)
     ranks = min(pp, RANKS)
-    # The same number of micro-batches a rank, as far as that is a whole number.
+    # The same number of micro-batches per rank, rounded.
     count = micro_batches if pp == ranks else max(1, round(micro_batches * ranks / pp))
     if kind == "dualpipe-v":
         count = max(count, 2 * ranks)
@@ -83,7 +84,7 @@ def _program(kind: str, pp: int, micro_batches: int, virtual_stages: int) -> Pro
 def _idle(
     kind: str, pp: int, micro_batches: int, virtual_stages: int, shares: tuple[int, ...], barrier: bool
 ) -> tuple[float, float]:
-    """Idle time in units of F + I + W of a stage, and, in the steady state, by how much a micro-batch adds to it."""
+    """Idle time in units of F + I + W of a stage, and its growth per micro-batch in the steady state."""
     input_grad, weight_grad, link = (share * step for share, step in zip(shares, RESOLUTION, strict=True))
     times = Times(
         forward=max(0.0, 1 - input_grad - weight_grad), input_grad=input_grad, weight_grad=weight_grad, link=link

@@ -1,12 +1,12 @@
-"""ZB-V and DualPipe-V: two stages on each rank, placed down the ranks and back up, so that the last stage is on rank 0.
+"""ZB-V and DualPipe-V: two stages per rank, placed down the ranks and back up, so that the last stage is on rank 0.
 
-Rank r holds stage r and stage 2p - 1 - r. A micro-batch ends where it began, so its backward pass starts on rank 0
-without a way back, and every rank holds the same amount of activations.
+Rank r holds stages r and 2p - 1 - r. The forward pass of a micro-batch ends on rank 0, where its backward pass starts
+at once, and every rank holds the same amount of activations.
 
-    ZB-V        (Qi et al., arXiv:2401.10241, section 6) no bubble where F, I and W take equal times, in the memory of
+    ZB-V        (Qi et al., arXiv:2401.10241, section 6) no bubble if F, I and W take equal times, in the memory of
                 1F1B.
     DualPipe-V  (DeepSeek-V3, arXiv:2412.19437; this form, on half the ranks: github.com/deepseek-ai/DualPipe) the F of
-                one stage runs together with the B of the other, to hide the all-to-alls of experts.
+                one stage overlaps with the B of the other, to hide the all-to-alls of experts.
 
 Both fill their pipelines with 2p micro-batches. ZB-V also runs with fewer, with more bubble.
 """
@@ -17,29 +17,29 @@ from parallel_ops.planner.schedules.action import Action, Kind, Schedule, first_
 
 
 class _Rank:
-    """The order of one rank as it is written down."""
+    """Builder of the order of one rank."""
 
     def __init__(self, pp: int, rank: int) -> None:
         self.stages = v_stages(pp, rank)
         self.order: list[Action] = []
         self.forwards = [0, 0]
         self.backwards = [0, 0]
-        self.put_off: deque[Action] = deque()
+        self.deferred: deque[Action] = deque()
 
     def add(self, kind: Kind, chunk: int, *, paired: bool = False) -> None:
-        """The next micro-batch of a pass of a stage."""
+        """Appends the pass ``kind`` of the next micro-batch of a chunk."""
         counts = self.forwards if kind == "F" else self.backwards
         action = Action(kind, counts[chunk], self.stages[chunk], paired)
         counts[chunk] += 1
         self.order.append(action)
         if kind == "I":
-            self.put_off.append(action._replace(kind="W"))
+            self.deferred.append(action._replace(kind="W"))
 
     def weight_gradient(self, chunk: int | None = None) -> None:
-        """The W that has waited longest, of one stage or of both; nothing if none waits."""
-        waiting = (action for action in self.put_off if chunk is None or action.stage == self.stages[chunk])
+        """Appends the oldest deferred W, of one chunk or of both, if there is one."""
+        waiting = (action for action in self.deferred if chunk is None or action.stage == self.stages[chunk])
         if (oldest := next(waiting, None)) is not None:
-            self.put_off.remove(oldest)
+            self.deferred.remove(oldest)
             self.order.append(oldest)
 
 
@@ -68,7 +68,7 @@ def _zb_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
         out.add("F", 1)
         out.add("I", 1)
         out.weight_gradient()
-    # What is left of I goes out first; the W that were put off fill the waiting between.
+    # Drain: the remaining I first; deferred W fill the idle time.
     for _ in range(rank):
         out.add("I", 0)
         out.add("I", 1)
@@ -76,13 +76,13 @@ def _zb_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
         out.add("I", 0)
         out.weight_gradient(0)
     for chunk in (1, 0):
-        for _ in range(len(out.put_off)):
+        for _ in range(len(out.deferred)):
             out.weight_gradient(chunk)
     return out.order
 
 
 def dualpipe_v(pp: int, micro_batches: int) -> Schedule:
-    """DualPipe-V, of at least ``2 * pp`` micro-batches. A pair of F and B counts as one pass: see ``Action.paired``."""
+    """DualPipe-V, for at least ``2 * pp`` micro-batches, with pairs of F and B (``Action.paired``)."""
     return [_dualpipe_v_order(pp, rank, micro_batches) for rank in range(pp)]
 
 
@@ -99,7 +99,7 @@ def _dualpipe_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
         out.weight_gradient()
         out.add("F", 1)
     for i in range(micro_batches - 2 * pp + rank + 1):
-        # On the last rank both stages meet: its first pair would wait for itself to come round.
+        # The last rank holds two consecutive stages: a first pair there would depend on itself.
         out.add("F", 0, paired=i > 0 or last > 0)
         out.add("B", 1)
         out.add("F", 1, paired=True)
@@ -108,12 +108,12 @@ def _dualpipe_v_order(pp: int, rank: int, micro_batches: int) -> list[Action]:
         out.add("B", 1)
         out.add("F", 1, paired=True)
         out.add("B", 0)
-    # The drain: half of it with whole backward passes, then I alone, so that W are left for the waiting at the end.
+    # Drain: half of it with whole backward passes, then I alone, so that W fill the idle time at the end.
     for i in range(2 * (rank + 1)):
         out.add("I" if i >= rank + 1 else "B", 1 - i % 2)
     for _ in range(last):
         out.weight_gradient()
         out.add("I", 0)
-    while out.put_off:
+    while out.deferred:
         out.weight_gradient()
     return out.order

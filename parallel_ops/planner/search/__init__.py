@@ -1,1 +1,1 @@
-"""The best plan for a model on a cluster."""
+"""Search for the best plan of a model on a cluster."""

@@ -1,7 +1,7 @@
-"""Layers of each chunk of a pipeline such that the slowest rank takes the least time.
+"""Uneven pipeline stages that minimise the time of the slowest rank.
 
-The last chunk also has the output embedding and the loss, which cost as much as several layers of a small model; a
-cluster may have two kinds of GPUs; and the first layers of a mixture of experts may be dense.
+They pay off since the last chunk also has the output embedding and the loss (as expensive as several layers of a small
+model), a cluster may have two kinds of GPUs, and the first layers of a mixture of experts may be dense.
 """
 
 import heapq
@@ -15,14 +15,14 @@ from parallel_ops.planner.passes import chunk_costs, layer_costs
 from parallel_ops.planner.placement import chunk_rank, chunk_sizes, stage_layout
 from parallel_ops.planner.plan import Plan
 
-# Uneven stages are for a slowest rank that takes at least this much less time.
+# Least relative gain of the slowest rank for which uneven stages are used.
 WORTH = 0.005
-# Costs of what is beside the layers are told apart in steps of this many layers.
+# Resolution of the cost of the ends of the model, in layers.
 _STEP = 0.05
 
 
 def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> tuple[int, ...]:
-    """Layers of each chunk, one or more; empty, as ``Plan.layers_per_chunk`` has it, where even ones do as well."""
+    """Layers of each chunk (at least 1) for ``Plan.layers_per_chunk``; empty if an even split is as good."""
     layout, chunks = stage_layout(plan), plan.pp * plan.virtual_stages
     if plan.pp == 1 or chunks > model.num_layers:
         return ()
@@ -51,7 +51,7 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
 def _balanced(
     layers: int, pp: int, virtual_stages: int, v_shaped: bool, speeds: tuple[float, ...], extra: tuple[int, int]
 ) -> tuple[int, ...]:
-    """``speeds``: layers a unit of time on each rank. ``extra``: what the last and the first chunk cost on top."""
+    """``speeds``: relative speed of each rank. ``extra``: cost of the last and the first end, in ``_STEP`` layers."""
     chunks = pp * virtual_stages
     ranks = [chunk_rank(chunk, pp, v_shaped) for chunk in range(chunks)]
     beside = [0.0] * chunks
@@ -67,8 +67,8 @@ def _balanced(
     own: list[list[int]] = [[] for _ in range(pp)]
     for chunk, rank in enumerate(ranks):
         own[rank].append(chunk)
-    # One layer after another goes to the rank that would be the first to finish it, there to its smallest chunk. Of
-    # equal ranks the last is first, since it holds the fewest micro-batches.
+    # Greedy: each layer goes to the rank that would finish it first, there to the smallest chunk. Ties go to the last
+    # rank, which holds the fewest micro-batches.
     heap = [((sum(1 + beside[c] for c in own[rank]) + 1) / speeds[rank], -rank) for rank in range(pp)]
     heapq.heapify(heap)
     for _ in range(layers - chunks):

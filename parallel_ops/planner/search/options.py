@@ -1,4 +1,4 @@
-"""What a search tries."""
+"""Options of a search."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,26 +9,27 @@ from parallel_ops.planner.export import find_target
 from parallel_ops.planner.plan import OFFLOAD, RECOMPUTE, Plan
 
 BASE = Plan(fused_loss=True)
-# Not GPipe, whose bubble 1F1B has in less memory, nor ZB-2p, which gains by what no system but its own does: to leave
-# out the barrier at the optimizer.
+# Without GPipe, whose bubble 1F1B has in less memory, and ZB-2p, whose gain needs a runtime without a barrier at the
+# optimizer.
 USUAL_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What a search tries, besides all ways to write the number of GPUs as ``dp * tp * pp * cp``.
+    """Values that a search tries for the fields of ``Plan``.
 
     Attributes:
-        target: a name in ``parallel_ops.planner.export.TARGETS``: only plans that this system can run, with what it
-            does of its own accord; empty for any.
-        dp, tp, pp, cp, ep: sizes to try; empty for all.
-        dp_replicate: replicas of ZeRO's shards to try; empty for one and, with ZeRO-3 over several nodes, one a node.
-        micro_batches: sizes of a micro-batch. ``virtual_stages``: of interleaved 1F1B.
-        context_tokens: context parallelism leaves each rank at least so many tokens of a sequence.
-        zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``; ``recompute`` and ``offload``
-            with the cheaper ones first.
-        base: the plan whose other fields (dtype, fused loss, ...) all plans take. ``fixed``: fields that they have
-            whatever a target does of its own accord.
+        target: name in ``parallel_ops.planner.export.TARGETS``: only plans that this system can run, with its defaults;
+            empty for any.
+        dp, tp, pp, cp, ep: sizes to try; empty for all whose product is the number of GPUs.
+        dp_replicate: replicas of ZeRO's shards to try; empty for one and, with ZeRO-3 over several nodes, one per node.
+        micro_batches: sizes of a micro-batch, in sequences.
+        virtual_stages: chunks per rank of interleaved 1F1B.
+        context_tokens: least tokens of a sequence per context-parallel rank.
+        zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``. The first combination of
+            ``recompute`` and ``offload`` that fits is taken, so cheaper ones come first.
+        base: plan with the other fields (dtype, fused loss, ...) of all plans.
+        fixed: fields that override ``base`` and the defaults of the target.
     """
 
     target: str = ""
@@ -51,7 +52,7 @@ class SearchOptions:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The fields of ``SearchOptions`` that hold values of a field of ``Plan`` by another name.
+# Fields of ``Plan`` whose values are in a field of ``SearchOptions`` with another name.
 PLURALS = {
     "micro_batch": "micro_batches",
     "schedule": "schedules",
@@ -60,23 +61,27 @@ PLURALS = {
 
 
 def default_options(cluster: Cluster) -> SearchOptions:
-    """Everything, in the 16-bit dtype that the cluster's GPU has."""
+    """All values, in bf16, or fp16 if the cluster's GPU has no bf16."""
     return SearchOptions(base=replace(BASE, dtype="bf16" if cluster.gpu.bf16 else "fp16"))
 
 
 def within_target(options: SearchOptions) -> SearchOptions:
-    """The options without what the target does not have."""
+    """The options without values that the target does not support.
+
+    Raises:
+        ValueError: no value of a field is left, or the target is unknown.
+    """
     if not options.target:
         return options
     system = find_target(options.target)
     changes: dict[str, Any] = {}
     for name, (values, has) in system.limits.items():
         option = PLURALS.get(name, name)
-        asked = getattr(options, option, None)
-        if asked is None:
+        requested = getattr(options, option, None)
+        if requested is None:
             continue
-        left = tuple(value for value in asked if value in values) if asked else values
+        left = tuple(value for value in requested if value in values) if requested else values
         if not left:
-            raise ValueError(f"{system.name}: {has}, not {name}={':'.join(map(str, asked))}")
+            raise ValueError(f"{system.name}: {has}, not {name}={':'.join(map(str, requested))}")
         changes[option] = left
     return replace(options, **changes)

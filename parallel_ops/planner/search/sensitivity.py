@@ -1,4 +1,4 @@
-"""Which constant the choice of a plan hangs on."""
+"""Sensitivity of the choice of a plan to the constants of ``Efficiency``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +10,16 @@ from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Sensitivity
 from parallel_ops.planner.step import step_seconds
 
-# How far a constant may be off.
+# Relative change of a constant.
 CHANGE = 0.2
 
 
 def sensitivity(
     model: Model, cluster: Cluster, plans: Sequence[Plan], constants: Efficiency
 ) -> tuple[Sensitivity, ...]:
-    """For each constant, the fastest of ``plans`` when it is 20 % lower and 20 % higher (but at most 1).
+    """For each constant, the fastest of ``plans`` if it is 20 % lower and 20 % higher (but at most 1).
 
-    Constants that change the choice come first, then those that change the step time most.
+    Sorted: constants that change the choice first, then by their effect on the step time.
     """
     if not plans:
         return ()

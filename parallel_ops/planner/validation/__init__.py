@@ -1,6 +1,6 @@
-"""How far the planner is from published tables, and how its constants were fitted.
+"""Validation of the planner against published tables.
 
-The tables are in the JSON and CSV files beside this one, each with its source. ``validate`` compares every row;
+The JSON and CSV files in this folder have the tables, each with its source. ``validate`` compares every row;
 ``validation.fit`` finds the constants of ``presets/efficiency.json`` again from the rows that are marked as fitted.
 """
 

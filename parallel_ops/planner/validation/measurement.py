@@ -1,4 +1,4 @@
-"""What a measured step is, and the files of this folder."""
+"""A measured step, and readers of the files in this folder."""
 
 import csv
 import functools
@@ -18,8 +18,11 @@ from parallel_ops.planner.step import StepTime
 class Measurement:
     """One measured step.
 
-    ``group``: rows of the same model, batch and GPUs, of which a search would pick the fastest. ``fitted``: whether the
-    constants were fitted to it.
+    Attributes:
+        source, table, name: where the row is from.
+        seconds: measured step time.
+        group: shared by rows with the same model, batch and GPUs, of which a search picks the fastest; "" for none.
+        fitted: whether the constants were fitted to this row.
     """
 
     source: str
@@ -33,9 +36,11 @@ class Measurement:
     fitted: bool = True
 
     def predicted(self, constants: Efficiency | None = None, *, exact: bool = True) -> float:
-        """The planner's seconds, also of plans that a search refuses, such as tensor parallelism over two nodes.
+        """The planner's step time in seconds, also for plans that a search rejects, such as TP over two nodes.
 
-        ``exact``: simulate the pipeline, however long it is.
+        Args:
+            constants: efficiencies; ``None`` for those of the GPU's generation.
+            exact: simulate the whole pipeline; else a smaller one, as in a search.
         """
         step = StepTime(self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation))
         return step.simulated_seconds() if exact else step.seconds()
@@ -43,13 +48,13 @@ class Measurement:
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """The content of a JSON file of this folder."""
+    """The content of a JSON file in this folder."""
     data: dict[str, Any] = json.loads(files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
     return data
 
 
 def rows(name: str) -> tuple[str, list[dict[str, str]]]:
-    """Source and rows of a CSV file of this folder, whose first line is a comment with the source."""
+    """Source and rows of a CSV file in this folder. Its first line is a comment with the source."""
     first, *lines = files(__package__).joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()
     lines[0] = lines[0].removeprefix("# ")
     return first.removeprefix("# "), list(csv.DictReader(lines))

@@ -1,7 +1,4 @@
-"""The published tables, and the plans that they were measured with.
-
-What a table does not say is assumed here, with the reason.
-"""
+"""The published tables and the plans of their rows. Assumptions beyond a table are stated with their reason."""
 
 import functools
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from parallel_ops.planner.validation.measurement import Measurement, rows, table
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
-    """Every measured step time that ships."""
+    """Every measured step time in the package."""
     return (
         *_megatron(),
         *_vtrain("vtrain_single"),
@@ -34,8 +31,8 @@ def measurements() -> tuple[Measurement, ...]:
 def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
     """Model, cluster and plan of a row of Megatron-LM's tables.
 
-    Both systems of that time kept 16-bit gradients, stored attention scores, and, but for ZeRO-3, did not overlap
-    data-parallel communication. DeepSpeed's ZeRO-3 gathered parameter by parameter: its rings got one adapter's rate.
+    Both systems of that time kept 16-bit gradients and stored attention scores; only ZeRO-3 overlapped data-parallel
+    communication. DeepSpeed's ZeRO-3 gathered parameter by parameter: its rings reached the rate of one adapter.
     """
     zero3 = row.get("system") == "zero3"
     virtual_stages = row.get("virtual_stages", 1)

@@ -1,4 +1,4 @@
-"""The error table."""
+"""The error table of published rows."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,10 @@ class Row:
     """One published figure beside the planner's.
 
     Attributes:
-        source, table, name: where it is from; ``quantity`` with its ``unit``.
-        published, predicted: in that unit.
-        bound: ``"at least"`` or ``"at most"`` where the authors give one end of a range; "" elsewhere.
+        source, table, name: where the row is from.
+        quantity, unit: what is compared.
+        published, predicted: in ``unit``.
+        bound: ``"at least"`` or ``"at most"`` if the authors give one end of a range; else "".
         role: ``"held out"`` (measured, not used for the fit), ``"fitted"`` (measured and used) or ``"computed"`` (by
             the authors, from a formula).
     """
@@ -30,7 +31,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """``predicted / published - 1``; 0 where a bound holds."""
+        """``predicted / published - 1``; 0 if a bound holds."""
         error = self.predicted / self.published - 1
         holds = error >= 0 if self.bound == "at least" else self.bound == "at most" and error <= 0
         return 0.0 if holds else error
@@ -38,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What the planner promises: ``value`` is at most ``limit``."""
+    """A bound on the planner's errors: ``value`` is at most ``limit``."""
 
     name: str
     value: float
@@ -46,15 +47,18 @@ class Promise:
 
     @property
     def met(self) -> bool:
+        """Whether the promise holds."""
         return self.value <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The errors of one quantity in one table: of ``rows`` rows, of which ``fitted`` were used for the fit.
+    """The errors of one quantity in one table.
 
     Attributes:
-        mean: of the absolute relative errors. ``bias``: of the signed ones. ``largest``: the one furthest from 0.
+        rows, fitted: number of rows, and of those used for the fit.
+        mean, bias: mean of the absolute and of the signed relative errors.
+        largest: the relative error furthest from 0.
     """
 
     source: str
@@ -69,13 +73,13 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All rows and the promises about them."""
+    """All compared rows, and the promises about their errors."""
 
     rows: tuple[Row, ...]
     promises: tuple[Promise, ...]
 
     def summaries(self) -> tuple[Summary, ...]:
-        """Of each quantity of each table."""
+        """One summary per quantity and table."""
         tables: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             tables.setdefault((row.source, row.table, row.quantity), []).append(row)
@@ -94,7 +98,7 @@ class Report:
         )
 
     def select(self, quantity: str, *roles: str) -> tuple[Row, ...]:
-        """The rows of a quantity, of all roles where none is given."""
+        """The rows of a quantity with one of ``roles``; all roles by default."""
         return tuple(row for row in self.rows if row.quantity == quantity and (not roles or row.role in roles))
 
 

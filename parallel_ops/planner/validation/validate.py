@@ -1,4 +1,4 @@
-"""Compares every published row with the planner, and holds the planner to what it promises."""
+"""Compares every published row with the planner, and checks the promises about the errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ from parallel_ops.planner.validation.report import Promise, Report, Row, bias, l
 
 _EXACT = ("1f1b", "zb-h1", "zb-h2", "zb-1p")
 _BUBBLES = (*_EXACT, "zb-2p", "interleaved")
-# The mean error that each table of step times is held to.
+# Largest mean error of each table of step times.
 PROMISES = {
     "table 1": 0.10,
     "table 2": 0.10,
@@ -40,7 +40,7 @@ PROMISES = {
 
 
 def validate() -> Report:
-    """The error table against every published table that the package ships, and whether its promises hold."""
+    """Compares the planner with every published table in the package."""
     rows = (*_steps(), *_layers(), *_gains(), *_memory(), *_activations(), *_states(), *_bubbles())
     return Report(rows=rows, promises=(*_step_promises(rows), *_other_promises(Report(rows=rows, promises=()))))
 
@@ -86,8 +86,11 @@ def _other_promises(report: Report) -> Iterator[Promise]:
 
 
 def regrets(predicted: dict[tuple[str, str], float]) -> dict[str, float]:
-    """Of each group of measured plans for the same work, how much longer the one that is predicted to be fastest took
-    than the fastest. ``predicted``: seconds by table and name of a row."""
+    """Relative time lost by the planner's choice, by group of measured plans for the same work.
+
+    The loss is the measured time of the plan with the least predicted time over the least measured time, minus 1.
+    ``predicted``: seconds by table and name of a row.
+    """
     groups: dict[str, list[tuple[float, float]]] = {}
     for row in measurements():
         if row.group:
@@ -130,7 +133,7 @@ def _steps() -> Iterator[Row]:
 
 
 def _misordered(rows: tuple[Row, ...]) -> int:
-    """Pairs of ZeRO-3 and PTD rows whose order by throughput is not the published one."""
+    """Number of pairs of ZeRO-3 and PTD rows whose order by throughput differs from the published one."""
     pairs = table("megatron")["table 2"]
     predicted = {row.name: row.published / row.predicted for row in rows if row.table == "table 2"}
     wrong = 0
@@ -171,13 +174,13 @@ def _memory() -> Iterator[Row]:
     for row in table("zero_bubble")["table 4"]:
         for kind, measured in row["gigabytes"].items():
             model, plan = zero_bubble_setting(row, kind, row["micro_batches"])
-            # What tensors took, without what the allocator, the driver and NCCL hold.
+            # Memory of tensors, without the allocator, the driver and NCCL.
             predicted = max(stage.total - stage.runtime for stage in memory(model, plan)) / 1e9
             name = f"{row['model']}, {kind}"
             yield _row("zero_bubble", "table 4", name, "memory", "GB", (measured, predicted), "held out")
     for row in table("torchtitan")["rows"]:
         model, _, plan = titan_setting(row)
-        # What the allocator reserved, without what the driver and NCCL hold.
+        # Memory reserved by the allocator, without the driver and NCCL.
         predicted = max(stage.total - RUNTIME_BYTES for stage in memory(model, plan)) / GIB
         name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}, {plan.dtype}"
         name += "" if plan.fused_ops else ", eager"
@@ -200,7 +203,7 @@ def _states() -> Iterator[Row]:
     for row in table("zero")["table 1"]:
         for zero, published in enumerate(row["gigabytes"], start=1):
             plan = Plan(dp=row["ranks"], zero=zero, fsdp=False, global_batch=row["ranks"], grad_dtype="bf16")
-            # States are proportional to the parameters, so any model stands for one of this size.
+            # States are proportional to the parameters, so any model can be scaled to this size.
             states = memory(model, plan)[0].states / model.parameters * row["parameters"] / 1e9
             name = f"{row['parameters'] / 1e9:g}B on {row['ranks']}, ZeRO-{zero}"
             # The table is printed with up to three digits.

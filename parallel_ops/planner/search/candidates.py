@@ -1,0 +1,192 @@
+"""Enumeration of the plans of a search: those that can run, and the reasons against the others."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.export import ExportTarget, find_target
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD, MemoryCheck, Problem, excess, problem
+from parallel_ops.planner.memory.states import state_memory
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import V_SHAPED, Plan, unchecked
+from parallel_ops.planner.results import Rejection
+from parallel_ops.planner.search.balance import balanced_chunks
+from parallel_ops.planner.search.options import SearchOptions
+
+
+class Candidates:
+    """The candidates of a search with a global batch of ``batch`` sequences: see ``plans``."""
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        batch: int,
+        options: SearchOptions,
+        constants: Efficiency,
+        rejected: list[Rejection],
+    ) -> None:
+        self.model, self.cluster, self.batch = model, cluster, batch
+        self.options, self.constants, self.rejected = options, constants, rejected
+        self.system: ExportTarget | None = find_target(options.target) if options.target else None
+
+    def plans(self) -> Iterator[Plan]:
+        """Yields every plan that can run, with its cheapest recomputation and offload. Collects ``rejected`` ones."""
+        for placed in self._placements():
+            for sharded in self._shardings(placed):
+                found = self._states_problem(sharded)
+                if found:
+                    self._reject(sharded, found)
+                    continue
+                for plan in self._variants(sharded):
+                    yield from self._that_fit(plan)
+
+    def _reject(self, plan: Plan, found: Problem) -> None:
+        self.rejected.append(Rejection(plan, *found, plan.recompute, plan.offload))
+
+    def _as_target_does(self, plan: Plan) -> Plan:
+        own = self.system.own(plan) if self.system else {}
+        return unchecked(plan, **{**own, **self.options.fixed})
+
+    def _placements(self) -> Iterator[Plan]:
+        """Sizes of parallelism that multiply to the number of GPUs and that the model allows."""
+        model, gpus, options = self.model, self.cluster.gpus, self.options
+        divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+        longest = max(1, model.seq_length // options.context_tokens)
+        sizes = ([n for n in divisors if n in (given or divisors)] for given in (options.tp, options.pp, options.cp))
+        for tp, pp, cp in itertools.product(*sizes):
+            if gpus % (tp * pp * cp) or (cp > longest and not options.cp):
+                continue
+            dp = gpus // (tp * pp * cp)
+            if options.dp and dp not in options.dp:
+                continue
+            if self.batch % dp:
+                plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, global_batch=dp)
+                reason = f"DP {dp} does not divide the batch of {self.batch}"
+                self._reject(plan, Problem("batch does not divide", reason))
+                continue
+            for ep in _expert_sizes(model, dp * cp):
+                if options.ep and ep not in options.ep:
+                    continue
+                plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, global_batch=self.batch)
+                found = problem(model, self.cluster, plan)
+                if found:
+                    self._reject(plan, found)
+                else:
+                    yield plan
+
+    def _shardings(self, placed: Plan) -> Iterator[Plan]:
+        """ZeRO stages, and replicas of their shards, of one placement."""
+        for zero in self.options.zero:
+            plan = self._as_target_does(unchecked(placed, zero=zero))
+            for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
+                found = _replica_problem(plan, replicas)
+                if found:
+                    self._reject(plan, found)
+                else:
+                    yield unchecked(plan, dp_replicate=replicas)
+
+    def _replicas(self, placed: Plan, zero: int) -> tuple[int, ...]:
+        """One replica per node, if ZeRO-3 without a pipeline would gather layers between nodes in every micro-batch."""
+        inside = self.cluster.node_size // (placed.tp * placed.cp)
+        if zero < 3 or placed.pp > 1 or inside < 2 or placed.dp <= inside:
+            return ()
+        if placed.dp % inside or inside * placed.cp % placed.ep:
+            return ()
+        return (placed.dp // inside,)
+
+    def _states_problem(self, plan: Plan) -> Problem | None:
+        """The problem if parameters and gradients alone (and the optimizer, if none of the options offloads it) exceed
+        a GPU's memory; else ``None``."""
+        offloaded = any(offload != "none" for offload in self.options.offload)
+        worst, needs = 0, 0.0
+        for stage in {0, plan.pp // 2, plan.pp - 1}:
+            states = state_memory(self.model, plan, stage, plan.zero)
+            worst, needs = max((worst, needs), (stage, sum(states[: 2 if offloaded else 3])), key=lambda item: item[1])
+        found = excess("memory of model states", worst, needs, self.cluster.stage_gpus(plan.pp)[worst].memory)
+        return found and found._replace(reason=f"{found.reason}, for its model states alone")
+
+    def _variants(self, placed: Plan) -> Iterator[Plan]:
+        """Schedules, micro-batches, sequence parallelism and kinds of context parallelism for one placement."""
+        options = self.options
+        schedules = [
+            (kind, v)
+            for kind in (options.schedules if placed.pp > 1 else ("1f1b",))
+            for v in (options.virtual_stages if kind == "interleaved" else (2 if kind in V_SHAPED else 1,))
+        ]
+        sharding = options.sequence_parallel if placed.tp > 1 else (False,)
+        cp_kinds = options.cp_kinds if placed.cp > 1 else ("ring",)
+        for micro_batch in options.micro_batches:
+            if self.batch % (placed.dp * micro_batch):
+                continue
+            for (kind, v), sequence_parallel, cp_kind in itertools.product(schedules, sharding, cp_kinds):
+                plan = unchecked(
+                    placed,
+                    schedule=kind,
+                    virtual_stages=v,
+                    micro_batch=micro_batch,
+                    sequence_parallel=sequence_parallel,
+                    cp_kind=cp_kind,
+                )
+                yield self._as_target_does(plan) if self.system else plan
+
+    def _that_fit(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with the cheapest recomputation and offload that fit; with uneven stages if these are faster.
+
+        If uneven stages need more recomputation or offload than even ones, both are returned. On a cluster with several
+        kinds of GPU only uneven stages are tried.
+        """
+        uneven = balanced_chunks(self.model, self.cluster, plan, self.constants)
+        balanced = unchecked(plan, layers_per_chunk=uneven)
+        if self.cluster.parts:
+            even, found = None, self._least(balanced, self.rejected)
+        else:
+            # Reasons are recorded for even stages only.
+            even, found = self._least(plan, self.rejected), self._least(balanced, []) if uneven else None
+        if found:
+            yield found
+        if even and not (found and (even.recompute, even.offload) == (found.recompute, found.offload)):
+            yield even
+
+    def _least(self, plan: Plan, rejected: list[Rejection]) -> Plan | None:
+        """The plan with the first offload and recomputation that fit; ``None`` if none do."""
+        problems: dict[str, Problem | None] = {}
+        memory = None
+        for offload, recompute in itertools.product(self.options.offload, self.options.recompute):
+            # ``problem`` depends on recomputation for these schedules only, and never on offload.
+            kind = recompute if plan.schedule in SPLIT_BACKWARD else ""
+            if kind not in problems:
+                problems[kind] = problem(self.model, self.cluster, unchecked(plan, recompute=recompute))
+            found = problems[kind]
+            if found is None and self.system:
+                found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
+            if found is None:
+                memory = memory or MemoryCheck(self.model, self.cluster, plan)
+                found = memory.problem(recompute, offload)
+            if found is None:
+                return unchecked(plan, offload=offload, recompute=recompute)
+            rejected.append(Rejection(plan, *found, recompute, offload))
+        return None
+
+    def _target_problem(self, plan: Plan) -> Problem | None:
+        if self.system is None:
+            return None
+        reason = self.system.problem(self.model, self.cluster, plan)
+        return Problem(f"{self.system.name} cannot run it", reason) if reason else None
+
+
+def _replica_problem(plan: Plan, replicas: int) -> Problem | None:
+    reason = ""
+    if replicas > 1 and not plan.zero:
+        reason = f"ZeRO-0 has no shards to have {replicas} replicas of"
+    elif plan.dp % replicas:
+        reason = f"{replicas} replicas do not divide DP {plan.dp}"
+    elif (plan.dp // replicas * plan.cp) % plan.ep:
+        reason = f"EP {plan.ep} does not divide the {plan.dp // replicas * plan.cp} shards of a replica"
+    return Problem("replicas", reason) if reason else None
+
+
+def _expert_sizes(model: Model, ranks: int) -> list[int]:
+    return [n for n in range(1, max(1, model.experts) + 1) if ranks % n == 0 and max(1, model.experts) % n == 0]
