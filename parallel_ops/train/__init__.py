@@ -1,7 +1,7 @@
 """Training of one model over the ranks of a mesh: ``Trainer`` runs what ``Settings`` (in ``config``) say."""
 
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
-from parallel_ops.train.parallelize_model import Spread, parallelize
+from parallel_ops.train.parallelize_model import parallelize
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.trainer import Trainer
 
@@ -9,7 +9,6 @@ __all__ = [
     "CheckpointError",
     "NotFinite",
     "Result",
-    "Spread",
     "Step",
     "Trainer",
     "parallelize",

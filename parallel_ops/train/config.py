@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel_ops.context_parallel.algorithm import Algorithm
 from parallel_ops.models import TransformerConfig
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.plan import Plan, parse_fields
@@ -30,9 +29,6 @@ from parallel_ops.train.config_sections import (
     RunSettings,
     Section,
 )
-from parallel_ops.train.parallelize_model import Spread
-
-_ALGORITHMS: dict[str, Algorithm] = {"ring": "ring", "all-to-all": "all_to_all"}
 
 
 class Settings(Section):
@@ -82,7 +78,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Settings":
-        for section, checked in (("parallel", "plan"), ("model", "config"), ("parallel", "spread")):
+        for section, checked in (("parallel", "plan"), ("model", "config")):
             try:
                 getattr(self, checked)
             except (ValueError, TypeError, OSError) as error:
@@ -96,6 +92,8 @@ class Settings(Section):
         for name, (values, has) in find_target("parallel_ops").limits.items():
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"
+        if plan.offload != "none" and not plan.zero:
+            yield ("parallel", "offload"), "needs zero of 1 or more: what is offloaded are shards"
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
             yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: what is offloaded are shards"
         yield from self._size_problems()
@@ -148,21 +146,6 @@ class Settings(Section):
     def seq_length(self) -> int:
         """Tokens of a sequence."""
         return self.data.seq_length or self.config.seq_length
-
-    @cached_property
-    def spread(self) -> Spread:
-        """What ``parallelize`` does with the model."""
-        plan = self.plan
-        return Spread(
-            zero=plan.zero,
-            sequence_parallel=plan.sequence_parallel,
-            algorithm=_ALGORITHMS[plan.cp_kind],
-            recompute=self.recompute.kind,
-            recompute_every=self.recompute.every,
-            compile=self.run.compile,
-            precision=self.precision.dtype,
-            offload=plan.offload != "none",
-        )
 
 
 def _error(place: tuple[str, ...], message: str) -> ValidationError:

@@ -1,20 +1,20 @@
-"""One function that spreads a model over a mesh. The model itself knows none of it.
+"""Applies a plan to a model: the only place that does.
 
-In this order, since each goes around what is there: tensor, sequence and context parallelism (the model's own layers
-over the mesh), recomputation of blocks, ``torch.compile`` of blocks, data parallelism of blocks and then of the whole.
+The order matters, since each step wraps the result of the one before: tensor, sequence and context parallelism (the
+model's own layers over the mesh), recomputation of blocks, ``torch.compile`` of blocks, data parallelism of blocks and
+then of the whole model.
 
     zero 0    ``replicate``: gradients are all-reduced, bucket by bucket, while the backward runs
-    zero 1    FSDP2; parameters stay whole, and unreduced gradients too, until the last micro-batch of a step
+    zero 1    FSDP2; parameters, and unreduced gradients, stay whole until the last micro-batch of a step
     zero 2    FSDP2; parameters stay whole until the last micro-batch, gradients are reduced after each
     zero 3    FSDP2; parameters are gathered block by block, in the forward and in the backward
 
-What a rank holds between steps is sharded from 1 on: parameters, gradients and optimizer states over ``dp_shard x cp``,
-which is at most what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). Replicas of the shards
-(HSDP) are ``dp_replicate``.
+From ``zero`` 1 on, parameters, gradients and optimizer states are sharded over ``dp_shard x cp`` between steps, at most
+what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). Replicas of the shards (HSDP) are
+``dp_replicate``.
 """
 
 import fnmatch
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,93 +25,91 @@ from parallel_ops._internal.compat import replicate
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import Algorithm, Layout
 from parallel_ops.models import Transformer
+from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a model is spread over the ranks of a mesh, whose sizes say the rest.
-
-    Attributes:
-        zero: see the module; without effect where ``dp_shard x cp`` is one rank.
-        sequence_parallel: activations between tensor-parallel products are split by tokens.
-        layout, algorithm: of ``ring_attention``, over context-parallel ranks.
-        recompute: of ``recompute.KINDS``; ``recompute_every``: of the blocks, the first of every so many.
-        compile: each block is compiled.
-        precision: of parameters as they are used and of activations, of ``PRECISIONS``; the parameters that the
-            optimizer sees, and the reduction of gradients, are fp32.
-        offload: parameters, gradients and optimizer state live in host memory; needs ``zero`` of 1 or more.
-        blocks: pattern of the names of the blocks, as in ``model.named_modules()``.
-
-    Raises:
-        ValueError: naming the field that is wrong.
-    """
-
-    zero: int = 0
-    sequence_parallel: bool = False
-    layout: Layout = "zigzag"
-    algorithm: Algorithm = "auto"
-    recompute: str = "none"
-    recompute_every: int = 1
-    compile: bool = False
-    precision: str = "fp32"
-    offload: bool = False
-    blocks: str = "layers.*"
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("zero", (0, 1, 2, 3)), ("recompute", KINDS), ("precision", tuple(PRECISIONS))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"Spread: {name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-                )
-        if self.recompute_every < 1:
-            raise ValueError(f"Spread: recompute_every must be at least 1, got {self.recompute_every}")
-        if self.offload and not self.zero:
-            raise ValueError("Spread: offload needs zero of 1 or more: replicate keeps parameters on their device")
+_ALGORITHMS: dict[str, Algorithm] = {"ring": "ring", "all-to-all": "all_to_all"}
 
 
-def parallelize(model: nn.Module, mesh: ParallelMesh, spread: Spread | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    plan: Plan | None = None,
+    *,
+    algorithm: Algorithm | None = None,
+    layout: Layout = "zigzag",
+    recompute_every: int = 1,
+    compile: bool = False,
+    blocks: str = "layers.*",
+) -> nn.Module:
     """The model over the ranks of ``mesh``, ready for an optimizer. All ranks call it.
 
     Args:
-        model: a ``Transformer`` on the meta device, which is then built over ``tp`` and ``cp`` and drawn or loaded by
-            the caller (``to_empty``, then ``reset_parameters`` or ``load_pretrained``); or any module, for data
+        model: A ``Transformer`` on the meta device, which is built over ``tp`` and ``cp``; the caller then initialises
+            or loads it (``to_empty``, then ``reset_parameters`` or ``load_pretrained``). Or any module, for data
             parallelism and recomputation alone.
-        spread: by default ``Spread()``.
+        plan: Its sizes must be those of the mesh. Of the rest, ``zero``, ``sequence_parallel``, ``cp_kind``,
+            ``recompute``, ``dtype`` (of parameters in use and of activations; the optimizer's parameters and the
+            reduction of gradients are fp32) and ``offload`` (parameters, gradients and optimizer state in host memory)
+            apply. By default fp32 with ``zero=0``.
+        algorithm, layout: Of ``ring_attention``; ``algorithm`` in place of the plan's ``cp_kind``.
+        recompute_every: Recompute every n-th block.
+        compile: Compile each block.
+        blocks: Pattern of the blocks' names in ``model.named_modules()``.
 
     Returns:
-        the model, the same object where ``tp`` and ``cp`` are one rank. Its gradients are means over ``dp_replicate``,
+        The model, the same object where ``tp`` and ``cp`` are one rank. Its gradients are means over ``dp_replicate``,
         ``dp_shard`` and ``cp``: give it losses that are means over this rank's tokens.
 
     Raises:
-        ValueError: ``tp`` or ``cp`` for a module that is not a ``Transformer``, or for one that has its parameters
-            already; pipeline or expert parallelism; no block of these names; ``offload`` without shards.
+        ValueError: the plan's sizes are not the mesh's, or it needs what is not there (pipeline or expert parallelism,
+            another kind of recomputation or dtype); ``offload`` without shards; ``tp`` or ``cp`` for a module that is
+            not a ``Transformer``, or for one that has its parameters already; no block of these names.
     """
-    spread = Spread() if spread is None else spread
-    for name in ("pp", "ep"):
-        if mesh.size(name) > 1:
-            raise ValueError(f"parallelize: {name} must be 1, got {mesh.size(name)}: not there yet")
+    plan = _plan_of(mesh) if plan is None else plan
+    _check(mesh, plan, recompute_every)
     if mesh.size("tp") * mesh.size("cp") > 1:
-        model = _over(model, mesh, spread)
-    names = _blocks(model, spread.blocks)
-    recompute(model, names, spread.recompute, every=spread.recompute_every)
-    if spread.compile:
+        model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
+    names = _blocks(model, blocks)
+    recompute(model, names, plan.recompute, every=recompute_every)
+    if compile:
         for name in names:
             model.get_submodule(name).compile()
-    shards = mesh["fsdp"] if spread.zero else None
-    if spread.offload and shards is None:
-        raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
-    if shards is not None:
-        _shard(model, names, mesh, spread)
+    if plan.zero and mesh["fsdp"] is not None:
+        _shard(model, names, mesh, plan)
     elif (ranks := mesh["loss"]) is not None:
         for name in [*names, ""]:
-            replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(spread))
+            replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(plan))
     return model
 
 
-def _over(model: nn.Module, mesh: ParallelMesh, spread: Spread) -> nn.Module:
+def _plan_of(mesh: ParallelMesh) -> Plan:
+    sizes = {name: mesh.size(name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
+    return Plan(**sizes, global_batch=sizes["dp"], dtype="fp32")
+
+
+def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        if mesh.size(name) != getattr(plan, name):
+            raise ValueError(f"parallelize: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
+    for name in ("pp", "ep"):
+        if mesh.size(name) > 1:
+            raise ValueError(f"parallelize: {name} must be 1, got {mesh.size(name)}: not there yet")
+    for name, allowed in (("recompute", KINDS), ("dtype", tuple(PRECISIONS))):
+        if (value := getattr(plan, name)) not in allowed:
+            raise ValueError(f"parallelize: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if recompute_every < 1:
+        raise ValueError(f"parallelize: recompute_every must be at least 1, got {recompute_every}")
+    if plan.offload != "none" and not plan.zero:
+        raise ValueError("parallelize: offload needs zero of 1 or more: replicate keeps parameters on their device")
+    if plan.offload != "none" and mesh["fsdp"] is None:
+        raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
+
+
+def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm, layout: Layout) -> nn.Module:
     """The same model, its layers and its sequences over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
@@ -125,8 +123,8 @@ def _over(model: nn.Module, mesh: ParallelMesh, spread: Spread) -> nn.Module:
         )
     dtype = next(model.parameters()).dtype
     return Transformer(
-        model.config, mesh=mesh["tp"], sequence_parallel=spread.sequence_parallel, overlap=model.overlap,
-        context=mesh["cp"], layout=spread.layout, algorithm=spread.algorithm, device="meta", dtype=dtype,
+        model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
+        context=mesh["cp"], layout=layout, algorithm=algorithm, device="meta", dtype=dtype,
     )  # fmt: skip
 
 
@@ -145,27 +143,27 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _policy(spread: Spread) -> MixedPrecisionPolicy:
-    if spread.precision == "fp32":
+def _policy(plan: Plan) -> MixedPrecisionPolicy:
+    if plan.dtype == "fp32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=PRECISIONS[spread.precision], reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=PRECISIONS[plan.dtype], reduce_dtype=torch.float32)
 
 
-def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, spread: Spread) -> None:
+def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, plan: Plan) -> None:
     over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
     pinned = torch.cuda.is_available()  # torch's default, and an error without an accelerator
-    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if spread.offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": over, "mp_policy": _policy(spread), "offload_policy": offload}
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if plan.offload != "none" else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": over, "mp_policy": _policy(plan), "offload_policy": offload}
     for name in names:
-        fully_shard(model.get_submodule(name), reshard_after_forward=spread.zero == 3, **options)
+        fully_shard(model.get_submodule(name), reshard_after_forward=plan.zero == 3, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
 
 def micro_batch(model: nn.Module, zero: int, *, last: bool) -> None:
-    """Says to a parallelized model, before each forward, whether its backward is the last of a step.
+    """Prepares a parallelized model for the next forward and backward; ``last``: the last ones of a step.
 
-    Under ``zero`` 0 and 1 gradients are reduced in the last alone; under 1 and 2 parameters stay whole until then.
-    Replicas of shards add up what is reduced in the last.
+    Under ``zero`` 0 and 1 gradients are reduced only in the last backward; under 1 and 2 parameters stay whole until
+    then. Replicas of shards are summed in the last backward.
     """
     if not isinstance(model, FSDPModule):  # what replicate returns is one, too
         return

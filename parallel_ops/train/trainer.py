@@ -71,7 +71,7 @@ class Trainer:
         from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
 
         self.settings, self.mesh = settings, ParallelMesh() if mesh is None else mesh
-        plan, spread = settings.plan, settings.spread
+        plan = settings.plan
         for name in _SIZES:
             if self.mesh.size(name) != getattr(plan, name):
                 raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
@@ -91,7 +91,7 @@ class Trainer:
         torch.manual_seed(settings.run.seed)
         self.model = self._built(model)
         self.optimizer = adamw(self.model, settings.optimizer)
-        dtype = PRECISIONS[spread.precision]
+        dtype = PRECISIONS[plan.dtype]
         # FSDP2 and replicate cast what they hold; where they hold nothing, autocast does it, op by op.
         self._autocast = not isinstance(self.model, FSDPModule) and dtype is not torch.float32
         self._dtype = dtype
@@ -104,14 +104,15 @@ class Trainer:
 
     def _built(self, given: nn.Module | None) -> nn.Module:
         settings = self.settings
+        options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
         if given is not None:
-            return parallelize(given.to(self.device), self.mesh, settings.spread)
+            return parallelize(given.to(self.device), self.mesh, settings.plan, **options)
         if settings.model.folder is not None:
             loading.check(settings.config, settings.model.folder)
         empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
-        model = parallelize(empty, self.mesh, settings.spread)
+        model = parallelize(empty, self.mesh, settings.plan, **options)
         # Offloaded parameters stay on the CPU.
-        model.to_empty(device="cpu" if settings.spread.offload else self.device)
+        model.to_empty(device="cpu" if settings.plan.offload != "none" else self.device)
         if settings.model.folder is None:
             model.reset_parameters()  # type: ignore[operator]
         else:

@@ -37,14 +37,14 @@ def test_a_file_and_changes_to_it(file):
     assert settings.plan == Plan(dp=2, tp=2, zero=3, global_batch=8, fused_loss=True)
     assert settings.config.windows == (8, None) and settings.optimizer.clip is None
     assert (settings.run.steps, settings.optimizer.lr, str(settings.checkpoint.folder)) == (7, 1.0, "runs/a")
-    assert (settings.spread.zero, settings.spread.precision, settings.seq_length) == (3, "bf16", 32)
+    assert (settings.plan.zero, settings.plan.dtype, settings.seq_length) == (3, "bf16", 32)
 
 
 def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):
     settings = read_settings(file, ["parallel=dp=4,dp_replicate=2,zero=2,global_batch=8,dtype=fp32,recompute=full"])
     assert (settings.precision.dtype, settings.recompute.kind) == ("fp32", "full")
     assert settings.plan == Plan.parse(settings.plan.text)
-    assert (settings.plan.dp_shard, settings.spread.recompute) == (2, "full")
+    assert (settings.plan.dp_shard, settings.plan.recompute) == (2, "full")
     with pytest.raises(ValueError, match=r"precision\.dtype is 'bf16', but parallel\.dtype is 'fp32'"):
         settings_of({**SMALL, "parallel": {"dtype": "fp32"}, "precision": {"dtype": "bf16"}})
 
@@ -181,7 +181,7 @@ class TestDeepSpeed:
             "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"},
                                   "offload_param": {"device": "cpu"}},
         })  # fmt: skip
-        assert settings.plan.global_batch == 12 and settings.plan.offload == "optimizer" and settings.spread.offload
+        assert settings.plan.global_batch == 12 and settings.plan.offload == "optimizer"
         assert (settings.precision.initial_scale, settings.precision.growth_interval) == (4096.0, 50)
 
     @pytest.mark.parametrize(

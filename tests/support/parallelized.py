@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
-from parallel_ops.train.parallelize_model import Spread, micro_batch, parallelize
+from parallel_ops.planner import Plan
+from parallel_ops.train.parallelize_model import micro_batch, parallelize
 from support.layers import mesh_of, whole
 
 MODELS = {
@@ -23,12 +24,19 @@ MODELS = {
 SEQUENCES = 8  # of a step, over all ranks and micro-batches
 
 
+def plan_of(mesh: ParallelMesh, **options: Any) -> Plan:
+    """A plan of the mesh's sizes, in fp32."""
+    sizes = {name: mesh.size(name) for name in ("dp", "dp_replicate", "tp", "cp")}
+    return Plan(**{"dtype": "fp32", "global_batch": mesh.size("dp"), **sizes, **options})
+
+
 def train(
     rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 3
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a few steps, the same data in all over any ranks and micro-batches."""
-    mesh, spread = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh(), Spread(**options)
-    model = parallelize(Transformer(MODELS[kind], device="meta"), mesh, spread)
+    mesh = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh()
+    plan = plan_of(mesh, **options)
+    model = parallelize(Transformer(MODELS[kind], device="meta"), mesh, plan)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     model.reset_parameters()
@@ -40,7 +48,7 @@ def train(
         tokens, targets = torch.randint(31, (2, 8, SEQUENCES), generator=generator).chunk(replicas, 2)[replica]
         total = torch.zeros(())
         for number in range(accumulation):
-            micro_batch(model, spread.zero, last=number == accumulation - 1)
+            micro_batch(model, plan.zero, last=number == accumulation - 1)
             part = slice(number, None, accumulation)
             loss = model(tokens[:, part], targets[:, part]) / accumulation
             loss.backward()

@@ -1,4 +1,4 @@
-"""``parallelize``: any spread of a model over ranks trains as one process does."""
+"""``parallelize``: a model trains over any ranks as in one process."""
 
 import functools
 import itertools
@@ -9,9 +9,10 @@ from torch import nn
 
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer
-from parallel_ops.train import Spread, parallelize
+from parallel_ops.planner import Plan
+from parallel_ops.train import parallelize
 from parallel_ops.train.recompute import saved_bytes
-from support import spread
+from support import parallelized
 from support.distributed import ranks
 
 SIZES = [
@@ -30,7 +31,7 @@ SIZES = [
 
 @functools.cache
 def alone(kind):
-    return spread.train(0, kind, {}, {})
+    return parallelized.train(0, kind, {}, {})
 
 
 def cases():
@@ -51,9 +52,9 @@ def cases():
 
 
 @pytest.mark.parametrize(("kind", "sizes", "options", "accumulation"), list(cases()), ids=str)
-def test_any_spread_trains_as_one_process(kind, sizes, options, accumulation):
+def test_any_plan_trains_as_one_process(kind, sizes, options, accumulation):
     losses, norms = alone(kind)
-    for got_losses, got_norms in ranks(4).run(spread.train, kind, sizes, options, accumulation):
+    for got_losses, got_norms in ranks(4).run(parallelized.train, kind, sizes, options, accumulation):
         torch.testing.assert_close(torch.tensor(got_losses), torch.tensor(losses), rtol=1e-5, atol=0)
         torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-5, atol=0)
 
@@ -62,16 +63,16 @@ def test_any_spread_trains_as_one_process(kind, sizes, options, accumulation):
 def test_attention_drops_the_same_on_any_ranks(sizes):
     losses, norms = alone("attention dropout")
     assert losses != alone("gpt")[0]
-    for got_losses, got_norms in ranks(4).run(spread.train, "attention dropout", sizes, {}):
+    for got_losses, got_norms in ranks(4).run(parallelized.train, "attention dropout", sizes, {}):
         torch.testing.assert_close(torch.tensor(got_losses), torch.tensor(losses), rtol=1e-5, atol=0)
         torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), rtol=1e-5, atol=0)
 
 
 def test_recomputation_keeps_fewer_bytes_and_the_same_bits():
-    config, kept, results = spread.MODELS["gpt"], {}, {}
+    config, kept, results = parallelized.MODELS["gpt"], {}, {}
     for kind in ("none", "selective", "full"):
         torch.manual_seed(0)
-        model = parallelize(Transformer(config), ParallelMesh(), Spread(recompute=kind))
+        model = parallelize(Transformer(config), ParallelMesh(), Plan(dtype="fp32", recompute=kind))
         tokens, targets = torch.randint(31, (2, 8, 4), generator=torch.Generator().manual_seed(0))
         kept[kind] = saved_bytes(model, tokens, targets)
         loss = model(tokens, targets)
@@ -86,25 +87,30 @@ def test_any_module_gets_recomputation():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     x = torch.randn(2, 4)
     before, names = model(x), list(model.state_dict())
-    assert parallelize(model, ParallelMesh(), Spread(recompute="full", blocks="*")) is model
+    assert parallelize(model, ParallelMesh(), Plan(dtype="fp32", recompute="full"), blocks="*") is model
     assert torch.equal(model(x), before) and list(model.state_dict()) == names
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero": 4}, "zero must be one of 0, 1, 2, 3, got 4"),
-        ({"recompute": "some"}, "recompute must be one of"),
-        ({"recompute_every": 0}, "recompute_every must be at least 1"),
-        ({"precision": "fp8"}, "precision must be one of"),
-        ({"offload": True}, "offload needs zero"),
+        ({"tp": 2}, "the plan has tp=2, the mesh 1"),
+        ({"recompute": "operators"}, "recompute must be one of"),
+        ({"dtype": "fp8"}, "dtype must be one of"),
+        ({"offload": "optimizer"}, "offload needs zero"),
+        ({"offload": "optimizer", "zero": 1}, "offload needs dp_shard x cp of several ranks"),
     ],
 )
 def test_a_wrong_field_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        Spread(**options)
+        parallelize(nn.Linear(2, 2), ParallelMesh(), Plan(**options), blocks="*")
+
+
+def test_recompute_every_is_positive():
+    with pytest.raises(ValueError, match="recompute_every must be at least 1, got 0"):
+        parallelize(nn.Linear(2, 2), ParallelMesh(), recompute_every=0)
 
 
 def test_blocks_that_are_not_there():
     with pytest.raises(ValueError, match="no module whose name is like 'blocks"):
-        parallelize(nn.Linear(2, 2), ParallelMesh(), Spread(blocks="blocks.*"))
+        parallelize(nn.Linear(2, 2), ParallelMesh(), blocks="blocks.*")
