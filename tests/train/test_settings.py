@@ -132,7 +132,7 @@ def test_what_the_planner_writes_is_a_run(model):
     shape = presets.model(model)
     settings = settings_of(tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan)))
     assert settings.plan == plan
-    assert np.iinfo(settings.data.dtype).max >= shape.vocab - 1
+    assert np.iinfo(settings.data.dtype).max >= shape.vocab_size - 1
     assert planner_model(settings.config, settings.seq_length, shape.name) == shape
 
 
