@@ -91,6 +91,7 @@ def train_command(
     if file is None:
         raise ValueError("train needs a file: parallel-ops train run.toml; examples/train.toml is one")
     from parallel_ops.train.launch import cli as command
+    from parallel_ops.train.launch.worker import Start
 
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]
@@ -99,7 +100,7 @@ def train_command(
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return
-    start = command.Start(
+    start = Start(
         resume=resume is not None, path=Path(resume) if resume else None, elastic=elastic, max_restarts=max_restarts,
         command=context.meta[_COMMAND],
     )  # fmt: skip

@@ -103,7 +103,7 @@ class SafeReader(FileSystemReader):
         super().__init__(path)
         self._metadata = metadata
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]
+    def read_metadata(self) -> Metadata:
         """Without arguments: torch looks for ``kwargs`` to read one file a rank where this one cannot be read."""
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
