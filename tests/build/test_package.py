@@ -36,6 +36,10 @@ print(sorted(new & {'triton', 'numpy', 'matplotlib', 'rich', 'typer'}), torch.cu
     assert python(code) == "[] False"
 
 
+def test_the_citation_names_this_version():
+    assert f"\nversion: {parallel_ops.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_names_load_torch_at_first_use_alone():
     code = """
 import sys, parallel_ops, parallel_ops.planner
