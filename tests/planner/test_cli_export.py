@@ -1,4 +1,4 @@
-"""``parallel-ops export``: what each system is told, and what it cannot run."""
+"""``parallel-ops export``: the configuration of each system, and the plans that it cannot run."""
 
 import json
 

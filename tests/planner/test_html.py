@@ -108,7 +108,7 @@ def test_the_configurations_are_beside_the_plan():
 
 
 def test_a_long_pipeline_is_folded():
-    """Both ends are drawn to one scale, each pass of them once, and the middle is said to be alike."""
+    """Both ends are drawn to one scale, each of their passes once; the middle is folded."""
     simulated = simulate(actions("1f1b", 4, 256))
     first, last = folded(simulated)
     assert 0 < first < last < 255
@@ -148,7 +148,7 @@ def test_the_picture_has_every_pass_once_and_no_overlap():
 
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory):
-    """Opens a page in frames of the given widths; returns the widths of their content and what the console said."""
+    """Opens a page in frames of the given widths; returns the widths of their content and the console's messages."""
     if CHROMIUM is None:
         pytest.skip("no chromium; on Debian and Ubuntu: apt-get install chromium")
 

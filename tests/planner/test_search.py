@@ -1,4 +1,4 @@
-"""Search: it is complete and quick, gives a reason for what it leaves out, and says what the choice hangs on."""
+"""Search: complete, fast, with a reason for each rejected plan and the sensitivity of the choice."""
 
 import time
 from dataclasses import replace
@@ -127,7 +127,7 @@ def test_uneven_stages_are_found_where_they_are_faster():
     assert "layers " in best.plan.describe()
     even = estimate(model, cluster, replace(best.plan, layers_per_chunk=()))
     assert best.step < 0.95 * even.step
-    # DeepSpeed has no say in it.
+    # DeepSpeed takes no number of layers per stage.
     plans = search(model, cluster, batch=128, options=replace(options, target="deepspeed")).plans
     assert plans and not any(found.plan.layers_per_chunk for found in plans)
 

@@ -1,7 +1,7 @@
 """Validation of the planner against published tables.
 
 The JSON and CSV files in this folder have the tables, each with its source. ``validate`` compares every row;
-``validation.fit`` finds the constants of ``presets/efficiency.json`` again from the rows that are marked as fitted.
+``benchmarks/planner_fit.py`` fits the constants of ``presets/efficiency.json`` to the rows that are marked as fitted.
 """
 
 from parallel_ops.planner.validation.report import Promise, Report, Row, Summary

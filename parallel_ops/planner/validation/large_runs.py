@@ -36,6 +36,7 @@ def titan_setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
 
 
 def titan() -> Iterator[Measurement]:
+    """Step times of Llama 3.1 with torchtitan."""
     for row in table("torchtitan")["rows"]:
         model, cluster, plan = titan_setting(row)
         yield Measurement(
@@ -50,6 +51,7 @@ def titan() -> Iterator[Measurement]:
 
 
 def llama() -> Iterator[Measurement]:
+    """Step times of Llama 3 405B, from the published TFLOP/s per GPU."""
     for row in table("other_generations")["llama 3"]:
         plan = Plan(
             dp=row["dp"],
@@ -77,6 +79,7 @@ def llama() -> Iterator[Measurement]:
 
 
 def deepseek() -> Iterator[Measurement]:
+    """The mean step time of DeepSeek-V3's pre-training, from its GPU hours."""
     for row in table("other_generations")["deepseek-v3"]:
         plan = Plan(
             dp=row["dp"],
