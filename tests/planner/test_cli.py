@@ -111,7 +111,7 @@ class TestEstimate:
     def test_rules_of_thumb_are_in_words(self, run):
         code, out, _ = run("estimate", *SMALL, "--plan", "tp=8,pp=2,sequence_parallel=false,recompute=full")
         assert code == 0
-        rules = out.partition("Against rules of thumb\n")[2].splitlines()
+        rules = out.partition("Rules of thumb broken\n")[2].splitlines()
         assert "PP 1 with twice the DP would fit too" in rules
         assert "TP 8 without sequence parallelism keeps activations that could be sharded" in rules
         assert not any(name in out for name in RULES)
@@ -183,7 +183,7 @@ class TestValidate:
         (["estimate", "--model", "llama3-8b", "--cluster", "h1000x8", "--batch", "8"], "nearest: h100"),
         (["estimate", *SMALL[:4], "--batch", "1G"], "--batch must be sequences (2048) or tokens (16M), got '1G'"),
         (["estimate", *SMALL[:4], "--batch", "0"], "--batch must be sequences"),
-        (["estimate", *SMALL[:4], "--batch", "1k"], "1,024 tokens, which are no whole number of sequences of 8,192"),
+        (["estimate", *SMALL[:4], "--batch", "1k"], "1,024 tokens, not a whole number of sequences of 8,192"),
         (["estimate", *SMALL, "--plan", "tp=3"], "tp * pp * cp is 3, which does not divide the 16 GPUs"),
         (["estimate", *SMALL, "--plan", "tp=0"], "--plan: tp must be at least 1, got 0"),
         (["estimate", *SMALL, "--plan", "tp=-8"], "--plan: tp must be at least 1, got -8"),
