@@ -103,7 +103,7 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     console.print(table)
     console.print(
         f"\non {machine.name} the planner expects a step of {expected.step:.4g} s, {expected.tokens_per_second:,.0f} "
-        f"tokens/s, MFU {expected.mfu:.1%}; {expected.band.sentence()}",
+        f"tokens/s, MFU {expected.mfu:.1%}; {expected.error_band.sentence()}",
         highlight=False,
     )
     _check_memory(settings, Device.here(settings, plan.gpus), strict)
