@@ -1,13 +1,14 @@
 """Names that torch changed between 2.11 and 2.15, and the few that it keeps to itself. Nothing else knows versions."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _set_pg_timeout  # type: ignore[attr-defined]
 from torch.nn import Module
 
 # 2.13 renamed the two and warns at every call of the old names.
@@ -28,6 +29,11 @@ def resolve_group(name: Any) -> ProcessGroup:
 def group_store(group: ProcessGroup) -> dist.Store:  # type: ignore[name-defined]
     """The key-value store through which the ranks of a group met."""
     return _get_process_group_store(group)
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """How long a collective of the group waits from now on. torch gives groups of a mesh its default."""
+    _set_pg_timeout(timeout, group)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -14,13 +14,14 @@ for it too.
 """
 
 import math
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel_ops._internal.compat import concatenate_meshes
+from parallel_ops._internal.compat import concatenate_meshes, set_group_timeout
 from parallel_ops._internal.groups import group_device
 
 # From the outermost to the innermost.
@@ -46,6 +47,7 @@ class ParallelMesh:
         tp: ranks that share each weight (tensor parallelism).
         ep: ranks that share the experts of a layer; must divide ``dp_shard * cp * tp``, into which it folds.
         device_type: ``"cuda"`` or ``"cpu"``; by default what the default process group's backend sends from.
+        timeout: of the collectives of all groups of the mesh; by default torch's.
 
     The product of the first five must be the size of the default process group. Without one (``init_process_group``
     not called) all sizes must be 1. Every rank must construct the mesh, with the same sizes: new groups are formed.
@@ -81,6 +83,7 @@ class ParallelMesh:
         ep: int = 1,
         *,
         device_type: str | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         for name, size in {**sizes, "ep": ep}.items():
@@ -115,6 +118,8 @@ class ParallelMesh:
             # Without a backend, init_process_group takes NCCL for CUDA along even where there is no GPU.
             found = group_device(world_group).type if torch.cuda.is_available() else "cpu"
             self._form(device_type or found)
+            for mesh in self._meshes.values() if timeout is not None else ():
+                set_group_timeout(mesh.get_group(), timeout)
 
     def _form(self, device_type: str) -> None:
         present = tuple(name for name in _DIMENSIONS if self._sizes[name] > 1) or ("tp",)

@@ -1,6 +1,7 @@
 """ParallelMesh: the layout of ranks, the meshes by name, and what it refuses."""
 
 import itertools
+from datetime import timedelta
 
 import pytest
 
@@ -82,3 +83,10 @@ def test_one_rank_without_a_process_group():
         alone.group("sp")
     with pytest.raises(ValueError, match="tp=2 is 2, but there is no default process group"):
         ParallelMesh(tp=2)
+
+
+def test_the_groups_of_a_mesh_have_its_timeout():
+    """torch gives them its default, also where that of the default process group is another."""
+    timeout = timedelta(seconds=77)
+    for found in ranks(4).run(mesh.timeouts, timeout):
+        assert found == dict.fromkeys(("dp_shard", "tp", "dp", "fsdp", "loss"), timeout)

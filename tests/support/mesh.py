@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel_ops import ParallelMesh
@@ -47,3 +49,15 @@ def described(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
         for group in set(dist.distributed_c10d._world.pg_map) - before:
             dist.destroy_process_group(group)
     return results
+
+
+def timeouts(rank: int, timeout: timedelta) -> dict[str, timedelta]:
+    """Of the groups of a mesh that is given one, by name."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    mesh = ParallelMesh(dp_shard=2, tp=2, timeout=timeout)
+    groups = {name: mesh.group(name) for name in NAMES}
+    cpu = torch.device("cpu")
+    found = {name: group._get_backend(cpu).options._timeout for name, group in groups.items() if group is not None}
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        dist.destroy_process_group(group)
+    return found
