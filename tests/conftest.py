@@ -36,7 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
     )
+    parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
     parser.addoption("--plans", type=int, default=6, help="random plans that the trainer's test trains and resumes")
+
+
+@pytest.fixture
+def trials(pytestconfig: pytest.Config) -> int | None:
+    """Random cases of each search, if the command line says how many."""
+    count: int | None = pytestconfig.getoption("--trials")
+    return count
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

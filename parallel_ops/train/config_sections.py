@@ -45,6 +45,9 @@ class RunSettings(Section):
         steps: optimizer steps in all, those before a resume included. seed: of weights, order of documents and dropout.
         device: ``"auto"`` is CUDA where there is a GPU. compile: each block by ``torch.compile``.
         on_nan: what a loss or gradient norm that is not finite does: end the run, or leave the step out.
+        timeout: seconds after which a rank that does not go on ends the run, with an error that names it; six times as
+            long for the start, the first step, reading data and saving. ``"none"`` for no limit, as for a debugger that
+            stops a process.
     """
 
     steps: Positive = 1000
@@ -52,6 +55,7 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = False
     on_nan: Literal["stop", "skip"] = "stop"
+    timeout: Annotated[float, Field(ge=1, le=86400)] | None = 300.0
 
 
 def _scaling(given: Any) -> Any:

@@ -31,6 +31,7 @@ from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Batch, Samples
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.signals import SIGNALS, Stopping
+from parallel_ops.train.launch.watch import Activity, group_timeout
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch, parallelize
@@ -51,6 +52,7 @@ class Trainer:
         model: in the place of that of ``settings.model``: a module that returns the mean loss of tokens and targets,
             both ``[s, b]``. It has its parameters.
         stream: documents in the place of ``settings.data.paths``.
+        activity: is set to what this rank does, for who watches over it.
 
     Attributes:
         done: steps taken. taken: samples taken from the data.
@@ -67,19 +69,14 @@ class Trainer:
         *,
         model: nn.Module | None = None,
         stream: TokenStream | None = None,
+        activity: Activity | None = None,
     ) -> None:
-        from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
-
-        self.settings, self.mesh = settings, ParallelMesh() if mesh is None else mesh
+        self.settings, self.activity = settings, Activity() if activity is None else activity
         plan = settings.plan
-        for name in _SIZES:
-            if self.mesh.size(name) != getattr(plan, name):
-                raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
-        data = settings.data
-        if stream is None:
-            stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
-        self.samples = Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
+        self.activity("reading data", slow=True)
+        self.mesh = ParallelMesh() if mesh is None else mesh
+        self.device, self.samples = self._device_and_samples(stream)
+        self.activity("building the model", slow=True)
         self.loader = Loader(
             self.samples, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
             replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
@@ -87,7 +84,9 @@ class Trainer:
         )  # fmt: skip
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         # Checkpoints are written beside the steps: their messages need a group of their own.
-        self.writers: ProcessGroup | None = dist.new_group(backend="gloo") if self.world > 1 else None
+        self.writers: ProcessGroup | None = None
+        if self.world > 1:
+            self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
         self.model = self._built(model)
         self.optimizer = adamw(self.model, settings.optimizer)
@@ -101,6 +100,19 @@ class Trainer:
         self.done = self.taken = 0
         self.origin: str | None = None
         self._saved = -1
+        self._stepped = False
+
+    def _device_and_samples(self, stream: TokenStream | None) -> tuple[torch.device, Samples]:
+        from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
+
+        settings, plan, data = self.settings, self.settings.plan, self.settings.data
+        for name in _SIZES:
+            if self.mesh.size(name) != getattr(plan, name):
+                raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
+        device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
+        if stream is None:
+            stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
+        return device, Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
 
     def _built(self, given: nn.Module | None) -> nn.Module:
         settings = self.settings
@@ -152,7 +164,9 @@ class Trainer:
             finally:
                 self.loader.close()
                 if store is not None:
+                    self.activity("writing the last checkpoint", slow=True)
                     store.wait()
+            self.activity("writing what was measured", slow=True)
         found = {} if store is None else checkpoints.steps_in(store.folder)
         return Result(self.done, loss, stopped, found[max(found)] if found else None)
 
@@ -164,6 +178,8 @@ class Trainer:
         """
         start = time.perf_counter()
         settings, scale = self.settings, self.scale.scale
+        what, slow = f"step {self.done + 1}", not self._stepped  # the first compiles
+        self.activity(f"{what}, reading data", slow=True)
         batches = self.loader.step(self.taken)
         self._seed()
         rate = learning_rate(settings.optimizer, settings.run.steps, self.done)
@@ -173,13 +189,18 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             micro_batch(self.model, settings.plan.zero, last=number == len(batches) - 1)
+            part = f"{what}, micro-batch {number + 1} of {len(batches)}"
+            self.activity(f"{part}, forward", slow=slow)
             with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
                 loss = self._loss(batch.to(self.device), count)
             share = count / everything
+            self.activity(f"{part}, backward", slow=slow)
             # Data-parallel ranks take the mean of their gradients.
             (loss * (share * (self.mesh.size("dp") * scale))).backward()
             total += loss.detach() * share
+        self.activity(f"{what}, update", slow=slow)
         norm = update(self.optimizer, settings.optimizer.clip, scale)
+        self._stepped = True
         self.done += 1
         self.taken += settings.plan.global_batch
         found, grad_norm, stop = self._read(total, norm, asked())
@@ -225,6 +246,7 @@ class Trainer:
         folder = self.settings.checkpoint.folder if path is None else Path(path)
         if folder is None:
             raise ValueError("Trainer: checkpoint.folder is not set, and no checkpoint is named")
+        self.activity(f"resuming from {folder}", slow=True)
         source = resuming.resume(self, folder)
         self._saved = self.done
         return source
@@ -298,5 +320,6 @@ class Trainer:
         return Checkpoints(own.folder, keep=own.keep, asynchronous=own.asynchronous, group=self.writers)
 
     def _save(self, store: Checkpoints) -> None:
+        self.activity(f"saving step {self.done}", slow=True)
         resuming.save(self, store)
         self._saved = self.done

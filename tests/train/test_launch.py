@@ -25,8 +25,9 @@ from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.rendezvous import name_of_start
 from parallel_ops.train.launch.start import fitted
-from parallel_ops.train.launch.worker import Start, backend_of, name_of_start
+from parallel_ops.train.launch.worker import Start, backend_of
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from support import trainer as runs
 from support.distributed import ranks
@@ -131,7 +132,7 @@ def test_ranks_find_a_name_that_no_start_before_them_had():
 
     def start(ranks):
         with ThreadPoolExecutor(len(ranks)) as pool:
-            return set(pool.map(lambda rank: name_of_start(store, rank, 3), ranks))
+            return set(pool.map(lambda rank: name_of_start(store, rank, 3, 60), ranks))
 
     first = start((0, 1, 2))
     store.set("parallel_ops/3/1", "nobody")

@@ -17,7 +17,8 @@ from parallel_ops.train.config_file import read_toml, settings_of, with_changes
 from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
-from parallel_ops.train.launch.worker import Start, under_torchrun
+from parallel_ops.train.launch.rendezvous import under_torchrun
+from parallel_ops.train.launch.worker import Start
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
 
 
@@ -50,9 +51,13 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     if under_torchrun():
         start = replace(start, command=start.command.replace("parallel-ops", "torchrun ... -m parallel_ops", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.plan.gpus))
-    _check_memory(settings, Device.here(settings, ranks), strict)
     try:
+        _check_memory(settings, Device.here(settings, ranks), strict)
         launch.check(settings, start)
+        if under_torchrun():
+            given, settings = settings, launch.fitted(settings, int(os.environ["WORLD_SIZE"]), start)
+            if settings is not given and _first():
+                _say(launch.described_change(given, settings))
     except (CheckpointError, ImportError) as error:
         fail(error)
     try:

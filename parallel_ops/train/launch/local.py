@@ -2,12 +2,14 @@
 
 They never see Ctrl-C: this process passes it on as a wish to stop, and they save a checkpoint. They end with this
 process, however it ends. The first rank that failed by itself says what went wrong; the others, which lost it, are not
-heard.
+heard. A process that is stopped does not end by SIGTERM: those that have not ended a while after a failure, or long
+after another has finished, are killed.
 """
 
 import contextlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -27,10 +29,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from parallel_ops.comm.errors import PeerError
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.watch import is_lost, longest
 from parallel_ops.train.launch.worker import Start, train
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import NotFinite, Result
@@ -38,8 +40,8 @@ from parallel_ops.train.results import NotFinite, Result
 FAILED = 1
 # Errors that say all there is to say.
 PLAIN = (ValueError, OSError, CheckpointError, NotFinite)
-# Of what torch says then.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket")
+# Seconds after a failure in which the other processes end by themselves: they look for who is gone, which takes three.
+_GRACE = 10.0
 
 
 class Failure(RuntimeError):
@@ -84,15 +86,15 @@ def run_here(settings: Settings, start: Start) -> Stopped:
         )  # fmt: skip
         threads = max(1, torch.get_num_threads() // ranks)
         agent = _Agent(config, (settings, start, folder, threads))
-        stopped = agent.wait(Path(folder))
-        if agent.error is None:
-            result = None if agent.results is None else agent.results[0]
+        stopped = agent.wait(Path(folder), longest(settings.run.timeout))
+        if agent.error is None and agent.results is not None:
+            result = agent.results[0]
             return Stopped(result, stopped or (result.stopped if result else None))
         if stopped and not _words(Path(folder)):
             return Stopped(None, stopped)  # before there was anything to save
         if isinstance(agent.error, ChildFailedError):
             raise _first_failure(agent.error, Path(folder)) from None
-        raise agent.error
+        raise agent.error or Failure("a process did not end after the last step, and was killed")
 
 
 class _Agent:
@@ -111,9 +113,13 @@ class _Agent:
         except BaseException as error:
             self.error = error
 
-    def wait(self, folder: Path) -> str | None:
+    def wait(self, folder: Path, seconds: float) -> str | None:
         """Until all processes have ended. The first signal to stop is passed on to them, as SIGTERM; the second ends
-        them. Returns the first one's name."""
+        them. Returns the first one's name.
+
+        Args:
+            seconds: for the other processes to finish, once one has.
+        """
         asked: list[str] = []
 
         def note(number: int, _: Any) -> None:
@@ -126,12 +132,41 @@ class _Agent:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             self._thread.start()
-            while self._thread.is_alive():
+            leftover = _Leftover(folder, seconds)
+            while self._thread.is_alive() and not leftover.gone():
                 self._thread.join(0.2)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         return asked[0] if asked else None
+
+
+class _Leftover:
+    """Kills the processes that have not ended when they should have: of a start that has failed, or finished."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._due: dict[int, float] = {}
+        self._seen: set[str] = set()
+        self._finished = False
+
+    def gone(self) -> bool:
+        """Whether processes that had finished were killed: the agent may wait for them forever."""
+        now = time.monotonic()
+        there = {child.pid or 0: child for child in multiprocessing.active_children()}
+        names = {path.name for path in self._folder.iterdir()} - self._seen
+        self._seen |= names
+        for prefix, seconds in (("failed-", _GRACE), ("finished-", self._seconds)):
+            if any(name.startswith(prefix) for name in names):
+                # Those of a later start have other numbers.
+                self._due = {pid: min(self._due.get(pid, math.inf), now + seconds) for pid in there}
+        self._finished |= any(name.startswith("finished-") for name in names)
+        late = [pid for pid, end in self._due.items() if now > end and pid in there]
+        for pid in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._due = {pid: end for pid, end in self._due.items() if pid in there and pid not in late}
+        return bool(late) and self._finished
 
 
 def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
@@ -142,29 +177,27 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
         return None
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
         start = replace(start, resume=True)
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+
+    def report(message: str, **more: Any) -> None:
+        said = {"attempt": attempt, "rank": rank, "time": time.time(), "message": message}
+        path = Path(folder, f"failed-{attempt}-{rank}.json")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({**said, "lost": False, "names": True, "trace": "", **more}), encoding="utf-8")
+        part.rename(path)
+
     try:
-        return train(settings, start, Stopping())
+        result = train(settings, start, Stopping(), report)
+        Path(folder, f"finished-{attempt}-{rank}").touch()
+        return result
     except Exception as error:
-        said = {
-            "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
-            "rank": int(os.environ["RANK"]),
-            "time": time.time(),
-            "lost": is_lost(error),
-            "message": _in_words(error),
-            "trace": "" if isinstance(error, PLAIN) else traceback.format_exc(),
-        }
-        Path(folder, f"failed-{said['attempt']}-{said['rank']}.json").write_text(json.dumps(said), encoding="utf-8")
+        lost = is_lost(error)
+        trace = "" if isinstance(error, PLAIN) else traceback.format_exc()
+        report(str(error) if lost else _in_words(error), lost=lost, names=lost, trace=trace)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not by the interpreter's way out, which would wait for collectives that nobody answers.
         os._exit(FAILED)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether this is what a rank raises when it has lost another one."""
-    if isinstance(error, PeerError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
 
 
 def _in_words(error: BaseException) -> str:
@@ -195,5 +228,6 @@ def _first_failure(error: ChildFailedError, folder: Path) -> Failure:
     if not said:
         return Failure(f"rank {rank} ended with exit code {failure.exitcode}")
     alike = {found["message"] for found in said if not found["lost"]}
-    where = "" if len(alike) == 1 and len(said) > 1 and not said[0]["trace"] else f"rank {said[0]['rank']}: "
-    return Failure(f"{where}{said[0]['message']}", said[0]["trace"])
+    everywhere = len(alike) == 1 and len(said) > 1 and not said[0]["trace"]
+    where = "" if everywhere or said[0]["names"] else f"rank {said[0]['rank']}: "
+    return Failure(f"{where}{said[0]['message']}", said[0]["trace"] if not said[0]["lost"] else "")

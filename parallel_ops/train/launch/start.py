@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops.train import metrics
@@ -18,9 +18,11 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import resuming
-from parallel_ops.train.launch.local import Failure, Stopped, is_lost, run_here
+from parallel_ops.train.launch.local import Failure, Stopped, run_here
+from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.worker import Start, train, under_torchrun
+from parallel_ops.train.launch.watch import is_lost
+from parallel_ops.train.launch.worker import Start, train
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
 
 # Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
@@ -68,7 +70,7 @@ def check(settings: Settings, start: Start) -> None:
 
 
 def run(settings: Settings, start: Start) -> Stopped:
-    """Trains: under torchrun as one of its ranks, else in as many processes as the plan has ranks.
+    """Trains: under torchrun as one of its ranks, as many as the plan has, else in processes of its own.
 
     Raises:
         Failure: another process failed. Otherwise what ``Trainer`` raises.
@@ -77,23 +79,27 @@ def run(settings: Settings, start: Start) -> Stopped:
         told: Callable[[Settings, Start], Any] = record(_under_torchrun)  # torchrun learns what went wrong
         return told(settings, start)
     if settings.plan.gpus == 1:
-        result = train(settings, start, Stopping())
+        result = train(settings, start, Stopping(), lambda _: None)
         return Stopped(result, result.stopped)
     return run_here(settings, start)
 
 
+def _report(message: str) -> None:
+    """What ends this process, for the user and for torchrun."""
+    print(f"error: {message}", file=sys.stderr)
+    get_error_handler().record_exception(Failure(message))
+
+
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
-    found, stopping = fitted(settings, int(os.environ["WORLD_SIZE"]), start), Stopping()
-    if found is not settings and os.environ["RANK"] == "0":
-        print(described_change(settings, found), file=sys.stderr, flush=True)
+    stopping = Stopping()
     if start.elastic and os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         print(_SHARED, file=sys.stderr, flush=True)
     try:
-        result = train(found, start, stopping)
+        result = train(settings, start, stopping, _report)
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        raise Failure(f"rank {os.environ['RANK']} has lost another: {str(error).partition(chr(10))[0]}") from None
+        raise Failure(str(error).partition("\n")[0]) from None
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if start.elastic and result.stopped and stopping.asked is None and restarts < most:
         # A node is to go: its agent ends with it, and this one starts again with those that are left, since this rank

@@ -1,0 +1,204 @@
+"""A rank that does not go on ends the run, with one error on every rank that names it."""
+
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("pydantic")
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from parallel_ops.train.config_sections import RunSettings
+from parallel_ops.train.launch.watch import SLOW, Clock, Ledger, Record, group_timeout, in_debugger, longest
+from support import processes
+from support import trainer as runs
+
+# Seconds: the shortest in which a thread of a busy machine surely gets its turn.
+TIMEOUT = 10
+
+
+class Ranks:
+    """Records of three ranks by a clock of one second a turn; ``timeout`` is 10 s."""
+
+    def __init__(self):
+        self.ledger, self.clock = Ledger(range(3), 10.0), 0.0
+        self.at = {rank: Record() for rank in range(3)}
+
+    def turn(self, seconds, stopped=(), **changes):
+        for _ in range(seconds):
+            self.clock += 1
+            for rank, old in self.at.items():
+                if rank not in stopped:
+                    self.at[rank] = Record(**{**vars(old), "beat": old.beat + 1, **changes.get(f"of_{rank}", {})})
+                    self.ledger.update(rank, self.at[rank], self.clock)
+
+    def reason(self):
+        return self.ledger.silent(self.clock) or self.ledger.stuck(self.clock)
+
+
+STEP = {"count": 7, "text": "step 2, micro-batch 1 of 4, backward", "allowance": 1}
+AHEAD = {"count": 8, "text": "step 2, update", "allowance": 1}
+
+
+def everyone(what):
+    return {f"of_{rank}": what for rank in range(3)}
+
+
+def test_a_process_that_is_stopped():
+    found = Ranks()
+    found.turn(1, **everyone(STEP))
+    found.turn(9, stopped=(1,), of_0=AHEAD, of_2=AHEAD)
+    assert found.reason() is None
+    found.turn(2, stopped=(1,))
+    assert found.reason() == (
+        "rank 1 gave no sign of life for 11 s: stopped, or on a node that is lost; rank 1's last activity, 11 s ago: "
+        "step 2, micro-batch 1 of 4, backward"
+    )
+
+
+def test_a_process_that_lives_and_does_not_go_on():
+    """The others, which wait for it, are as old; the one that is furthest behind is named."""
+    found = Ranks()
+    found.turn(1, **everyone(STEP))
+    found.turn(10, of_0=AHEAD, of_2=AHEAD)
+    assert found.reason() is None
+    found.turn(1)
+    assert found.reason() == (
+        "rank 1 did not go on for 11 s from: step 2, micro-batch 1 of 4, backward; ranks 0, 2: step 2, update"
+    )
+    found.turn(1, of_1=AHEAD)
+    assert found.reason() is None
+    found.turn(10)
+    assert found.reason() is None  # all in the same activity, of which rank 1 has not had the time
+    found.turn(1)
+    assert found.reason() == "ranks 0-2 did not go on for 11 s from: step 2, update"
+
+
+@pytest.mark.parametrize("allowance", [SLOW, math.inf])
+def test_what_may_take_long(allowance):
+    """A save, or a debugger, of one rank: the others wait in activities that may not."""
+    found, saving = Ranks(), {"count": 7, "text": "saving step 2", "allowance": allowance}
+    found.turn(1, of_0=AHEAD, of_1=saving, of_2=AHEAD)
+    found.turn(10 * SLOW)
+    assert found.reason() is None
+    found.turn(1)
+    assert (found.reason() is None) == (allowance == math.inf)
+    found.turn(11, stopped=(1,))
+    assert "rank 1 gave no sign of life for 11 s" in found.reason()  # slow or not, a process lives
+
+
+def test_ranks_that_have_finished_are_not_waited_for():
+    found = Ranks()
+    found.turn(1, of_0=AHEAD, of_1={"finished": True}, of_2=AHEAD)
+    found.turn(10, stopped=(1,))
+    assert found.reason() is None and not found.ledger.finished()
+    found.turn(1, stopped=(1,))
+    assert found.reason() == "ranks 0, 2 did not go on for 11 s from: step 2, update"
+
+
+def test_the_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock, read = Clock(2.0), []
+    for seconds in (1.0, 1.5, 3600.0, 1.0):
+        now += seconds
+        read.append(clock())
+    assert read == [1.0, 2.5, 4.5, 5.5]
+
+
+def test_a_thread_at_the_prompt_of_a_debugger():
+    assert not in_debugger(threading.get_ident())
+    prompt = {"__name__": "bdb", "call": in_debugger}
+    exec("def trace_dispatch(thread): return call(thread)", prompt)
+    assert prompt["trace_dispatch"](threading.get_ident())
+
+
+def test_timeouts_of_process_groups_come_after_the_watch():
+    timeout = RunSettings().timeout
+    assert longest(timeout) == 1800 and group_timeout(timeout).total_seconds() > longest(timeout)
+    assert group_timeout(None).total_seconds() > 86400
+
+
+@pytest.fixture
+def folder(tmp_path):
+    runs.data_file(tmp_path)
+    (tmp_path / "run.toml").write_text(runs.RUN)
+    return tmp_path
+
+
+STEPS = ("--steps", "1000000", "--set", f"run.timeout={TIMEOUT}", "--set", "logging.every=1")
+
+
+def wait_for(text, logs, seconds=240):
+    end = time.monotonic() + seconds
+    while not all(text in log.read_text() for log in logs):
+        assert time.monotonic() < end, [log.read_text()[-2000:] for log in logs]
+        time.sleep(0.1)
+
+
+def three(folder):
+    """Ranks that something else than the command started: the processes, and what they print."""
+    logs, port = [folder / f"rank-{rank}" for rank in range(3)], processes.free_port()
+    options = ("--set", "parallel=dp=3,zero=3,global_batch=3", "--set", "checkpoint.folder=none")
+    started = [
+        processes.start(folder, log, "run.toml", *STEPS, *options, **processes.as_rank(rank, 3, port))
+        for rank, log in enumerate(logs)
+    ]
+    return started, logs
+
+
+def test_a_process_of_the_command_is_stopped(folder):
+    log = folder / "log"
+    run = processes.start(folder, log, "run.toml", *STEPS)
+    try:
+        wait_for("step 5/", [log])
+        workers = processes.ranks_of(run.pid)
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGSTOP)
+        begin = time.monotonic()
+        assert run.wait(120) == 1
+        assert time.monotonic() - begin > TIMEOUT
+    finally:
+        run.kill()
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith("error: rank 1 gave no sign of life for 1") and "s ago: step " in last, log.read_text()
+    assert last.endswith(f"(run.timeout is {TIMEOUT} s)") and "Traceback" not in log.read_text()
+    assert not any(map(processes.alive, workers))
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
+    """Rank 0 has the store of these three, and the others end without it too."""
+    started, logs = three(folder)
+    try:
+        wait_for("step 3/", logs[:1])
+        os.kill(started[stopped].pid, signal.SIGSTOP)
+        ends = [process.wait(120) for rank, process in enumerate(started) if rank != stopped]
+        assert ends == [1, 1] and started[stopped].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+    said = [log.read_text().splitlines()[-1] for rank, log in enumerate(logs) if rank != stopped]
+    if stopped == 0:
+        assert all(line.startswith("error: the store of the run, rank 0's, does not answer; rank ") for line in said)
+    else:
+        assert len(set(said)) == 1 and said[0].startswith("error: rank 2 gave no sign of life"), said
+
+
+def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
+    """Not stopped but killed: no timeout passes."""
+    started, logs = three(folder)
+    try:
+        wait_for("step 3/", logs[:1])
+        started[1].kill()
+        assert [started[rank].wait(120) for rank in (0, 2)] == [1, 1]
+    finally:
+        for process in started:
+            process.kill()
+    said = {logs[rank].read_text().splitlines()[-1] for rank in (0, 2)}
+    wanted = "error: rank 1 is gone: killed, or on a node that is lost; rank 1's last activity: step "
+    assert len(said) == 1 and said.pop().startswith(wanted)
