@@ -1,5 +1,6 @@
 """The commands of ``parallel-ops``: the planner's, and ``train``. Until something trains, nothing loads torch."""
 
+import contextlib
 import importlib.util
 import shlex
 import sys
@@ -91,12 +92,14 @@ def train_command(
     if file is None:
         raise ValueError("train needs a file: parallel-ops train run.toml; examples/train.toml is one")
     from parallel_ops.train.launch import cli as command
+    from parallel_ops.train.launch import start as launch
     from parallel_ops.train.launch.worker import Start
 
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]
-    settings = command.settings_for(file, wanted, deepspeed, processes)
+    with contextlib.nullcontext() if dry_run else launch.announced():
+        settings = command.settings_for(file, wanted, deepspeed, processes)
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return

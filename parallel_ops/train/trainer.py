@@ -30,8 +30,9 @@ from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Batch, Samples
 from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import SIGNALS, Stopping
-from parallel_ops.train.launch.watch import Activity, group_timeout
+from parallel_ops.train.launch.watch import Activity, group_timeout, longest
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch, parallelize
@@ -60,6 +61,7 @@ class Trainer:
 
     Raises:
         ValueError: settings that do not fit the mesh; data that cannot be read. OSError: as the file system says.
+        Disagreement: a ValueError, on every rank: the ranks have other settings or data, or one of them failed.
     """
 
     def __init__(
@@ -74,8 +76,12 @@ class Trainer:
         self.settings, self.activity = settings, Activity() if activity is None else activity
         plan = settings.plan
         self.activity("reading data", slow=True)
-        self.mesh = ParallelMesh() if mesh is None else mesh
-        self.device, self.samples = self._device_and_samples(stream)
+        with comparison_of_world(longest(settings.run.timeout)) as compare:
+            self.mesh = ParallelMesh() if mesh is None else mesh
+            self.device, self.samples = self._device_and_samples(stream)
+            own = {"data.tokens": len(self.samples.stream), "data.documents": self.samples.stream.documents}
+            own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
+            compare(values_of(settings) | own)
         self.activity("building the model", slow=True)
         self.loader = Loader(
             self.samples, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
@@ -247,6 +253,9 @@ class Trainer:
         if folder is None:
             raise ValueError("Trainer: checkpoint.folder is not set, and no checkpoint is named")
         self.activity(f"resuming from {folder}", slow=True)
+        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
+            source = checkpoints.newest(folder)
+            compare({"checkpoint": source.name})
         source = resuming.resume(self, folder)
         self._saved = self.done
         return source

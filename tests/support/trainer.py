@@ -105,6 +105,16 @@ def steps_of(
     return found
 
 
+def steps_of_each(rank: int, settings: list[Settings]) -> list[tuple[float, float]]:
+    """As ``steps_of``, each rank with settings of its own."""
+    return steps_of(rank, settings[rank])
+
+
+def resumed_from_each(rank: int, settings: Settings, checkpoints: list[Path]) -> None:
+    """Each rank resumes from a checkpoint of its own."""
+    trainer_of(settings).resume(checkpoints[rank])
+
+
 def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:
     trainer = trainer_of(settings)
     if resume is not None:

@@ -16,6 +16,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_toml, settings_of, with_changes
 from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
 from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.launch.worker import Start
@@ -46,22 +47,25 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     """Trains; returns the exit code. A run that failed has said so.
 
     Raises:
-        ValueError, OSError: wrong settings or files, before anything is started.
+        ValueError, OSError: wrong settings or files, before anything is started, or settings that differ between ranks.
     """
     if under_torchrun():
         start = replace(start, command=start.command.replace("parallel-ops", "torchrun ... -m parallel_ops", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.plan.gpus))
     try:
-        _check_memory(settings, Device.here(settings, ranks), strict)
-        launch.check(settings, start)
-        if under_torchrun():
-            given, settings = settings, launch.fitted(settings, int(os.environ["WORLD_SIZE"]), start)
-            if settings is not given and _first():
-                _say(launch.described_change(given, settings))
+        with launch.announced():
+            _check_memory(settings, Device.here(settings, ranks), strict)
+            launch.check(settings, start)
+            if under_torchrun():
+                given, settings = settings, launch.fitted(settings, int(os.environ["WORLD_SIZE"]), start)
+                if settings is not given and _first():
+                    _say(launch.described_change(given, settings))
     except (CheckpointError, ImportError) as error:
         fail(error)
     try:
         stopped = launch.run(settings, start)
+    except Disagreement:
+        raise
     except Failure as failure:
         print(failure.trace, end="", file=sys.stderr)
         fail(failure, FAILED)

@@ -1,13 +1,14 @@
 """Starts a run: in this process, in processes that it starts here, or as one rank of those that torchrun started.
 
-Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 wrong settings or files, before any
-process group; 130 stopped by Ctrl-C, with a checkpoint.
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 wrong settings or files, or settings
+that differ between ranks, before any process group; 130 stopped by Ctrl-C, with a checkpoint.
 """
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
@@ -22,7 +23,7 @@ from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost
-from parallel_ops.train.launch.worker import Start, train
+from parallel_ops.train.launch.worker import Start, announce, train
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
 
 # Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
@@ -73,6 +74,7 @@ def run(settings: Settings, start: Start) -> Stopped:
     """Trains: under torchrun as one of its ranks, as many as the plan has, else in processes of its own.
 
     Raises:
+        Disagreement: ranks that torchrun started have different settings, or one has none that it can use.
         Failure: another process failed. Otherwise what ``Trainer`` raises.
     """
     if under_torchrun():
@@ -82,6 +84,17 @@ def run(settings: Settings, start: Start) -> Stopped:
         result = train(settings, start, Stopping(), lambda _: None)
         return Stopped(result, result.stopped)
     return run_here(settings, start)
+
+
+@contextlib.contextmanager
+def announced() -> Iterator[None]:
+    """Under torchrun the other ranks raise an error of the block too, and do not wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+            announce(error)
+        raise
 
 
 def _report(message: str) -> None:

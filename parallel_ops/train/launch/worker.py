@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.config import Settings
+from parallel_ops.train.config_sections import RunSettings
 from parallel_ops.train.launch import resuming
+from parallel_ops.train.launch.consistency import Comparison, values_of
 from parallel_ops.train.launch.rendezvous import meet, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, Watch, group_timeout, longest
@@ -49,11 +51,12 @@ def train(settings: Settings, start: Start, stopping: Stopping, report: Callable
         report: is called with the reason before ``Watch`` ends this process, from its thread.
 
     Raises:
-        PeerError: other ranks are lost. Otherwise what ``Trainer`` raises.
+        Disagreement: the ranks have different settings. PeerError: other ranks are lost.
+        Otherwise what ``Trainer`` raises.
     """
     if not uses_cuda(settings):
         keep_freed_memory()
-    with joined(settings, report) as (mesh, activity):
+    with joined(settings, start, report) as (mesh, activity):
         trainer = Trainer(settings, mesh, activity=activity)
         # A restart of a run that saves nothing begins again.
         if start.resume and (start.path or settings.checkpoint.folder):
@@ -64,7 +67,9 @@ def train(settings: Settings, start: Start, stopping: Stopping, report: Callable
 
 
 @contextlib.contextmanager
-def joined(settings: Settings, report: Callable[[str], None]) -> Iterator[tuple[ParallelMesh | None, Activity]]:
+def joined(
+    settings: Settings, start: Start, report: Callable[[str], None]
+) -> Iterator[tuple[ParallelMesh | None, Activity]]:
     """This process as a rank of the plan's mesh; ``None`` where it has one. After an error the group is left as it is:
     to destroy it could mean to wait for ranks that are gone."""
     plan = settings.plan
@@ -76,8 +81,12 @@ def joined(settings: Settings, report: Callable[[str], None]) -> Iterator[tuple[
         return
     hide_hint()
     backend = backend_of(on_gpu, offload=plan.offload != "none")
-    timeout = settings.run.timeout
-    store, rank, ranks = meet(longest(timeout))
+    timeout, seconds = settings.run.timeout, longest(settings.run.timeout)
+    store, rank, ranks = meet(seconds)
+    with Comparison(store, rank, ranks, seconds) as compare:
+        source = resuming.source_of(settings, start) if start.resume else None
+        started = {"--resume": start.resume, "--elastic": start.elastic, "device": "cuda" if on_gpu else "cpu"}
+        compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
     watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout, report)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
     try:
@@ -90,6 +99,14 @@ def joined(settings: Settings, report: Callable[[str], None]) -> Iterator[tuple[
         watch.failed(error)
         raise
     watch.close()
+
+
+def announce(error: BaseException) -> None:
+    """Makes the other ranks, which are about to train, raise an error that this one has before it starts."""
+    seconds = RunSettings().timeout or 0.0
+    # This rank's own error says more than that the others did not come.
+    with contextlib.suppress(RuntimeError):
+        Comparison(*meet(seconds), seconds).fail(error)
 
 
 def backend_of(on_gpu: bool, *, offload: bool) -> str:
