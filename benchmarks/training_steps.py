@@ -24,8 +24,8 @@ from parallel_ops.train.optimizer import adamw
 from parallel_ops.train.parallelize_model import PRECISIONS
 
 _SEED, _RATE = 0, 1e-3
-SIZES: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "seq_length": 512, "vocab_size": 8_192}
-TINY: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "vocab_size": 64}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "seq_length": 512, "vocab_size": 8_192}
+TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 16, "vocab_size": 64}
 
 
 @dataclass(frozen=True)

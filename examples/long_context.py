@@ -28,8 +28,8 @@ device = torch.device(mesh.root.device_type)
 before = peak(device)
 for length in sorted(int(argument) for argument in sys.argv[1:] or ["8192"]):
     config = TransformerConfig(
-        vocab_size=256, seq_length=length, layers=2, hidden=128, heads=4, kv_heads=2, ffn_hidden=384,
-        activation="swiglu", norm="rms_norm", positions="rotary", bias=False,
+        vocab_size=256, seq_length=length, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2,
+        ffn_hidden_size=384, activation="swiglu", norm="rms_norm", positions="rotary", bias=False,
     )  # fmt: skip
     model = Transformer(config, context=mesh["cp"], device=device)
     for block in (*model.layers.values(), model):

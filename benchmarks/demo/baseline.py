@@ -17,7 +17,7 @@ from parallel_ops.models.transformer import rotary_angles
 
 def _norm(config: TransformerConfig) -> nn.Module:
     kind = nn.LayerNorm if config.norm == "layer_norm" else nn.RMSNorm
-    return kind(config.hidden, config.norm_eps)
+    return kind(config.hidden_size, config.norm_eps)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -29,14 +29,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.d, self.dropout, self.grouped = config.head_size, config.attention_dropout, config.heads > config.key_heads
+        self.d, self.dropout, self.grouped = (
+            config.resolved_head_dim,
+            config.attention_dropout,
+            config.num_heads > config.resolved_num_kv_heads,
+        )
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
-        self.q = nn.Linear(config.hidden, config.heads * self.d, qkv_bias)
-        self.k, self.v = (nn.Linear(config.hidden, config.key_heads * self.d, qkv_bias) for _ in range(2))
+        self.q = nn.Linear(config.hidden_size, config.num_heads * self.d, qkv_bias)
+        self.k, self.v = (
+            nn.Linear(config.hidden_size, config.resolved_num_kv_heads * self.d, qkv_bias) for _ in range(2)
+        )
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.d, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.out = nn.Linear(config.heads * self.d, config.hidden, config.bias)
+        self.out = nn.Linear(config.num_heads * self.d, config.hidden_size, config.bias)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, self.d)) for f in (self.q, self.k, self.v))
@@ -55,9 +61,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = config.activation
         gated = config.activation == "swiglu"
-        self.gate = nn.Linear(config.hidden, config.ffn_width, config.bias) if gated else None
-        self.up = nn.Linear(config.hidden, config.ffn_width, config.bias)
-        self.down = nn.Linear(config.ffn_width, config.hidden, config.bias)
+        self.gate = nn.Linear(config.hidden_size, config.resolved_ffn_hidden_size, config.bias) if gated else None
+        self.up = nn.Linear(config.hidden_size, config.resolved_ffn_hidden_size, config.bias)
+        self.down = nn.Linear(config.resolved_ffn_hidden_size, config.hidden_size, config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
@@ -92,11 +98,11 @@ class PlainTransformer(nn.Module):
         if any(config.windows):
             raise ValueError("PlainTransformer: window must be None")
         self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden)
-        self.positions = nn.Embedding(config.seq_length, config.hidden) if config.positions == "learned" else None
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.seq_length, config.hidden_size) if config.positions == "learned" else None
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = _norm(config)
-        self.head = None if config.tied_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.head = None if config.tied_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens.t())  # [b, s, h]

@@ -62,12 +62,14 @@ def command(
         str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 40,
-    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
-    hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    num_layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
+    hidden_size: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
+    num_heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
     seq_length: Annotated[int, typer.Option(help="Bytes in a sequence.")] = 512,
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
-    ffn_hidden: Annotated[int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden")] = None,
+    ffn_hidden_size: Annotated[
+        int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden size")
+    ] = None,
     activation: Annotated[Activation, typer.Option(help="Activation of the MLP.")] = Activation.gelu,
     positions: Annotated[Positions, typer.Option(help="How the model knows positions.")] = Positions.rotary,
     norm: Annotated[Norm, typer.Option(help="Normalisation of each layer's input.")] = Norm.layer_norm,
@@ -121,10 +123,10 @@ def command(
         model = TransformerConfig(
             vocab_size=vocabulary,
             seq_length=seq_length,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            ffn_hidden=ffn_hidden,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            ffn_hidden_size=ffn_hidden_size,
             dropout=dropout,
             activation=activation.value,
             positions=positions.value,

@@ -70,7 +70,7 @@ class TrainConfig:
 
         if self.batch % self.dp:
             raise ValueError(f"TrainConfig: batch must be a multiple of dp={self.dp}, got {self.batch}")
-        shared = {"heads": self.model.heads, "ffn_width": self.model.ffn_width}
+        shared = {"num_heads": self.model.num_heads, "ffn_hidden_size": self.model.resolved_ffn_hidden_size}
         for name, value in shared.items():
             if value % self.tp:
                 raise ValueError(f"TrainConfig: {name} must be a multiple of tp={self.tp}, got {value}")

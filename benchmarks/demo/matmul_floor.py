@@ -39,13 +39,13 @@ def _shapes(config: TransformerConfig, sequences: int) -> Iterator[tuple[int, in
 
     Of the scores, causal attention needs half: those of half of the queries are counted here, at full length.
     """
-    tokens, d, s = sequences * config.seq_length, config.head_size, config.seq_length
-    wide = (config.heads + 2 * config.key_heads) * d
+    tokens, d, s = sequences * config.seq_length, config.resolved_head_dim, config.seq_length
+    wide = (config.num_heads + 2 * config.resolved_num_kv_heads) * d
     parts = 2 if config.activation == "swiglu" else 1
-    yield 1, tokens, wide, config.hidden, config.layers
-    yield 1, tokens, config.hidden, config.heads * d, config.layers
-    yield 1, tokens, parts * config.ffn_width, config.hidden, config.layers
-    yield 1, tokens, config.hidden, config.ffn_width, config.layers
-    yield 1, tokens, config.vocab_size, config.hidden, 1
-    yield sequences * config.heads, max(1, s // 2), s, d, config.layers  # q k^T
-    yield sequences * config.heads, max(1, s // 2), d, s, config.layers  # of the probabilities and v
+    yield 1, tokens, wide, config.hidden_size, config.num_layers
+    yield 1, tokens, config.hidden_size, config.num_heads * d, config.num_layers
+    yield 1, tokens, parts * config.resolved_ffn_hidden_size, config.hidden_size, config.num_layers
+    yield 1, tokens, config.hidden_size, config.resolved_ffn_hidden_size, config.num_layers
+    yield 1, tokens, config.vocab_size, config.hidden_size, 1
+    yield sequences * config.num_heads, max(1, s // 2), s, d, config.num_layers  # q k^T
+    yield sequences * config.num_heads, max(1, s // 2), d, s, config.num_layers  # of the probabilities and v

@@ -117,8 +117,9 @@ def describe(config: TrainConfig) -> str:
     """The run in one line."""
     model = config.model
     return (
-        f"GPT, {model.layers} layers, hidden {model.hidden}, {model.heads} heads, ffn {model.ffn_width} "
-        f"{model.activation}; batch {config.batch} x {model.seq_length} bytes; {config.dtype} on {config.device}"
+        f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+        f"ffn {model.resolved_ffn_hidden_size} {model.activation}; "
+        f"batch {config.batch} x {model.seq_length} bytes; {config.dtype} on {config.device}"
     )
 
 

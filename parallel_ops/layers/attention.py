@@ -32,12 +32,12 @@ class ParallelSelfAttention(ShardedModule):
     """Multi-head self-attention, causal unless told otherwise.
 
     Args:
-        hidden: width of input and output.
-        heads: query heads; a multiple of the mesh's size.
+        hidden_size: width of input and output.
+        num_heads: query heads; a multiple of the mesh's size.
         mesh: the ranks that share the heads; ``None`` for one.
-        kv_heads: key and value heads; divides ``heads``, and is a multiple or a divisor of the mesh's size. ``None``
-            for ``heads``.
-        head_dim: size of a head; ``None`` for ``hidden / heads``.
+        num_kv_heads: key and value heads; divides ``num_heads``, and is a multiple or a divisor of the mesh's size.
+            ``None`` for ``num_heads``.
+        head_dim: size of a head; ``None`` for ``hidden_size / num_heads``.
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
         causal: no token sees a later one.
         window: how many tokens a token sees at most, itself included; causal only.
@@ -53,11 +53,11 @@ class ParallelSelfAttention(ShardedModule):
 
     def __init__(
         self,
-        hidden: int,
-        heads: int,
+        hidden_size: int,
+        num_heads: int,
         *,
         mesh: DeviceMesh | None,
-        kv_heads: int | None = None,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-5,
@@ -75,24 +75,27 @@ class ParallelSelfAttention(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mesh)
-        kv_heads = heads if kv_heads is None else kv_heads
-        if head_dim is None and (heads < 1 or hidden % heads):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if head_dim is None and (num_heads < 1 or hidden_size % num_heads):
             raise ValueError(
-                f"ParallelSelfAttention: hidden ({hidden}) must be a multiple of heads ({heads}), or give head_dim"
+                f"ParallelSelfAttention: hidden_size ({hidden_size}) must be a multiple of num_heads ({num_heads}), "
+                "or give head_dim"
             )
-        self.head_dim = hidden // heads if head_dim is None else head_dim
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if self.head_dim < 1:
             raise ValueError(f"ParallelSelfAttention: head_dim must be positive, got {head_dim}")
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"ParallelSelfAttention: heads ({heads}) must be a multiple of kv_heads ({kv_heads})")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"ParallelSelfAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
+            )
         if window is not None and (not causal or window < 1):
             raise ValueError(f"ParallelSelfAttention: window must be positive and needs causal=True, got {window}")
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(
                 f"ParallelSelfAttention: attention_dropout must be from 0 to below 1, got {attention_dropout}"
             )
-        self.heads = ensure_divisible("ParallelSelfAttention", "heads", heads, self.ranks)  # of this rank
-        self.kv_heads, rows = self._key_heads(kv_heads)
+        self.local_heads = ensure_divisible("ParallelSelfAttention", "num_heads", num_heads, self.ranks)
+        self.local_kv_heads, rows = self._split_kv_heads(num_kv_heads)
         self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
         self.core: CoreAttention = flash if core is None else core
         self._core_takes = frozenset(inspect.signature(self.core).parameters)
@@ -101,27 +104,29 @@ class ParallelSelfAttention(ShardedModule):
         )
         qkv_bias = bias if qkv_bias is None else qkv_bias
         d = self.head_dim
-        self.q = ColumnParallelLinear(hidden, heads * d, bias=qkv_bias, init_method=init_method, **common)
+        self.q = ColumnParallelLinear(hidden_size, num_heads * d, bias=qkv_bias, init_method=init_method, **common)
         self.k, self.v = (
-            ColumnParallelLinear(hidden, kv_heads * d, bias=qkv_bias, rows=rows, init_method=init_method, **common)
+            ColumnParallelLinear(
+                hidden_size, num_kv_heads * d, bias=qkv_bias, rows=rows, init_method=init_method, **common
+            )
             for _ in range(2)
         )
         self.q_norm, self.k_norm = (
             Norm(d, "rms_norm", norm_eps, mesh=self.mesh, device=device, dtype=dtype) if qk_norm else None
             for _ in range(2)
         )
-        self.out = RowParallelLinear(heads * d, hidden, bias=bias, init_method=output_init_method, **common)
+        self.out = RowParallelLinear(num_heads * d, hidden_size, bias=bias, init_method=output_init_method, **common)
 
-    def _key_heads(self, kv_heads: int) -> tuple[int, slice | None]:
+    def _split_kv_heads(self, num_kv_heads: int) -> tuple[int, slice | None]:
         """How many key heads this rank has, and where they are in weights that are whole on every rank."""
-        if kv_heads % self.ranks == 0:
-            return kv_heads // self.ranks, None
-        if self.ranks % kv_heads:
+        if num_kv_heads % self.ranks == 0:
+            return num_kv_heads // self.ranks, None
+        if self.ranks % num_kv_heads:
             raise ValueError(
-                "ParallelSelfAttention: kv_heads must be a multiple or a divisor of the size of the mesh, got "
-                f"{kv_heads} for {self.ranks} ranks"
+                "ParallelSelfAttention: num_kv_heads must be a multiple or a divisor of the size of the mesh, got "
+                f"{num_kv_heads} for {self.ranks} ranks"
             )
-        first = group_rank(self.group) * kv_heads // self.ranks * self.head_dim
+        first = group_rank(self.group) * num_kv_heads // self.ranks * self.head_dim
         return 1, slice(first, first + self.head_dim)
 
     @propagates_errors
@@ -138,10 +143,10 @@ class ParallelSelfAttention(ShardedModule):
         sizes: Sequence[int] | None = None,
         core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """``[s, b, hidden]`` to the same shape.
+        """``[s, b, hidden_size]`` to the same shape.
 
         Args:
-            x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden]``.
+            x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
             angles: cosines and sines, ``[positions, R / 2]`` each, for rotary positions.
             mask: for a core that takes one, such as ``unfused``. core_options: what else the core takes, by name, such
                 as ``cu_seqlens``.
@@ -149,8 +154,8 @@ class ParallelSelfAttention(ShardedModule):
             residual, dropout, row_offset, sizes: as of ``RowParallelLinear.forward``.
 
         Raises:
-            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the weights, a mask or an option
-                that the core does not take, angles, positions or a mask that do not fit.
+            TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask or an
+            option that the core does not take, angles, positions or a mask that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).
@@ -169,7 +174,7 @@ class ParallelSelfAttention(ShardedModule):
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p and "first_head" in self._core_takes:
-            given["first_head"] = self.heads * group_rank(self.group)
+            given["first_head"] = self.local_heads * group_rank(self.group)
         y = self.core(q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given)
         out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
         return out
@@ -185,4 +190,4 @@ class ParallelSelfAttention(ShardedModule):
                 )
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, kv_heads={self.kv_heads} (of this rank), head_dim={self.head_dim}"
+        return f"local_heads={self.local_heads}, local_kv_heads={self.local_kv_heads}, head_dim={self.head_dim}"

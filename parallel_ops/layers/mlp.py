@@ -23,8 +23,8 @@ class ParallelMLP(ShardedModule):
     """Two or three linears around a fused activation.
 
     Args:
-        hidden: width of input and output.
-        ffn_hidden: width after the activation; divides evenly by the mesh's size. ``None`` for ``4 * hidden``.
+        hidden_size: width of input and output.
+        ffn_hidden_size: width after the activation; a multiple of the mesh's size. ``None`` for ``4 * hidden_size``.
         mesh: the ranks that share the weights; ``None`` for one.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         sequence_parallel, overlap, bias: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
@@ -36,8 +36,8 @@ class ParallelMLP(ShardedModule):
 
     def __init__(
         self,
-        hidden: int,
-        ffn_hidden: int | None = None,
+        hidden_size: int,
+        ffn_hidden_size: int | None = None,
         *,
         mesh: DeviceMesh | None,
         activation: str = "gelu",
@@ -52,14 +52,15 @@ class ParallelMLP(ShardedModule):
         super().__init__(mesh)
         if activation not in ACTIVATIONS:
             raise ValueError(f"ParallelMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        self.activation, width = activation, 4 * hidden if ffn_hidden is None else ffn_hidden
+        self.activation, width = activation, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
         common = LinearOptions(
             mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
-        gated = activation == "swiglu"
-        self.gate = ColumnParallelLinear(hidden, width, bias=bias, init_method=init_method, **common) if gated else None
-        self.up = ColumnParallelLinear(hidden, width, bias=bias, init_method=init_method, **common)
-        self.down = RowParallelLinear(width, hidden, bias=bias, init_method=output_init_method, **common)
+        self.gate = None
+        if activation == "swiglu":
+            self.gate = ColumnParallelLinear(hidden_size, width, bias=bias, init_method=init_method, **common)
+        self.up = ColumnParallelLinear(hidden_size, width, bias=bias, init_method=init_method, **common)
+        self.down = RowParallelLinear(width, hidden_size, bias=bias, init_method=output_init_method, **common)
 
     @propagates_errors
     def forward(
@@ -71,7 +72,7 @@ class ParallelMLP(ShardedModule):
         row_offset: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """``[s, ..., hidden]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
+        """``[s, ..., hidden_size]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
 
         Raises:
             TypeError, ValueError: x of another shape, dtype or device than the weights need.

@@ -13,7 +13,7 @@ class Norm(ShardedModule):
     """Layer norm or RMS norm of the last dimension; ones and zeros at first. Its parameters are whole on every rank.
 
     Args:
-        hidden: the last dimension.
+        hidden_size: the last dimension.
         kind: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias). eps: added to the variance or the mean square.
         mesh: the ranks; ``None`` for one.
         sequence_parallel: each rank norms its own tokens, so the gradients are summed over the ranks, weight and bias
@@ -28,7 +28,7 @@ class Norm(ShardedModule):
 
     def __init__(
         self,
-        hidden: int,
+        hidden_size: int,
         kind: str = "layer_norm",
         eps: float = 1e-5,
         *,
@@ -41,8 +41,10 @@ class Norm(ShardedModule):
         if kind not in ("layer_norm", "rms_norm"):
             raise ValueError(f"Norm: kind must be 'layer_norm' or 'rms_norm', got {kind!r}")
         self.eps, self.sequence_parallel = eps, sequence_parallel
-        self.weight = empty_parameter((hidden,), Replicate(), self.mesh, device, dtype)
-        self.bias = empty_parameter((hidden,), Replicate(), self.mesh, device, dtype) if kind == "layer_norm" else None
+        self.weight = empty_parameter((hidden_size,), Replicate(), self.mesh, device, dtype)
+        self.bias = (
+            empty_parameter((hidden_size,), Replicate(), self.mesh, device, dtype) if kind == "layer_norm" else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,7 +54,7 @@ class Norm(ShardedModule):
             fill(self.bias, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of ``x``, ``[..., hidden]``.
+        """The norm of ``x``, ``[..., hidden_size]``.
 
         Raises:
             TypeError, ValueError: x of another width, dtype or device than the weight.

@@ -32,8 +32,8 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden, heads, kv_heads, head_dim, qk_norm, window, core, attention_dropout, qkv_bias: as of
-            ``ParallelSelfAttention``. ffn_hidden, activation: as of ``ParallelMLP``.
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window, core, attention_dropout, qkv_bias: as of
+            ``ParallelSelfAttention``. ffn_hidden_size, activation: as of ``ParallelMLP``.
         mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
@@ -49,13 +49,13 @@ class ParallelTransformerLayer(ShardedModule):
 
     def __init__(
         self,
-        hidden: int,
-        heads: int,
+        hidden_size: int,
+        num_heads: int,
         *,
         mesh: DeviceMesh | None,
-        kv_heads: int | None = None,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
-        ffn_hidden: int | None = None,
+        ffn_hidden_size: int | None = None,
         activation: str = "gelu",
         norm: str = "layer_norm",
         norm_eps: float = 1e-5,
@@ -81,11 +81,11 @@ class ParallelTransformerLayer(ShardedModule):
         linear = {
             "overlap": overlap, "bias": bias, "init_method": init_method, "output_init_method": output_init_method
         }  # fmt: skip
-        self.norm_attention = Norm(hidden, norm, norm_eps, **where)  # type: ignore[arg-type]
+        self.norm_attention = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
         self.attention = ParallelSelfAttention(
-            hidden,
-            heads,
-            kv_heads=kv_heads,
+            hidden_size,
+            num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             qk_norm=qk_norm,
             norm_eps=norm_eps,
@@ -96,8 +96,14 @@ class ParallelTransformerLayer(ShardedModule):
             **linear,  # type: ignore[arg-type]
             **where,  # type: ignore[arg-type]
         )
-        self.norm_mlp = Norm(hidden, norm, norm_eps, **where)  # type: ignore[arg-type]
-        self.mlp = ParallelMLP(hidden, ffn_hidden, activation=activation, **linear, **where)  # type: ignore[arg-type]
+        self.norm_mlp = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
+        self.mlp = ParallelMLP(
+            hidden_size,
+            ffn_hidden_size,
+            activation=activation,
+            **linear,  # type: ignore[arg-type]
+            **where,  # type: ignore[arg-type]
+        )
 
     @propagates_errors
     def forward(
@@ -111,16 +117,16 @@ class ParallelTransformerLayer(ShardedModule):
         sizes: Sequence[int] | None = None,
         core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """``[s, b, hidden]`` to the same shape.
+        """``[s, b, hidden_size]`` to the same shape.
 
         Args:
-            x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden]``.
+            x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
             angles, mask, positions, row_offset, core_options: as of ``ParallelSelfAttention.forward``.
             sizes: ``s_r`` of every rank, where they differ.
 
         Raises:
-            TypeError, ValueError: x that is not ``[s, b, hidden]`` in the dtype of the norm, angles that do not fit: on
-                every rank.
+            TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the norm, angles that do not
+            fit: on every rank.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``. Gradients of all parameters are
         complete.

@@ -1,4 +1,4 @@
-"""What a transformer is, by numbers and names alone."""
+"""The configuration of a transformer."""
 
 import re
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Slower rotary frequencies, for sequences longer than those of the first training (Llama 3.1).
+    """Llama 3.1's scaling of rotary frequencies, for sequences longer than those of pre-training.
 
     Pairs that turn less than ``low_frequency`` times within ``original_length`` positions turn ``factor`` times slower;
-    those that turn more than ``high_frequency`` times stay; between the two, a linear mix by the number of turns.
+    pairs that turn more than ``high_frequency`` times stay; in between, a linear interpolation by the number of turns.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -34,26 +34,28 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Shape of a causal transformer, norm first: GPT-2, Llama, Qwen and Mistral are values of it.
+    """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen and Mistral are configurations of it.
 
     Attributes:
-        vocab_size, seq_length, layers, hidden, heads: positive. ``seq_length`` is that of the longest sequence.
-        kv_heads: key and value heads, divides ``heads``; ``None`` for ``heads``.
-        head_dim: size of a head; ``None`` for ``hidden / heads``, which must be whole.
-        ffn_hidden: width of the MLP after its activation; ``None`` for ``4 * hidden``.
+        vocab_size, seq_length, num_layers, hidden_size, num_heads: positive. ``seq_length`` is the length of the
+            longest sequence.
+        num_kv_heads: key and value heads, divides ``num_heads``; ``None`` for ``num_heads``.
+        head_dim: size of a head; ``None`` for ``hidden_size / num_heads``, which must be whole.
+        ffn_hidden_size: width of the MLP after its activation; ``None`` for ``4 * hidden_size``.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a gate projection).
         norm: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias). norm_eps: added to variance or mean square.
         qk_norm: RMS norms of the heads of queries and keys, before their rotation.
-        bias: biases of the linear layers. qkv_bias: of queries, keys and values; ``None`` for ``bias``.
+        bias: whether the linear layers have biases. qkv_bias: the same for queries, keys and values; ``None`` for
+            ``bias``.
         positions: ``"learned"`` (an embedding) or ``"rotary"`` (half-rotated, over the whole head, whose size is
             even).
-        rotary_base: the wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: see its class.
-        window: how many tokens a token sees at most, itself included: in all layers, or one value a layer; ``None``
-            for all earlier ones.
+        rotary_base: wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: see ``Llama3Scaling``.
+        window: number of tokens that a token attends to at most, itself included: one value for all layers, or a tuple
+            with one a layer; ``None`` for all earlier tokens.
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
         attention_dropout: probability, on the attention weights.
         tied_embeddings: the output layer shares the token embedding's weight.
-        init_std: standard deviation of the initial weights; output projections take ``init_std / sqrt(2 layers)``.
+        init_std: standard deviation of the initial weights; ``init_std / sqrt(2 num_layers)`` for output projections.
 
     Raises:
         ValueError: naming the field that is wrong.
@@ -61,12 +63,12 @@ class TransformerConfig:
 
     vocab_size: int
     seq_length: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int | None = None
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None = None
     head_dim: int | None = None
-    ffn_hidden: int | None = None
+    ffn_hidden_size: int | None = None
     activation: str = "gelu"
     norm: str = "layer_norm"
     norm_eps: float = 1e-5
@@ -87,14 +89,19 @@ class TransformerConfig:
         self._check_choices()
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "seq_length", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden"):
-            self._check_count(name, getattr(self, name), optional=name in ("kv_heads", "head_dim", "ffn_hidden"))
-        if self.head_dim is None and self.hidden % self.heads:
-            self._fail(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads}) where head_dim is not given")
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            self._fail(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if isinstance(self.window, tuple) and len(self.window) != self.layers:
-            self._fail(f"window must have a value for each of the {self.layers} layers, got {len(self.window)}")
+        for name in ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_heads"):
+            self._check_count(name, getattr(self, name))
+        for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
+            self._check_count(name, getattr(self, name), optional=True)
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            self._fail(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}) unless head_dim "
+                "is given"
+            )
+        if self.num_heads % self.resolved_num_kv_heads:
+            self._fail(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if isinstance(self.window, tuple) and len(self.window) != self.num_layers:
+            self._fail(f"window must have a value for each of the {self.num_layers} layers, got {len(self.window)}")
         for window in self.windows:
             self._check_count("window", window, optional=True)
 
@@ -109,8 +116,8 @@ class TransformerConfig:
         ):
             if getattr(self, name) not in allowed:
                 self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
-        if self.positions == "rotary" and self.head_size % 2:
-            self._fail(f"rotary positions need an even head size, got {self.head_size}")
+        if self.positions == "rotary" and self.resolved_head_dim % 2:
+            self._fail(f"rotary positions need an even head size, got {self.resolved_head_dim}")
         for name in ("rotary_base", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
@@ -119,33 +126,31 @@ class TransformerConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "TransformerConfig":
-        """What the ``config.json`` of a Hugging Face folder says.
-
-        Raises:
-            FileNotFoundError: there is none. ValueError: an unknown family, or an option that we do not have.
-        """
         from parallel_ops.models.huggingface.loading import read_config
 
         return read_config(Path(folder))[0]
 
     @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+    def resolved_head_dim(self) -> int:
+        """``head_dim``, or its default."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def key_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
+    def resolved_num_kv_heads(self) -> int:
+        """``num_kv_heads``, or its default."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def ffn_width(self) -> int:
-        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+    def resolved_ffn_hidden_size(self) -> int:
+        """``ffn_hidden_size``, or its default."""
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
-        return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+        return self.window if isinstance(self.window, tuple) else (self.window,) * self.num_layers
 
-    def _check_count(self, name: str, value: object, optional: bool) -> None:
+    def _check_count(self, name: str, value: object, *, optional: bool = False) -> None:
         if value is None and optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -156,5 +161,5 @@ class TransformerConfig:
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without those that recomputation and ``torch.compile`` put around it."""
+    """``name`` of a module or parameter without the wrapper names of recomputation and ``torch.compile``."""
     return re.sub(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)", "", name).rstrip(".")

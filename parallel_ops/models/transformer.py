@@ -99,7 +99,7 @@ class Transformer(PretrainedModel):
         place["sequence_parallel"] = self.sequence_parallel
 
         def table(rows: int) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(rows, config.hidden, init_method=_normal(config.init_std), **place)
+            return VocabParallelEmbedding(rows, config.hidden_size, init_method=_normal(config.init_std), **place)
 
         self.tokens: VocabParallelEmbedding | None = table(config.vocab_size)
         # Split like the vocabulary, so that its gradients come complete, over any split of the tokens.
@@ -107,11 +107,11 @@ class Transformer(PretrainedModel):
         self.layers = nn.ModuleDict(
             {
                 str(number): ParallelTransformerLayer(
-                    config.hidden,
-                    config.heads,
-                    kv_heads=config.kv_heads,
+                    config.hidden_size,
+                    config.num_heads,
+                    num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
-                    ffn_hidden=config.ffn_width,
+                    ffn_hidden_size=config.resolved_ffn_hidden_size,
                     activation=config.activation,
                     norm=config.norm,
                     norm_eps=config.norm_eps,
@@ -125,13 +125,13 @@ class Transformer(PretrainedModel):
                     overlap=overlap,
                     init_method=_normal(config.init_std),
                     # Narrower, so that the residual sum keeps its scale.
-                    output_init_method=_normal(config.init_std / math.sqrt(2 * config.layers)),
+                    output_init_method=_normal(config.init_std / math.sqrt(2 * config.num_layers)),
                     **place,
                 )
                 for number, window in enumerate(config.windows)
             }
         )
-        self.norm: Norm | None = Norm(config.hidden, config.norm, config.norm_eps, **place)
+        self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **place)
         self.head = None if config.tied_embeddings else table(config.vocab_size)
 
     @torch.no_grad()
@@ -261,7 +261,7 @@ class Transformer(PretrainedModel):
 
 def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
     """Cosines and sines of positions ``[n]``, ``[n, head size / 2]`` each, fp32."""
-    size, scaling = config.head_size, config.rotary_scaling
+    size, scaling = config.resolved_head_dim, config.rotary_scaling
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     frequencies = 1.0 / config.rotary_base**exponents
     if scaling is not None:

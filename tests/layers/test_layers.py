@@ -219,8 +219,11 @@ def test_layers_can_be_copied_and_moved():
             lambda: layers.ParallelMLP(4, mesh=None, activation="relu"),
             "must be one of gelu, gelu_exact, swiglu",
         ),
-        (lambda: layers.ParallelSelfAttention(10, 4, mesh=None), r"hidden \(10\) must be a multiple of heads"),
-        (lambda: layers.ParallelSelfAttention(8, 4, kv_heads=3, mesh=None), r"heads \(4\) must be a multiple of kv"),
+        (lambda: layers.ParallelSelfAttention(10, 4, mesh=None), r"hidden_size \(10\) must be a multiple of num_heads"),
+        (
+            lambda: layers.ParallelSelfAttention(8, 4, num_kv_heads=3, mesh=None),
+            r"num_heads \(4\) must be a multiple of num_kv",
+        ),
         (
             lambda: layers.ParallelSelfAttention(8, 4, causal=False, window=2, mesh=None),
             "must be positive and needs causal",
@@ -243,10 +246,10 @@ def test_bad_arguments_are_named(build, message):
     [
         ("column", "out_features must be a multiple of the size of the mesh, got 6 for 4 ranks"),
         ("row", "got 6 for 4 ranks; meshes that fit have 1, 2, 3, 6 ranks"),
-        ("kv_heads", "kv_heads must be a multiple or a divisor of the size of the mesh, got 3 for 4 ranks"),
+        ("kv_heads", "num_kv_heads must be a multiple or a divisor of the size of the mesh, got 3 for 4 ranks"),
         (
             "heads",
-            ": heads must be a multiple of the size of the mesh, got 6 for 4 ranks; meshes that fit",
+            ": num_heads must be a multiple of the size of the mesh, got 6 for 4 ranks; meshes that fit",
         ),
         ("mesh", "mesh must have one dimension, the tensor-parallel one, got 2"),
         ("group", "mesh must be None or a torch DeviceMesh of one dimension"),

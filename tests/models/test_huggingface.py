@@ -149,14 +149,14 @@ def test_fully_sharded_ranks_read_and_write_the_same_files(name, folders, tmp_pa
 
 
 def test_a_configuration_of_ones_own_becomes_the_family_that_has_it(tmp_path):
-    shape = {"vocab_size": 61, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4, "dropout": 0.1}
+    shape = {"vocab_size": 61, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "dropout": 0.1}
     llama = {"activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False}
     cases = {
         "gpt2": {},
         "llama": llama,
         "mistral": llama | {"window": 3},
         "qwen2": llama | {"qkv_bias": True, "window": (None, 3)},
-        "qwen3": llama | {"qk_norm": True, "kv_heads": 2},
+        "qwen3": llama | {"qk_norm": True, "num_kv_heads": 2},
     }
     for name, options in cases.items():
         model = Transformer(TransformerConfig(**shape, **options))
@@ -240,7 +240,7 @@ BAD_OPTIONS = {
         "logit_softcap": 30.0,
     },
     "has a value of a wrong type": {"rms_norm_eps": "small"},
-    "heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
+    "num_heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
     "differs from the model's configuration in window": {"model_type": "mistral", "sliding_window": 3},
     "differs from the model's configuration in rotary_base": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
 }

@@ -76,10 +76,10 @@ def test_stages_one_after_another_are_the_whole_model():
 
 def test_initial_weights_depend_on_the_seed_alone():
     torch.manual_seed(0)
-    weights = Transformer(dataclasses.replace(GPT2, hidden=192, init_std=0.02)).state_dict()
+    weights = Transformer(dataclasses.replace(GPT2, hidden_size=192, init_std=0.02)).state_dict()
     after = torch.rand(1)
     torch.manual_seed(0)
-    Transformer(dataclasses.replace(GPT2, layers=5))
+    Transformer(dataclasses.replace(GPT2, num_layers=5))
     assert torch.equal(after, torch.rand(1))
     assert weights["tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert weights["layers.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.05)
@@ -146,10 +146,10 @@ def test_dropout_acts_in_training_only():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 5}, r"hidden \(48\) must be a multiple of heads \(5\)"),
-        ({"kv_heads": 3}, r"heads \(4\) must be a multiple of kv_heads \(3\)"),
-        ({"layers": 0}, "layers must be an int of at least 1, got 0"),
-        ({"ffn_hidden": 0}, "ffn_hidden must be an int of at least 1, got 0"),
+        ({"num_heads": 5}, r"hidden_size \(48\) must be a multiple of num_heads \(5\)"),
+        ({"num_kv_heads": 3}, r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"),
+        ({"num_layers": 0}, "num_layers must be an int of at least 1, got 0"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size must be an int of at least 1, got 0"),
         ({"vocab_size": None}, "vocab_size must be an int of at least 1, got None"),
         ({"window": 0}, "window must be an int of at least 1, got 0"),
         ({"window": (3,)}, "window must have a value for each of the 2 layers, got 1"),

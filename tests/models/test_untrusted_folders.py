@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.huggingface.loading import CONFIG, INDEX, SINGLE
 
-SMALL = TransformerConfig(vocab_size=31, seq_length=16, layers=1, hidden=32, heads=4, bias=True)
+SMALL = TransformerConfig(vocab_size=31, seq_length=16, num_layers=1, hidden_size=32, num_heads=4, bias=True)
 
 
 class Command:
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 
 def test_the_folder_as_it_was_saved_loads(folder):
-    assert Transformer.from_pretrained(folder).config.layers == 1
+    assert Transformer.from_pretrained(folder).config.num_layers == 1
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -119,7 +119,7 @@ def test_a_link_to_a_file_elsewhere_is_followed(folder):
     """As the cache of the Hugging Face hub has them: its files are opened as safetensors too."""
     (folder / SINGLE).rename(folder.parent / "blob")
     (folder / SINGLE).symlink_to("../blob")
-    assert Transformer.from_pretrained(folder).config.layers == 1
+    assert Transformer.from_pretrained(folder).config.num_layers == 1
     save_file({"a": torch.zeros(1)}, folder.parent / "blob")
     with pytest.raises(ValueError, match="lacks"):
         Transformer.from_pretrained(folder)

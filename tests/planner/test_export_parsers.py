@@ -302,4 +302,7 @@ def test_the_trainers_parallel_section_is_the_plan():
         written = tomllib.loads(export("parallel_ops", model, cluster, plan))
         elsewhere = {"dtype": written["precision"]["dtype"], "recompute": written["recompute"]["kind"]}
         assert Plan(**written["parallel"], **elsewhere, fused_loss=True) == plan
-        assert (written["model"]["hidden"], written["model"]["seq_length"]) == (model.hidden_size, model.seq_length)
+        assert (written["model"]["hidden_size"], written["model"]["seq_length"]) == (
+            model.hidden_size,
+            model.seq_length,
+        )

@@ -22,7 +22,7 @@ VOCAB, HIDDEN, LENGTH, BATCH = 31, 32, 8, 4  # no number of ranks divides the vo
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "kv_heads": 2, "qk_norm": True},
+    "llama": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "num_kv_heads": 2, "qk_norm": True},
 }
 # How the ranks of a group of four are used.
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -11,7 +11,14 @@ from parallel_ops.models import Transformer, TransformerConfig
 from support.layers import mesh_of
 
 CONFIG = TransformerConfig(
-    vocab_size=31, seq_length=16, layers=2, hidden=32, heads=4, kv_heads=2, positions="rotary", norm="rms_norm"
+    vocab_size=31,
+    seq_length=16,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    positions="rotary",
+    norm="rms_norm",
 )
 
 

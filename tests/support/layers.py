@@ -62,16 +62,16 @@ _BUILDERS = {
     "swiglu": functools.partial(layers.ParallelMLP, HIDDEN, 24, activation="swiglu"),
     "attention": functools.partial(layers.ParallelSelfAttention, HIDDEN, HEADS),
     # two queries for a key
-    "grouped": functools.partial(layers.ParallelSelfAttention, 2 * HIDDEN, 8, kv_heads=4, bias=False),
+    "grouped": functools.partial(layers.ParallelSelfAttention, 2 * HIDDEN, 8, num_kv_heads=4, bias=False),
     # fewer keys than ranks, heads of another size, normed, biases of their own
     "shared": functools.partial(
-        layers.ParallelSelfAttention, HIDDEN, HEADS, kv_heads=1, head_dim=6, qk_norm=True, bias=False, qkv_bias=True,
-        window=3,
+        layers.ParallelSelfAttention, HIDDEN, HEADS, num_kv_heads=1, head_dim=6, qk_norm=True, bias=False,
+        qkv_bias=True, window=3,
     ),
-    "layer": functools.partial(layers.ParallelTransformerLayer, HIDDEN, HEADS, ffn_hidden=24),
+    "layer": functools.partial(layers.ParallelTransformerLayer, HIDDEN, HEADS, ffn_hidden_size=24),
     "llama": functools.partial(
         layers.ParallelTransformerLayer,
-        HIDDEN, HEADS, ffn_hidden=24, activation="swiglu", norm="rms_norm", bias=False,
+        HIDDEN, HEADS, ffn_hidden_size=24, activation="swiglu", norm="rms_norm", bias=False,
     ),
 }  # fmt: skip
 
@@ -164,7 +164,7 @@ def bad_token(rank: int) -> Tensor:
 def too_many_ranks(rank: int, kind: str) -> nn.Module:
     """A module that the four ranks cannot share, or not by this mesh."""
     build = {
-        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, kv_heads=3, mesh=tp_mesh()),
+        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, num_kv_heads=3, mesh=tp_mesh()),
         "heads": lambda: layers.ParallelSelfAttention(12, 6, mesh=tp_mesh()),
         "embedding": lambda: layers.VocabParallelEmbedding(5, 4, mesh=tp_mesh()),
         "column": lambda: layers.ColumnParallelLinear(4, 6, mesh=tp_mesh()),

@@ -12,13 +12,13 @@ from parallel_ops.train.parallelize_model import micro_batch, parallelize
 from support.layers import mesh_of, whole
 
 MODELS = {
-    "gpt": TransformerConfig(vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, dropout=0.0),
+    "gpt": TransformerConfig(vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, dropout=0.0),
     "attention dropout": TransformerConfig(
-        vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, attention_dropout=0.4
+        vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, attention_dropout=0.4
     ),
     "llama": TransformerConfig(
-        vocab_size=31, seq_length=8, layers=2, hidden=32, heads=4, kv_heads=2, activation="swiglu", norm="rms_norm",
-        bias=False, positions="rotary", tied_embeddings=False,
+        vocab_size=31, seq_length=8, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2,
+        activation="swiglu", norm="rms_norm", bias=False, positions="rotary", tied_embeddings=False,
     ),
 }  # fmt: skip
 SEQUENCES = 8  # of a step, over all ranks and micro-batches

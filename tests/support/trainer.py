@@ -22,10 +22,11 @@ from support.layers import mesh_of
 
 VOCABULARY = 31
 MODELS = {
-    "gpt": {"vocab_size": VOCABULARY, "seq_length": 16, "layers": 2, "hidden": 32, "heads": 4},
+    "gpt": {"vocab_size": VOCABULARY, "seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
     "llama": {
-        "vocab_size": VOCABULARY, "seq_length": 16, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4,
-        "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary", "tied_embeddings": False,
+        "vocab_size": VOCABULARY, "seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+        "num_kv_heads": 4, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",
+        "tied_embeddings": False,
     },
 }  # fmt: skip
 
@@ -37,9 +38,9 @@ steps = 400
 [model]
 vocab_size = 64
 seq_length = 32
-layers = 1
-hidden = 32
-heads = 4
+num_layers = 1
+hidden_size = 32
+num_heads = 4
 [data]
 paths = ["tokens.bin"]
 [parallel]

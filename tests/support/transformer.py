@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig
 from parallel_ops.models.huggingface import loading
 
-GPT2 = TransformerConfig(vocab_size=61, seq_length=24, layers=2, hidden=48, heads=4, ffn_hidden=80, init_std=0.3)
+GPT2 = TransformerConfig(
+    vocab_size=61, seq_length=24, num_layers=2, hidden_size=48, num_heads=4, ffn_hidden_size=80, init_std=0.3
+)
 LLAMA = dataclasses.replace(
     GPT2,
-    kv_heads=2,
+    num_kv_heads=2,
     head_dim=16,
     activation="swiglu",
     norm="rms_norm",

@@ -33,7 +33,7 @@ from support import trainer as runs
 from support.distributed import ranks
 
 ROOM = Device("a lot of memory", 2.0**50, True)
-MODEL = {"vocab_size": 64, "seq_length": 32, "layers": 1, "hidden": 32, "heads": 4}
+MODEL = {"vocab_size": 64, "seq_length": 32, "num_layers": 1, "hidden_size": 32, "num_heads": 4}
 
 
 def settings(folder, plan, **more):
@@ -107,8 +107,7 @@ def test_what_is_looked_at_before_anything_starts(folder):
     ("gpus", "only"), [(2, "zero=1"), (4, "tp=2,dp=2,zero=3,micro_batch=2"), (4, "dp=4,dp_replicate=2,zero=2")]
 )
 def test_what_plan_writes_trains(folder, gpus, only):
-    shape = {**MODEL, "vocab": 64, "sequence": 32, "kv_heads": 2, "dropout": False, "bias": "none"}
-    shape = {name: value for name, value in shape.items() if name not in ("vocab_size", "seq_length")}
+    shape = {**MODEL, "num_kv_heads": 2, "dropout": False, "bias": "none"}
     (folder / "small.json").write_text(json.dumps(shape))
     given = ["plan", "--model", folder / "small.json", "--cluster", f"h100x{gpus}", "--batch", "8", "--only", only]
     planned = CliRunner().invoke(app, [*map(str, given), "--output", str(folder / "run.toml"), "--top", "1"])

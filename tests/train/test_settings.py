@@ -16,7 +16,7 @@ from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.planner_bridge import planner_model
 
 SMALL = {
-    "model": {"vocab_size": 64, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4},
+    "model": {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
     "data": {"paths": ["tokens.bin"]},
     "parallel": {"dp": 2, "tp": 2, "zero": 3, "global_batch": 8},
 }
@@ -26,7 +26,8 @@ SMALL = {
 def file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
-        "[model]\nvocab_size = 64\nseq_length = 32\nlayers = 2\nhidden = 32\nheads = 4\nwindow = [8, 'none']\n"
+        "[model]\nvocab_size = 64\nseq_length = 32\nnum_layers = 2\nhidden_size = 32\nnum_heads = 4\n"
+        "window = [8, 'none']\n"
         "[data]\npaths = ['tokens.bin']\n[parallel]\ndp = 2\ntp = 2\nglobal_batch = 8\n[optimizer]\nclip = 'none'\n"
     )
     return path
@@ -64,7 +65,7 @@ def test_the_text_of_a_plan():
         ("runn.steps=3", "unknown key runn; nearest: run"),
         ("parallel.tq=3", "unknown key parallel.tq; nearest: tp"),
         ("parallel=dp=2,tq=1", "unknown field of parallel 'tq'; nearest: tp"),
-        ("parallel.tp=3", "model.heads is 4, which tp=3 must divide"),
+        ("parallel.tp=3", "model.num_heads is 4, which tp=3 must divide"),
         ("parallel.dp=3", r"global_batch must be a multiple of dp \* micro_batch \(3\), got 8"),
         ("parallel.dp_replicate=3", r"dp_replicate must divide dp \(2\), got 3"),
         ("parallel.tp='2'", "parallel.tp: input should be a valid integer, got '2'"),
@@ -80,8 +81,8 @@ def test_the_text_of_a_plan():
         ("optimizer.schedule=wsd", "optimizer.decay must be at least 1 for the schedule wsd, got 0"),
         ("optimizer.warmup=1001", "optimizer.warmup 1001 is more than run.steps 1000: lower it, or raise run.steps"),
         ("run.steps=true", "run.steps: input should be a valid integer, got True"),
-        ("model.heads=5", "must be a multiple of heads"),
-        ("model.folder=nowhere", "model has a folder, which says what it is; heads, hidden"),
+        ("model.num_heads=5", "must be a multiple of num_heads"),
+        ("model.folder=nowhere", "model has a folder, which says what it is; hidden_size, num_heads"),
         ("data.seq_length=64", "data.seq_length is 64, but the model's sequences have at most 32"),
         ("data.paths=[]", "data.paths"),
         ("checkpoint.every=5", "checkpoint.folder is needed with checkpoint.every"),

@@ -16,9 +16,9 @@ from parallel_ops.train.planner_bridge import cluster_of, forecast, rank_memory
 from support import traffic
 from support.distributed import ranks
 
-GPT = {"vocab_size": 64, "seq_length": 32, "layers": 2, "hidden": 32, "heads": 4}
+GPT = {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
 LLAMA = {
-    **GPT, "kv_heads": 2, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",
+    **GPT, "num_kv_heads": 2, "activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary",
     "tied_embeddings": False,
 }  # fmt: skip
 # Model, plan, dtype, recomputation: every ZeRO stage, with and without accumulation, every dimension, both dtypes.

@@ -200,7 +200,7 @@ def test_a_loss_that_is_not_finite_stops_or_is_left_out(data, tmp_path, capsys):
 
 def test_ranks_that_share_a_key_head(data):
     """Two key heads over four ranks."""
-    model = {**runs.MODELS["llama"], "kv_heads": 2}
+    model = {**runs.MODELS["llama"], "num_kv_heads": 2}
     want = runs.steps_of(0, runs.settings_of(data, model=model))
     for got in ranks(4).run(runs.steps_of, runs.settings_of(data, model=model, parallel={"tp": 4, "global_batch": 8})):
         close(got, want)
@@ -261,7 +261,7 @@ def test_half_precision_finds_a_scale(data):
 def test_bytes_a_parameter_in_mixed_precision(data, zero, expected):
     """Parameters, gradients and two moments in fp32, over the ranks that share them; no copy in bf16 stays."""
     settings = runs.settings_of(
-        data, model={**runs.MODELS["gpt"], "hidden": 128}, precision={"dtype": "bf16"},
+        data, model={**runs.MODELS["gpt"], "hidden_size": 128}, precision={"dtype": "bf16"},
         parallel={"dp": 2, "zero": zero, "global_batch": 2},
     )  # fmt: skip
     for found in ranks(2).run(runs.bytes_a_parameter, settings):
@@ -324,8 +324,8 @@ def test_a_token_that_the_model_does_not_know(tmp_path):
 
 def test_a_checkpoint_of_another_model(data, tmp_path):
     Trainer(runs.settings_of(data, checkpoint={"folder": str(tmp_path)})).save()
-    wider = Trainer(runs.settings_of(data, model={**runs.MODELS["gpt"], "hidden": 64}))
-    with pytest.raises(CheckpointError, match="is of a model with hidden 32, not 64"):
+    wider = Trainer(runs.settings_of(data, model={**runs.MODELS["gpt"], "hidden_size": 64}))
+    with pytest.raises(CheckpointError, match="is of a model with hidden_size 32, not 64"):
         wider.resume(tmp_path)
 
 

@@ -49,8 +49,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
     for key, value in family.fixed.items():
         if (got := rest.pop(key, value)) != value:
             raise ValueError(f"has {key} {got!r}; we have {value!r}")
-    if isinstance(layers := rest[family.names["layers"]], int) and layers > _MOST_LAYERS:
-        raise ValueError(f"has {family.names['layers']} {layers}; we have at most {_MOST_LAYERS}")
+    if isinstance(layers := rest[family.names["num_layers"]], int) and layers > _MOST_LAYERS:
+        raise ValueError(f"has {family.names['num_layers']} {layers}; we have at most {_MOST_LAYERS}")
     try:
         said = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
         config = TransformerConfig(**family.always, **said)
@@ -98,9 +98,9 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
     windows = config.windows
     return replace(
         config,
-        kv_heads=config.key_heads,
-        head_dim=config.head_size,
-        ffn_hidden=config.ffn_width,
+        num_kv_heads=config.resolved_num_kv_heads,
+        head_dim=config.resolved_head_dim,
+        ffn_hidden_size=config.resolved_ffn_hidden_size,
         qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
         window=windows[0] if len(set(windows)) == 1 else windows,
         rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,

@@ -133,7 +133,7 @@ def _write_qwen(config: TransformerConfig) -> Options:
     return _write_rotary(config) | {
         "use_sliding_window": any(sliding),
         "sliding_window": next((window for window in config.windows if window is not None), None),
-        "max_window_layers": sliding.index(True) if any(sliding) else config.layers,
+        "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
         "layer_types": [_KINDS[slides] for slides in sliding],
     }
 
@@ -161,12 +161,12 @@ _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 _LLAMA_NAMES = {
     "vocab_size": "vocab_size",
     "seq_length": "max_position_embeddings",
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "ffn_hidden": "intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "attention_dropout": "attention_dropout",
     "tied_embeddings": "tie_word_embeddings",
@@ -251,10 +251,10 @@ FAMILIES = {
         names={
             "vocab_size": "vocab_size",
             "seq_length": "n_positions",
-            "layers": "n_layer",
-            "hidden": "n_embd",
-            "heads": "n_head",
-            "ffn_hidden": "n_inner",
+            "num_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_heads": "n_head",
+            "ffn_hidden_size": "n_inner",
             "norm_eps": "layer_norm_epsilon",
             "attention_dropout": "attn_pdrop",
             "tied_embeddings": "tie_word_embeddings",

@@ -140,9 +140,9 @@ class _Files:
 
     def check(self, config: TransformerConfig) -> None:
         """ValueError: the tensors are not those of a model of this configuration."""
-        if config.layers > len(self._tensors):  # so that no number in a file makes a model that never ends
+        if config.num_layers > len(self._tensors):  # so that no number in a file makes a model that never ends
             raise ValueError(
-                f"{self._folder / CONFIG} says {config.layers} layers, and the folder has {len(self._tensors)} tensors"
+                f"{self._folder / CONFIG} says {config.num_layers} layers, and the folder has {len(self._tensors)} tensors"
             )
         shapes = whole_shapes(config)
         wanted: dict[str, list[int]] = {}

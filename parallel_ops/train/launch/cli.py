@@ -97,8 +97,10 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
         f"step   {plan.global_batch} x {settings.seq_length:,} tokens: {plan.micro_batches} micro-batches of "
         f"{plan.micro_batch} on each of {plan.dp} data-parallel ranks", highlight=False,
     )  # fmt: skip
-    console.print(f"model  {config.layers} layers, hidden {config.hidden}, {expected.model.parameters:,} parameters\n",
-                  highlight=False)  # fmt: skip
+    console.print(
+        f"model  {config.num_layers} layers, hidden {config.hidden_size}, {expected.model.parameters:,} parameters\n",
+        highlight=False,
+    )
     found = rank_memory(settings)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("each rank holds")

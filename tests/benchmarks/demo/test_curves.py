@@ -12,9 +12,9 @@ from parallel_ops.models import TransformerConfig
 MODEL = TransformerConfig(
     vocab_size=256,
     seq_length=64,
-    layers=2,
-    hidden=64,
-    heads=4,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
     activation="swiglu",
     positions="rotary",
     norm="rms_norm",

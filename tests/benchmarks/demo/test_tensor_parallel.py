@@ -24,8 +24,21 @@ from parallel_ops.models import TransformerConfig
 from support import training
 from support.distributed import ranks
 
-MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
-TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
+TINY = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -120,7 +133,7 @@ class TestPlaces:
 
     def test_rank_0_alone_writes(self, monkeypatch, text):
         monkeypatch.setattr(cli, "_train", lambda *_: [])
-        arguments = [*TINY, "--heads", "4", "--text", str(text), "--output", "missing/demo.png"]
+        arguments = [*TINY, "--num-heads", "4", "--text", str(text), "--output", "missing/demo.png"]
         assert CliRunner().invoke(cli.app, arguments).exit_code == 0
         monkeypatch.setenv("RANK", "0")
         assert "missing does not exist" in CliRunner().invoke(cli.app, arguments).stderr
@@ -138,7 +151,9 @@ def test_a_run_takes_the_threads_that_it_is_given(text):
 
 
 def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
-    model = dataclasses.replace(MODEL, heads=4, dropout=0.2, activation="swiglu", norm="rms_norm", positions="rotary")
+    model = dataclasses.replace(
+        MODEL, num_heads=4, dropout=0.2, activation="swiglu", norm="rms_norm", positions="rotary"
+    )
     losses = []
     for tp, sequence_parallel in ((2, False), (2, True), (4, True)):
         config = TrainConfig(
@@ -170,8 +185,8 @@ def test_a_rank_that_dies_ends_the_run(text):
     [
         (["--tp", "0"], "tp must be at least 1, got 0"),
         (["--all", "--batch", "3"], "batch must be a multiple of dp=2, got 3"),
-        (["--tp", "3"], "heads must be a multiple of tp=3, got 2"),
-        (["--tp", "2", "--ffn-hidden", "5"], "ffn_width must be a multiple of tp=2, got 5"),
+        (["--tp", "3"], "num_heads must be a multiple of tp=3, got 2"),
+        (["--tp", "2", "--ffn-hidden-size", "5"], "ffn_hidden_size must be a multiple of tp=2, got 5"),
         (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
         (
             ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],

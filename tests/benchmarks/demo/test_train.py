@@ -23,8 +23,21 @@ from typer.testing import CliRunner
 from benchmarks.demo import cli, report
 from benchmarks.demo.compare import Run
 
-MODEL = TransformerConfig(vocab_size=256, seq_length=32, layers=1, hidden=32, heads=2)
-TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq-length", "32", "--batch", "2", "--device", "cpu"]
+MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
+TINY = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "32",
+    "--num-heads",
+    "2",
+    "--seq-length",
+    "32",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -108,7 +121,14 @@ class TestTrainer:
     "change",
     [
         {"dropout": 0.0, "tied_embeddings": False, "qkv_bias": False},
-        {"positions": "rotary", "activation": "swiglu", "norm": "rms_norm", "bias": False, "heads": 4, "kv_heads": 2},
+        {
+            "positions": "rotary",
+            "activation": "swiglu",
+            "norm": "rms_norm",
+            "bias": False,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
         {"positions": "rotary", "qk_norm": True, "head_dim": 6, "activation": "gelu_exact"},
     ],
 )
@@ -176,7 +196,7 @@ class TestCommandErrors:
             (["--text", "missing"], "missing does not exist"),
             (["--text", "empty"], "empty has no text in it"),
             (["--text", "short"], "the text has 5 bytes, but a sequence needs 33"),
-            (["--heads", "3"], "hidden (32) must be a multiple of heads (3)"),
+            (["--num-heads", "3"], "hidden_size (32) must be a multiple of num_heads (3)"),
             (["--steps", "0"], "steps must be at least 1, got 0"),
             (
                 ["--runs", "plain,fast"],
