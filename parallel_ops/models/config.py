@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +122,6 @@ class TransformerConfig:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             self._fail("rotary_scaling needs positions='rotary'")
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "TransformerConfig":
-        from parallel_ops.models.huggingface.loading import read_config
-
-        return read_config(Path(folder))[0]
 
     @property
     def resolved_head_dim(self) -> int:

@@ -92,6 +92,11 @@ class Transformer(PretrainedModel):
             self.to_empty(device=target)
             self.reset_parameters()
 
+    @staticmethod
+    def global_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+        """The whole shape of each parameter of a model of this configuration, by name."""
+        return {name: tuple(t.shape) for name, t in Transformer(config, device="meta").state_dict().items()}
+
     def _build(self, dtype: torch.dtype | None) -> None:
         config, overlap = self.config, self.overlap
         # On the meta device: what a checkpoint fills is not drawn before, and the rest is drawn once.

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel_ops.models import TransformerConfig
+from parallel_ops.models import TransformerConfig, config_from_pretrained
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.plan import Plan, parse_fields
 from parallel_ops.train.config_sections import (
@@ -146,7 +146,7 @@ class Settings(Section):
             return TransformerConfig(**shape)
         if shape:
             raise ValueError(f"model has a folder, which says what it is; {', '.join(sorted(shape))} cannot be given")
-        return TransformerConfig.from_pretrained(model.folder)
+        return config_from_pretrained(model.folder)
 
     @property
     def seq_length(self) -> int:

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.huggingface import loading
 from support import huggingface
 from support import transformer as on_rank
@@ -333,7 +333,7 @@ def test_a_place_that_is_taken_is_refused_on_every_rank(folders, tmp_path):
 def test_a_part_of_a_model_loads_its_part(folders):
     """A pipeline stage, and layers inside of what recomputation puts around them."""
     whole = Transformer.from_pretrained(folders / "llama3").state_dict()
-    part = Transformer(TransformerConfig.from_pretrained(folders / "llama3"))
+    part = Transformer(config_from_pretrained(folders / "llama3"))
     part.tokens = part.norm = part.head = None
     del part.layers["0"]
     part.layers["1"] = checkpoint_wrapper(part.layers["1"])
@@ -344,7 +344,7 @@ def test_a_part_of_a_model_loads_its_part(folders):
 
 
 def test_tensors_that_the_family_has_no_place_for_are_named(folders):
-    config = TransformerConfig.from_pretrained(folders / "gpt2")
+    config = config_from_pretrained(folders / "gpt2")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no place for positions\.weight"):
         Transformer.from_pretrained(folders / "llama3", config=config)
 
@@ -356,6 +356,6 @@ def test_without_safetensors_it_says_what_to_install(folders, monkeypatch):
 
 
 def test_memory_is_needed_before_loading(folders):
-    model = Transformer(TransformerConfig.from_pretrained(folders / "gpt2"), device="meta")
+    model = Transformer(config_from_pretrained(folders / "gpt2"), device="meta")
     with pytest.raises(ValueError, match="the parameters are on the meta device; call to_empty first"):
         model.load_pretrained(folders / "gpt2")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig
+from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.huggingface import loading
 
 GPT2 = TransformerConfig(
@@ -88,7 +88,7 @@ def drawn_part(rank: int, name: str) -> dict[str, Tensor]:
 def sharded_step(rank: int, name: str, tp: int, folder: str | None) -> dict[str, Any]:
     """As ``step``, in fp32 under FSDP2 of 4 / tp ranks; drawn, or loaded from a folder and saved into it."""
     root = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
-    config = CONFIGS[name] if folder is None else TransformerConfig.from_pretrained(folder)
+    config = CONFIGS[name] if folder is None else config_from_pretrained(folder)
     model = Transformer(config, mesh=root["tp"], sequence_parallel=True, device="meta")
     for layer in model.layers.values():
         fully_shard(layer, mesh=root["dp"])

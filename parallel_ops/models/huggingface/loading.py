@@ -1,17 +1,17 @@
-"""Hugging Face folders, ``config.json`` and safetensors, read by ranks that each hold a part of a model.
+"""Loading of Hugging Face folders, ``config.json`` and safetensors, into a model that is sharded over ranks.
 
-Every rank opens all files, checks all names and shapes against the whole model, and only then copies the slices that it
-holds: no rank reads what it does not keep, and a folder that does not fit changes nothing.
+Every rank opens all files and checks all names and shapes against the whole model before it copies its slices. So a
+rank reads only what it keeps, and a folder that does not fit changes nothing.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,19 +22,17 @@ from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
 from parallel_ops.models.huggingface.families import Family, Stored
 
-if TYPE_CHECKING:
-    from parallel_ops.models.huggingface import PretrainedModel
-
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FLOATING = ("F64", "F32", "F16", "BF16")
-# In what a model may differ from the config.json of its weights: none of it says what the weights are.
+# Fields in which a model may differ from the config.json of its weights: they do not change what the weights are.
 _OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
-Held = tuple[slice, ...]
+Slices = tuple[slice, ...]
+ShapesOf = Callable[[TransformerConfig], Mapping[str, tuple[int, ...]]]
 
 
 def safetensors() -> ModuleType:
-    """ImportError that says what to install."""
+    """The module ``safetensors.torch`` belongs to, or an ImportError with the command that installs it."""
     try:
         import safetensors.torch
     except ImportError:
@@ -42,57 +40,71 @@ def safetensors() -> ModuleType:
     return safetensors
 
 
-def read_config(folder: Path) -> tuple[TransformerConfig, dict[str, Any]]:
-    """What ``config.json`` says, and itself.
+class Loadable(Protocol):
+    """The parts of a model that loading and saving use; see ``PretrainedModel``."""
+
+    config: TransformerConfig
+    loaded_options: dict[str, Any]
+
+    @staticmethod
+    def global_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+def config_from_pretrained(folder: str | Path) -> TransformerConfig:
+    """The configuration in the ``config.json`` of a Hugging Face folder.
 
     Raises:
-        FileNotFoundError: there is none. ValueError: an unknown family, or an option that we do not have.
+        FileNotFoundError: there is no such file. ValueError: an unknown family, or an unsupported option.
     """
-    options = _read_json(folder / CONFIG)
+    return _config_of(Path(folder), _read_json(Path(folder) / CONFIG))
+
+
+def _config_of(folder: Path, options: dict[str, Any]) -> TransformerConfig:
     try:
-        return config_of(options), options
+        return config_of(options)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} {error}") from error
 
 
-def check(config: TransformerConfig, folder: Path) -> None:
-    """Looks at the files of a folder before a model of this configuration takes memory.
+def check(config: TransformerConfig, folder: Path, shapes_of: ShapesOf) -> None:
+    """Checks the files of a folder before a model of this configuration takes memory.
 
     Raises:
-        FileNotFoundError, ValueError: as ``Transformer.load_pretrained``.
+        FileNotFoundError, ValueError: as ``PretrainedModel.load_pretrained``.
     """
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, family_of(read_config(folder)[1]), stack)
-        files.check(config)
+        _Files(folder, family_of(_read_json(folder / CONFIG)), stack).check(config, shapes_of)
 
 
-def load(model: "PretrainedModel", folder: Path, *, strict: bool) -> None:
-    """See ``Transformer.load_pretrained``."""
-    config, options = read_config(folder)
-    config = replace(config, **{name: getattr(model.config, name) for name in _OF_TRAINING})
+def load(model: Loadable, folder: Path, *, strict: bool) -> None:
+    """See ``PretrainedModel.load_pretrained``."""
+    options = _read_json(folder / CONFIG)
+    config = replace(_config_of(folder, options), **{name: getattr(model.config, name) for name in _OF_TRAINING})
     differing = differences(config, model.config)
     if strict and differing:
         raise ValueError(f"{folder / CONFIG} differs from the model's configuration in {', '.join(differing)}")
     with contextlib.ExitStack() as stack:
         files = _Files(folder, family_of(options), stack)
-        files.check(model.config)
+        files.check(model.config, model.global_shapes)
         parameters = parameters_of(model)
-        held = {name: _held(name, t) for name, t in parameters.items()}
+        slices = {name: _local_slices(name, t) for name, t in parameters.items()}
         if model.config.tied_embeddings and "tokens.weight" in parameters:
-            files.check_spare_head(parameters["tokens.weight"], held["tokens.weight"])
+            files.check_tied_head(parameters["tokens.weight"], slices["tokens.weight"])
         with torch.no_grad():
             for name, t in parameters.items():
                 local = t.to_local() if isinstance(t, DTensor) else t
                 if local.numel():
-                    local.copy_(files.read(name, t.shape, held[name]))
+                    local.copy_(files.read(name, t.shape, slices[name]))
     model.loaded_options = options
 
 
-def parameters_of(model: "PretrainedModel") -> dict[str, Tensor]:
-    """By their own names, sharing memory with the model; under FSDP2 the sharded ones, wherever the model is in a step.
+def parameters_of(model: Loadable) -> dict[str, Tensor]:
+    """The model's parameters by plain name, sharing its memory; under FSDP2 the sharded ones, at any time of a step.
 
     Raises:
-        ValueError: parameters that have no memory.
+        ValueError: parameters on the meta device.
     """
     parameters = {plain_name(name): t for name, t in model.state_dict().items()}
     if any(t.device.type == "meta" for t in parameters.values()):
@@ -100,25 +112,18 @@ def parameters_of(model: "PretrainedModel") -> dict[str, Tensor]:
     return parameters
 
 
-def whole_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Of all parameters of a configuration."""
-    from parallel_ops.models.transformer import Transformer
-
-    return {name: tuple(t.shape) for name, t in Transformer(config, device="meta").state_dict().items()}
-
-
 def some(names: Iterable[str]) -> str:
-    """A few of them, and how many more there are."""
+    """The first three names, and the number of the others."""
     first, *rest = sorted(names)
     more = f" and {len(rest) - 2} more" if len(rest) > 2 else ""
     return ", ".join([first, *rest[:2]]) + more
 
 
 class _Files:
-    """The tensors of a folder, opened and not read.
+    """The tensors of a folder, opened but not read.
 
     Raises:
-        FileNotFoundError, ValueError: files that are not there, not whole, or not as their index says.
+        FileNotFoundError, ValueError: files that are missing, truncated, or differ from their index.
     """
 
     def __init__(self, folder: Path, family: Family, stack: contextlib.ExitStack) -> None:
@@ -138,13 +143,14 @@ class _Files:
             raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
         self._bare = not any(name.startswith(family.prefix) for name in self._tensors)
 
-    def check(self, config: TransformerConfig) -> None:
-        """ValueError: the tensors are not those of a model of this configuration."""
-        if config.num_layers > len(self._tensors):  # so that no number in a file makes a model that never ends
+    def check(self, config: TransformerConfig, shapes_of: ShapesOf) -> None:
+        """Raises ValueError if the tensors are not those of a model of this configuration."""
+        if config.num_layers > len(self._tensors):  # before a number in a file makes a model without end
             raise ValueError(
-                f"{self._folder / CONFIG} says {config.num_layers} layers, and the folder has {len(self._tensors)} tensors"
+                f"{self._folder / CONFIG} has {config.num_layers} layers, but the folder has only "
+                f"{len(self._tensors)} tensors"
             )
-        shapes = whole_shapes(config)
+        shapes = shapes_of(config)
         wanted: dict[str, list[int]] = {}
         for parameter, (rows, *columns) in shapes.items():
             stored = self._stored(parameter)
@@ -153,7 +159,7 @@ class _Files:
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
-            if name == self._stored("head.weight").name:  # of tied embeddings
+            if name == self._stored("head.weight").name:  # tied embeddings, stored twice
                 wanted[name] = wanted[self._stored("tokens.weight").name]
             elif not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
                 raise ValueError(f"{self._folder} has {name}, which the model does not have")
@@ -164,38 +170,36 @@ class _Files:
             if dtype not in _FLOATING:
                 raise ValueError(f"{self._folder}: {name} must be one of {', '.join(_FLOATING)}, got {dtype}")
 
-    def check_spare_head(self, tokens: Tensor, held: Held) -> None:
-        """ValueError: there is an output layer beside embeddings that are said to be tied, and it is not the same."""
+    def check_tied_head(self, tokens: Tensor, slices: Slices) -> None:
+        """Raises ValueError if the files have an output layer that differs from the embedding it is tied to."""
         head = self._tensors.get(self._stored("head.weight").name)
-        if head is not None and not torch.equal(head[held], self.read("tokens.weight", tokens.shape, held)):
+        if head is not None and not torch.equal(head[slices], self.read("tokens.weight", tokens.shape, slices)):
             raise ValueError(f"{self._folder} has an output layer that differs from the embedding it should be tied to")
 
-    def read(self, parameter: str, shape: torch.Size, held: Held) -> Tensor:
-        """What this rank holds of a parameter of this whole shape."""
+    def read(self, parameter: str, shape: torch.Size, slices: Slices) -> Tensor:
+        """This rank's slices of a parameter, whose whole shape is ``shape``."""
         stored = self._stored(parameter)
         first = stored.part * shape[0]
-        rows = slice(first + held[0].start, first + held[0].stop)
+        rows = slice(first + slices[0].start, first + slices[0].stop)
         if stored.transposed:
-            index = (*held[1:], rows)
-            return self._tensors[stored.name][index].t()
-        index = (rows, *held[1:])
-        return self._tensors[stored.name][index]
+            return self._tensors[stored.name][(*slices[1:], rows)].t()
+        return self._tensors[stored.name][(rows, *slices[1:])]
 
     def _stored(self, parameter: str) -> Stored:
         stored = self._family.stored(parameter)
         return replace(stored, name=stored.name.removeprefix(self._family.prefix)) if self._bare else stored
 
 
-def _held(name: str, t: Tensor) -> Held:
-    """Which part of a parameter this rank holds."""
+def _local_slices(name: str, t: Tensor) -> Slices:
+    """The slices of a parameter that this rank holds."""
     starts, sizes = local_box(t)
     if isinstance(t, DTensor) and sizes != t.to_local().shape:
-        raise RuntimeError(f"{name}: cannot tell which part of {list(t.shape)} a rank holds with {t.placements}")
+        raise RuntimeError(f"{name}: cannot compute which part of {list(t.shape)} a rank holds with {t.placements}")
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """The file that holds each tensor, by the tensor's name."""
     if not (folder / INDEX).exists():
         pickles = [file.name for suffix in _PICKLES for file in folder.glob(f"*{suffix}")]
         hint = f"; {some(pickles)} can run code when it is opened: convert it to safetensors first" if pickles else ""

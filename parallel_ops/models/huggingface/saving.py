@@ -1,8 +1,8 @@
-"""Hugging Face folders, ``config.json`` and safetensors, written by ranks that each hold a part of a model.
+"""Saving of a model that is sharded over ranks as a Hugging Face folder, ``config.json`` and safetensors.
 
-Tensors are gathered one at a time. Global rank 0 keeps one file's worth of them in its memory, writes into a folder
-beside the place, and renames it when all of it is there. What goes wrong while it writes is told to the other ranks at
-the end, since they gather with it.
+Tensors are gathered one at a time. Global rank 0 holds the tensors of one file in host memory, writes into a temporary
+folder beside the target, and renames it when it is complete. An error of writing is broadcast at the end, since the
+other ranks take part in the gathers until then.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,30 +24,27 @@ from parallel_ops.models.huggingface.loading import (
     CONFIG,
     INDEX,
     SINGLE,
+    Loadable,
     parameters_of,
     safetensors,
     some,
-    whole_shapes,
 )
 
-if TYPE_CHECKING:
-    from parallel_ops.models.huggingface import PretrainedModel
 
-
-def save(model: "PretrainedModel", folder: Path, *, dtype: torch.dtype | None, file_bytes: int) -> None:
-    """See ``Transformer.save_pretrained``."""
+def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes: int) -> None:
+    """See ``PretrainedModel.save_pretrained``."""
     parameters = parameters_of(model)
     if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"save_pretrained: dtype must be float64, float32, float16 or bfloat16, got {dtype}")
-    if absent := whole_shapes(model.config).keys() - parameters.keys():
+    if absent := model.global_shapes(model.config).keys() - parameters.keys():
         raise ValueError(f"save_pretrained: the whole model is needed, and {some(absent)} is not on this rank")
     options = options_of(model.config, model.loaded_options)
     options["torch_dtype"] = str(dtype or parameters["norm.weight"].dtype).removeprefix("torch.")
     mesh, rank = _mesh_of(parameters.values()), dist.get_rank() if dist.is_initialized() else 0
     if rank != 0 and (mesh is None or 0 not in mesh.mesh):
-        return  # of another replica
+        return  # another replica is saved
     family = family_of(options)
-    tensors: dict[str, list[tuple[Stored, Tensor]]] = {}  # by name in the files, the blocks of each in their order
+    tensors: dict[str, list[tuple[Stored, Tensor]]] = {}  # by name in the files; blocks in order
     for name, t in parameters.items():
         stored = family.stored(name)
         tensors.setdefault(stored.name, []).append((stored, t))
@@ -56,18 +53,18 @@ def save(model: "PretrainedModel", folder: Path, *, dtype: torch.dtype | None, f
     sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for _, t in blocks) for name, blocks in tensors.items()}
     files = _split(sizes, file_bytes)
     writer = _Writer(folder) if rank == 0 else None
-    _tell(mesh, writer)
+    _raise_on_all(mesh, writer)
     for file, names in files.items():
         whole = {name: _gather(tensors[name], dtype, keep=rank == 0) for name in names}
         if writer is not None:
             writer.do(writer.write_tensors, file, whole)
     if writer is not None:
         writer.do(writer.finish, options, files, sum(sizes.values()))
-    _tell(mesh, writer)
+    _raise_on_all(mesh, writer)
 
 
 class _Writer:
-    """A folder that is being written by one rank; after the first error it writes no more."""
+    """Writes a folder on one rank. After the first error, which it keeps, it does nothing more."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -87,7 +84,7 @@ class _Writer:
     def _start(self) -> None:
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise FileExistsError(f"{self.folder} exists and is not an empty folder")
-        shutil.rmtree(self.part, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(self.part, ignore_errors=True)  # left by a process that was killed
         self.part.mkdir(parents=True)
 
     def write_tensors(self, file: str, tensors: dict[str, Tensor]) -> None:
@@ -105,7 +102,7 @@ class _Writer:
 
 
 def _gather(blocks: list[tuple[Stored, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
-    """A whole tensor as the files have it, in host memory; empty where it is not kept."""
+    """The whole tensor in the layout of the files, in host memory; empty unless ``keep``."""
     whole = []
     for _, t in blocks:
         full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
@@ -115,7 +112,7 @@ def _gather(blocks: list[tuple[Stored, Tensor]], dtype: torch.dtype | None, *, k
 
 
 def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
-    """The tensors of each file, in order, none larger than ``file_bytes`` but for a single tensor that is."""
+    """The tensors of each file, in order. A file exceeds ``file_bytes`` only if it holds a single tensor."""
     files: list[list[str]] = [[]]
     room = file_bytes
     for name, size in sizes.items():
@@ -130,15 +127,15 @@ def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
 
 
 def _mesh_of(parameters: Any) -> DeviceMesh | None:
-    """The ranks that share the model."""
+    """The mesh over which the model is sharded; ``None`` on one rank."""
     meshes = {t.device_mesh for t in parameters if isinstance(t, DTensor)}
     if len(meshes) > 1:
         raise ValueError(f"save_pretrained: parameters must be on one mesh, got {', '.join(map(str, meshes))}")
     return next(iter(meshes), None)
 
 
-def _tell(mesh: DeviceMesh | None, writer: _Writer | None) -> None:
-    """RuntimeError on every rank of the mesh where global rank 0 has failed."""
+def _raise_on_all(mesh: DeviceMesh | None, writer: _Writer | None) -> None:
+    """Raises RuntimeError on every rank of the mesh if global rank 0 has failed."""
     error = None if writer is None else writer.error
     box = [None if error is None else f"{type(error).__name__}: {error}"]
     if mesh is not None:
