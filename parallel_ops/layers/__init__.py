@@ -1,4 +1,4 @@
-"""Modules whose parameters are shared by the ranks of a mesh, for models of the user's own."""
+"""Modules whose parameters are sharded over a tensor-parallel mesh, for your own models."""
 
 from parallel_ops.layers import core_attention as core_attention
 from parallel_ops.layers.attention import ParallelSelfAttention

@@ -1,11 +1,11 @@
-"""Self-attention with its heads split over a mesh.
+"""Self-attention with its heads sharded over a mesh.
 
     q, k, v = W_q x + b_q, W_k x + b_k, W_v x + b_v      one gather for the three
-    q, k    normed by head, if asked; rotated by their positions, if these are rotary
-    y       = W_o core(q, k, v) + b_o
+    q, k    normed by head with ``qk_norm``; rotated with rotary positions
+    y       = W_o core_attention(q, k, v) + b_o
 
-The core is a callable (``core_attention``). Where there are fewer key and value heads than ranks, their weights are
-whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
+The core attention is a callable (``core_attention.py``). If there are fewer key and value heads than ranks, their
+weights are whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import Init, ShardedModule, ensure_divisible, to_local
+from parallel_ops.layers.parameters import InitFn, ShardedModule, ensure_divisible, to_local
 from parallel_ops.ops import rms_norm, rotary_embedding
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -29,7 +29,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 class ParallelSelfAttention(ShardedModule):
-    """Multi-head self-attention, causal unless told otherwise.
+    """Multi-head self-attention, causal by default.
 
     Args:
         hidden_size: width of input and output.
@@ -39,13 +39,17 @@ class ParallelSelfAttention(ShardedModule):
             ``None`` for ``num_heads``.
         head_dim: size of a head; ``None`` for ``hidden_size / num_heads``.
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
-        causal: no token sees a later one.
-        window: how many tokens a token sees at most, itself included; causal only.
-        core: what mixes the values; ``None`` for ``flash``. See ``core_attention``.
-        attention_dropout: probability, on the core's probabilities.
-        bias: of all four linears; qkv_bias: of the first three, where it differs.
-        sequence_parallel, overlap: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
-        init_method, output_init_method: of ``q``, ``k`` and ``v``, and of ``out``.
+        causal: no token attends to a later one.
+        window: number of tokens that a token attends to at most, itself included; causal only.
+        core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``.
+        attention_dropout: probability, on the attention weights.
+        bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
+        sequence_parallel: shard input and output by tokens over the mesh.
+        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
+            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        init_method, output_init_method: fill tiles of ``q``, ``k`` and ``v``, and of ``out``, in place; ``None`` for
+            what ``nn.Linear`` does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Raises:
         TypeError, ValueError: sizes that do not fit each other or the mesh.
@@ -63,14 +67,14 @@ class ParallelSelfAttention(ShardedModule):
         norm_eps: float = 1e-5,
         causal: bool = True,
         window: int | None = None,
-        core: CoreAttention | None = None,
+        core_attention: CoreAttention | None = None,
         attention_dropout: float = 0.0,
         bias: bool = True,
         qkv_bias: bool | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        init_method: Init | None = None,
-        output_init_method: Init | None = None,
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,8 +101,8 @@ class ParallelSelfAttention(ShardedModule):
         self.local_heads = ensure_divisible("ParallelSelfAttention", "num_heads", num_heads, self.ranks)
         self.local_kv_heads, rows = self._split_kv_heads(num_kv_heads)
         self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
-        self.core: CoreAttention = flash if core is None else core
-        self._core_takes = frozenset(inspect.signature(self.core).parameters)
+        self.core_attention: CoreAttention = flash if core_attention is None else core_attention
+        self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
         common = LinearOptions(
             mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
@@ -118,7 +122,7 @@ class ParallelSelfAttention(ShardedModule):
         self.out = RowParallelLinear(num_heads * d, hidden_size, bias=bias, init_method=output_init_method, **common)
 
     def _split_kv_heads(self, num_kv_heads: int) -> tuple[int, slice | None]:
-        """How many key heads this rank has, and where they are in weights that are whole on every rank."""
+        """Key heads of this rank, and its rows of the weight if that is whole on every rank."""
         if num_kv_heads % self.ranks == 0:
             return num_kv_heads // self.ranks, None
         if self.ranks % num_kv_heads:
@@ -148,14 +152,14 @@ class ParallelSelfAttention(ShardedModule):
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
             angles: cosines and sines, ``[positions, R / 2]`` each, for rotary positions.
-            mask: for a core that takes one, such as ``unfused``. core_options: what else the core takes, by name, such
-                as ``cu_seqlens``.
-            positions: rows of ``angles`` of all tokens, ``[s]`` or ``[s, b]``; by default 0 to ``s - 1``.
-            residual, dropout, row_offset, sizes: as of ``RowParallelLinear.forward``.
+            mask: for a core attention that takes one, such as ``unfused``. core_options: its further keywords, such as
+                ``cu_seqlens``.
+            positions: row of each token in ``angles``, ``[s]`` or ``[s, b]``; ``None`` for 0 to ``s - 1``.
+            residual, dropout, row_offset, sizes: see ``RowParallelLinear.forward``.
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask or an
-            option that the core does not take, angles, positions or a mask that do not fit.
+            option that the core attention does not take, angles, positions or a mask that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).
@@ -166,7 +170,7 @@ class ParallelSelfAttention(ShardedModule):
         (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
         q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            # A rank norms its own heads.
+            # Each rank norms its own heads only, so these gradients are partial.
             q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
             assert q_weight is not None and k_weight is not None
             q, k = rms_norm(q, q_weight, self.q_norm.eps), rms_norm(k, k_weight, self.k_norm.eps)
@@ -175,17 +179,19 @@ class ParallelSelfAttention(ShardedModule):
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p and "first_head" in self._core_takes:
             given["first_head"] = self.local_heads * group_rank(self.group)
-        y = self.core(q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given)
+        y = self.core_attention(
+            q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given
+        )  # fmt: skip
         out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
         return out
 
     def _check_options(self, given: Mapping[str, Any]) -> None:
-        """The core takes what is given to it."""
+        """Raises unless the core attention takes these keywords."""
         for name in given:
             if name not in self._core_takes:
                 raise TypeError(
-                    f"ParallelSelfAttention: {name} must be None for this core, which does not take one"
-                    + ("; give the layer core=parallel_ops.layers.core_attention.unfused and causal=False")
+                    f"ParallelSelfAttention: {name} must be None for this core_attention, which does not take one"
+                    + ("; give the layer core_attention=parallel_ops.layers.core_attention.unfused and causal=False")
                     * (name == "mask")
                 )
 

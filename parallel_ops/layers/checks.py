@@ -1,4 +1,4 @@
-"""What the layers check before data moves, and how an error of one rank reaches the others."""
+"""Checks of layers before communication starts, and propagation of a rank's errors."""
 
 import functools
 from collections.abc import Callable
@@ -14,9 +14,9 @@ R = TypeVar("R")
 
 
 def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
-    """For the forward of a module over a mesh: what goes wrong in it on one rank is announced to the others.
+    """Decorator of a module's forward: an exception on one rank is published to the other ranks of its group.
 
-    The outermost such module does it, at once and without waiting; the others read it in their next collective.
+    Only the outermost decorated module publishes, without waiting. Other ranks raise in their next collective.
     """
 
     @functools.wraps(forward)
@@ -32,11 +32,11 @@ def propagates_errors(forward: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_input(layer: str, x: Tensor, weight: Tensor, form: str = "[s, ..., {}]", *, parts: int = 1) -> None:
-    """``x`` is what ``weight``, whose last dimension it shares, can be applied to.
+    """Raises unless ``weight`` can be applied to the last dimension of ``x``.
 
     Args:
-        form: of x, for the error, with a place for its last dimension. The number of dimensions counts but for "...".
-        parts: over how many ranks the last dimension is split.
+        form: shape of x in the error, ``{}`` for its last dimension. Without "..." x must have that many dimensions.
+        parts: number of ranks over which the last dimension of x is sharded.
     """
     check_floating(layer, "x", x)
     width, dims = weight.shape[-1] // parts, len(form.split(","))

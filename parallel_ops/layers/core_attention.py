@@ -1,11 +1,12 @@
-"""The core of attention: queries, keys and values in, their mixture out. A layer is given one as a callable.
+"""Core attention: from queries, keys and values to the weighted sum of values. Layers take it as a callable.
 
     out[s, b, h] = softmax over t of (q[s, b, h] . k[t, b, h // g] * scale) v[t, b, h // g]        g = heads / kv_heads
 
-``core(q, k, v, *, causal, scale, window, dropout_p)``: q ``[s, b, heads, d]``, k and v ``[t, b, kv_heads, d]``, any
-strides; the result ``[s, b, heads, d]``. Grouped queries (Ainslie et al., arXiv:2305.13245) share a key and a value. A
-core may take more by name: ``first_head`` (of q, among those of all ranks), which it is given with dropout, and
-whatever ``core_options`` of the layer say, such as ``cu_seqlens``.
+``core_attention(q, k, v, *, causal, scale, window, dropout_p)`` takes q ``[s, b, heads, d]``, k and v
+``[t, b, kv_heads, d]``, any strides, and returns ``[s, b, heads, d]``. Grouped queries (Ainslie et al.,
+arXiv:2305.13245) share a key and a value. It may take further keywords: ``first_head``, the index of q's first head
+among the heads of all ranks, which the layer passes with dropout, and whatever the layer gets as ``core_options``, such
+as ``cu_seqlens``.
 """
 
 import math
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_masked_softmax
 
-# Queries of a block under a sliding window see at most ``window`` keys more than there are in the block.
+# With a sliding window, a block of queries reads at most ``window`` keys more than it has queries.
 _LEAST_BLOCK = 256
 
 
 class CoreAttention(Protocol):
-    """See the module."""
+    """The signature that layers call; shapes and meaning are at the top of this file."""
 
     def __call__(
         self,
@@ -49,14 +50,15 @@ def flash(
     first_head: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attention``; on a GPU torch's ``sdpa``, where that has all that is asked for.
+    """``flash_attention``; on a GPU torch's ``sdpa`` for calls without window, documents and dropout.
 
-    On CPUs it is the faster of the two, on GPUs nobody has measured yet.
+    On CPUs ``flash_attention`` is the faster of the two; on GPUs they have not been compared yet.
 
     Args:
-        window: as of ``sdpa``. dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
-        first_head: the first of these heads among those of all ranks.
-        cu_seqlens: as of ``flash_attention``.
+        window: number of keys that a query attends to at most, its own included; causal only.
+        dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
+        first_head: index of the first head among the heads of all ranks.
+        cu_seqlens: starts of documents; see ``flash_attention``.
     """
     if q.is_cuda and window is None and cu_seqlens is None and not dropout_p:
         return sdpa(q, k, v, causal=causal, scale=scale)
@@ -76,13 +78,13 @@ def sdpa(
     window: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Torch's ``scaled_dot_product_attention``, which never has all scores in memory.
+    """Torch's ``scaled_dot_product_attention``, which does not keep all scores in memory.
 
     Args:
         scale: ``None`` for ``1 / sqrt(d)``.
-        window: how many keys a query sees at most, its own included; causal only. Queries go in blocks, each with the
-            keys that its window reaches, so neither scores nor a mask of ``s x s`` exist.
-        dropout_p: on the probabilities, drawn by torch: ranks draw the same only where they hold the same heads.
+        window: number of keys that a query attends to at most, its own included; causal only. Queries are processed in
+            blocks with the keys in their windows, so neither scores nor a mask of ``s x s`` are made.
+        dropout_p: on the probabilities, drawn by torch: the mask depends on how heads are sharded.
 
     Raises:
         ValueError: a window without ``causal``.
@@ -123,10 +125,10 @@ def unfused(
     dropout_p: float = 0.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """All scores in memory, ``[b, kv_heads, g, s, t]``, for masks that need them; keys are not repeated.
+    """Attention with all scores in memory, ``[b, kv_heads, g, s, t]``, for arbitrary masks; keys are not repeated.
 
     Args:
-        mask: as of ``scaled_masked_softmax``, broadcastable to the scores; not if causal.
+        mask: bool (True masks the key out) or added to the scores, broadcastable to them; not with ``causal``.
 
     Raises:
         ValueError: a mask with ``causal``.
@@ -135,7 +137,7 @@ def unfused(
         raise ValueError("unfused: mask must be None for causal attention; set causal=False")
     (s, b, heads, d), (t, _, kv, _) = q.shape, k.shape
     g = heads // kv
-    # The queries of a key one after another: one product for each key, [b kv, g s, d] x [b kv, d, t].
+    # The queries that share a key are adjacent: one product for each key, [b kv, g s, d] x [b kv, d, t].
     q = q.reshape(s, b, kv, g, d).permute(1, 2, 3, 0, 4).reshape(b * kv, g * s, d)
     k, v = (x.reshape(t, b * kv, d).transpose(0, 1) for x in (k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, kv, g, s, t)

@@ -17,25 +17,27 @@ from parallel_ops._internal.checks import check_same_device
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import propagates_errors
-from parallel_ops.layers.parameters import Init, ShardedModule, draw, empty_parameter, to_local
+from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, to_local
 
 
 class VocabParallelEmbedding(ShardedModule):
     """``nn.Embedding`` with its rows split over a mesh.
 
     Args:
-        num_embeddings: size of the vocabulary. Any of which each rank has a part, as ``torch.chunk`` cuts them.
+        num_embeddings: size of the vocabulary, split as by ``torch.chunk``; every rank must have a row.
         embedding_dim: width.
         mesh: the ranks that share the table; ``None`` for one.
-        sequence_parallel: the result is sharded by tokens over the mesh.
-        init_method: fills tiles of the table in place, each element independently; by default as ``nn.Embedding`` does.
+        sequence_parallel: shard the result by tokens over the mesh.
+        init_method: fills tiles of the table in place, each element independently; ``None`` for what
+            ``nn.Embedding`` does.
+        device, dtype: of the table; ``None`` for torch's defaults.
 
     Attributes:
         weight: ``[num_embeddings, embedding_dim]``, a DTensor S(0).
-        start, stop: which rows are this rank's. sizes: the rows of every rank.
+        start, stop: this rank's rows. sizes: number of rows of every rank.
 
     Raises:
-        ValueError: a vocabulary of which some rank would have no part.
+        ValueError: a vocabulary that leaves a rank without a row.
     """
 
     weight: nn.Parameter
@@ -47,7 +49,7 @@ class VocabParallelEmbedding(ShardedModule):
         *,
         mesh: DeviceMesh | None,
         sequence_parallel: bool = False,
-        init_method: Init | None = None,
+        init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -67,13 +69,13 @@ class VocabParallelEmbedding(ShardedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table: by default as ``nn.Embedding``, one table at any mesh."""
-        draw(self.weight, self.init_method or nn.init.normal_)
+        """Initialises the table: by default as ``nn.Embedding`` does, independently of the mesh."""
+        init_sharded_(self.weight, self.init_method or nn.init.normal_)
 
     def local_weight(self) -> Tensor:
-        """This rank's rows, ``[V_r, embedding_dim]``, for ``vocab_parallel_linear_cross_entropy`` of an output layer.
+        """This rank's rows, ``[V_r, embedding_dim]``, for the output layer in ``vocab_parallel_linear_cross_entropy``.
 
-        Its gradient becomes that of ``weight``.
+        Its gradient goes to ``weight``.
         """
         (weight,) = to_local(self, self.weight)
         assert weight is not None
@@ -85,7 +87,7 @@ class VocabParallelEmbedding(ShardedModule):
 
         Args:
             tokens: int64 or int32, the same on every rank.
-            sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
+            sizes: with ``sequence_parallel``, the rows of the result on every rank; ``None`` for equal parts.
 
         Raises:
             TypeError: tokens that are not integers. IndexError: tokens outside the vocabulary (CPU).
@@ -98,7 +100,7 @@ class VocabParallelEmbedding(ShardedModule):
         return reduce_from_group(rows, self.group)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
-        """The rows of the tokens that are this rank's, zeros for the others."""
+        """Rows of the tokens that this rank owns, zeros for other tokens."""
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
             got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(f"VocabParallelEmbedding: tokens must be an int64 or int32 tensor, got {got}")
@@ -107,7 +109,7 @@ class VocabParallelEmbedding(ShardedModule):
         if self.ranks > 1:
             local = tokens - self.start
             mine = (local >= 0) & (local < self.stop - self.start)
-            # A token that no rank owns must not pass as a row of zeros.
+            # An index that no rank owns must be an error of F.embedding, not a row of zeros.
             outside = (tokens < 0) | (tokens >= self.num_embeddings)
             local = torch.where(mine, local, torch.where(outside, self.stop - self.start, 0))
         try:
@@ -117,7 +119,7 @@ class VocabParallelEmbedding(ShardedModule):
             raise IndexError(
                 f"VocabParallelEmbedding: tokens must be from 0 to {self.num_embeddings - 1}, got {low} to {high}"
             ) from None
-        # Chosen, not multiplied by zero: whatever the row that stands in holds, a NaN say, stays here.
+        # Filled, not multiplied by zero: a NaN in the row read in place of another rank's must not spread.
         return rows if mine is None else rows.masked_fill(~mine.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:

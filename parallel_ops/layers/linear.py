@@ -1,11 +1,11 @@
-"""Linears whose weight is shared by a group of ranks.
+"""Linears whose weight is sharded over a group of ranks.
 
     column parallel     Y_r = X W_r^T + b_r         W split by rows: each rank has some output features
     row parallel        Y = sum over r of X_r W_r^T + b      W split by columns: each rank has some input features
 
 Between the two, activations are sharded by features. Before the first and after the second they are whole on every
-rank, or, with ``sequence_parallel``, sharded by tokens. What is sent for that, forward and backward, is one op with the
-products, which hide it. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
+rank or, with ``sequence_parallel``, sharded by tokens. The communication that this needs is part of the same op as the
+products and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
 import weakref
@@ -23,11 +23,11 @@ from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.parameters import (
-    Init,
+    InitFn,
     ShardedModule,
-    draw,
     empty_parameter,
     ensure_divisible,
+    init_sharded_,
     to_local,
     uniform,
 )
@@ -43,7 +43,7 @@ from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
 
 
 class LinearOptions(TypedDict):
-    """The arguments that all linears of a block have in common."""
+    """Arguments that all linears of a block share."""
 
     mesh: DeviceMesh | None
     sequence_parallel: bool
@@ -53,12 +53,12 @@ class LinearOptions(TypedDict):
 
 
 class _Linear(ShardedModule):
-    """What both have.
+    """Base class of the two linears.
 
     Attributes:
-        main_grad: an fp32 tensor of the shape of this rank's part of the weight, to which its gradients are added
-            instead of to ``weight.grad``; for weights that neither FSDP nor DDP reduces.
-        deferred: a queue that computes the weight's gradients later, as a pipeline schedule wants it; likewise.
+        main_grad: an fp32 tensor of the shape of this rank's shard of the weight. The weight's gradients are added to
+            it and not to ``weight.grad``; only for weights that neither FSDP nor DDP reduces.
+        deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights.
     """
 
     weight: nn.Parameter
@@ -70,7 +70,7 @@ class _Linear(ShardedModule):
         out_features: int,
         placements: tuple[Placement, Placement],
         bias: bool,
-        init_method: Init | None,
+        init_method: InitFn | None,
         options: LinearOptions,
     ) -> None:
         super().__init__(options["mesh"])
@@ -86,10 +86,10 @@ class _Linear(ShardedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weight, then bias: as ``nn.Linear`` by default, one model at any mesh (see ``_parameters.draw``)."""
-        draw(self.weight, self.init_method or uniform(self.in_features))
+        """Initialises weight, then bias: by default as ``nn.Linear`` does, independently of the mesh."""
+        init_sharded_(self.weight, self.init_method or uniform(self.in_features))
         if self.bias is not None:
-            draw(self.bias, uniform(self.in_features))
+            init_sharded_(self.bias, uniform(self.in_features))
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -108,18 +108,18 @@ class _Linear(ShardedModule):
         self._deferred, self._of = value, weakref.ref(self.weight)
 
     def weight_gradient(self) -> Any:
-        """Where the gradient of the weight goes, if not to autograd: the ``main_grad`` of the op's call.
+        """The ``main_grad`` argument of the linear ops: where the weight's gradient goes; ``None`` for autograd.
 
         Raises:
-            ValueError: FSDP has put another parameter in the place of the one whose gradient was to go elsewhere.
+            ValueError: FSDP has replaced the parameter for which ``main_grad`` or ``deferred`` was set.
         """
         if self._main_grad is None and self._deferred is None:
             return None
         if self._of() is not self.weight:
             raise ValueError(
-                f"{type(self).__name__}: main_grad and deferred hide the weight's gradient from whoever reduces it, "
-                "and fully_shard or replicate has taken the weight over; leave them out (FSDP2 accumulates in the "
-                "reduce_dtype of its MixedPrecisionPolicy)"
+                f"{type(self).__name__}: main_grad and deferred do not work under fully_shard or replicate, which "
+                "would not reduce these gradients; leave them out (FSDP2 accumulates in the reduce_dtype of its "
+                "MixedPrecisionPolicy)"
             )
         return GradientOf(self.weight) if self._main_grad is None else self._main_grad
 
@@ -133,11 +133,11 @@ class _Linear(ShardedModule):
 def column_linears(
     x: Tensor, linears: Sequence["ColumnParallelLinear"], *, add_bias: bool = True, sizes: Sequence[int] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The outputs of several column-parallel linears of one input, which is gathered once; and their biases.
+    """Outputs and biases of several column-parallel linears with the same input, which is gathered once.
 
     Args:
-        linears: of one mesh and with the same options.
-        add_bias: ``False`` leaves the biases, which are returned, to what comes next.
+        linears: on one mesh, with the same options.
+        add_bias: ``False`` if the next op adds the returned biases.
     """
     first = linears[0]
     check_input(type(first).__name__, x, first.weight)
@@ -160,16 +160,16 @@ def column_linears(
     given = None
     if any(b is not None for b in added):  # all of them, or zeros in the place of one
         given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
-    handed_on: dict[str, Any] = {
+    options: dict[str, Any] = {
         "group": first.group,
         "overlap": first.overlap,
         "main_grad": targets if special else None,
         "deferred": first.deferred,
     }
     if first.sequence_parallel:
-        outputs = all_gather_linear(x, weights, given, sizes=sizes, **handed_on)
+        outputs = all_gather_linear(x, weights, given, sizes=sizes, **options)
     else:
-        outputs = column_parallel_linear(x, weights, given, **handed_on)
+        outputs = column_parallel_linear(x, weights, given, **options)
     return list(outputs), biases
 
 
@@ -177,12 +177,17 @@ class ColumnParallelLinear(_Linear):
     """``nn.Linear`` with its output features split over a mesh.
 
     Args:
-        in_features, out_features: of the whole layer; ``out_features`` divides evenly by the mesh's size.
+        in_features, out_features: of the whole layer; ``out_features`` is a multiple of the mesh's size.
         mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one.
-        sequence_parallel: the input is sharded by tokens over the mesh; see ``all_gather_linear`` for ``overlap``.
-        rows: the weight is whole on every rank, which uses these of its rows (output features); gradients are summed.
-        init_method: fills tiles of the weight in place, each element independently; by default as ``nn.Linear`` does.
+        sequence_parallel: the input is sharded by tokens over the mesh.
+        overlap: how communication overlaps with the products: ``"auto"`` (chosen by a model and, on a GPU, a
+            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        rows: keeps the weight whole on every rank; this rank uses these rows of it (output features), and gradients
+            are summed over the ranks. ``None`` shards the weight.
+        init_method: fills tiles of the weight in place, each element independently; ``None`` for what ``nn.Linear``
+            does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Attributes:
         weight: ``[out_features, in_features]``, a DTensor S(0). bias: ``[out_features]``, S(0), or ``None``.
@@ -190,7 +195,7 @@ class ColumnParallelLinear(_Linear):
     Raises:
         TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
 
-    From one seed, ``torch.manual_seed`` on every rank, any mesh has the same whole layer.
+    Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
     """
 
     def __init__(
@@ -203,7 +208,7 @@ class ColumnParallelLinear(_Linear):
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
         rows: slice | None = None,
-        init_method: Init | None = None,
+        init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -222,7 +227,7 @@ class ColumnParallelLinear(_Linear):
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, ..., in_features]``.
-            sizes: ``s_r`` of every rank, where they differ.
+            sizes: ``s_r`` of every rank; ``None`` if all are equal.
 
         Raises:
             TypeError, ValueError: x of another shape, dtype or device than the weight needs.
@@ -236,11 +241,15 @@ class RowParallelLinear(_Linear):
     """``nn.Linear`` with its input features split over a mesh.
 
     Args:
-        in_features, out_features: of the whole layer; ``in_features`` divides evenly by the mesh's size.
+        in_features, out_features: of the whole layer; ``in_features`` is a multiple of the mesh's size.
         mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one. It is whole on every rank and added once.
-        sequence_parallel: the output is sharded by tokens over the mesh; see ``linear_reduce_scatter`` for ``overlap``.
-        init_method: fills tiles of the weight in place, each element independently; by default as ``nn.Linear`` does.
+        sequence_parallel: shard the output by tokens over the mesh.
+        overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (chosen by a model
+            and, on a GPU, a measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``linear_reduce_scatter``.
+        init_method: fills tiles of the weight in place, each element independently; ``None`` for what ``nn.Linear``
+            does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Attributes:
         weight: ``[out_features, in_features]``, a DTensor S(1). bias: ``[out_features]``, replicated, or ``None``.
@@ -248,7 +257,7 @@ class RowParallelLinear(_Linear):
     Raises:
         TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
 
-    From one seed, ``torch.manual_seed`` on every rank, any mesh has the same whole layer.
+    Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
     """
 
     def __init__(
@@ -260,7 +269,7 @@ class RowParallelLinear(_Linear):
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        init_method: Init | None = None,
+        init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -269,6 +278,13 @@ class RowParallelLinear(_Linear):
         )
         super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
+
+    def _local_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear``, and the weight's gradient where ``weight_gradient`` says."""
+        target = self.weight_gradient()
+        if target is None:
+            return F.linear(x, weight, bias)
+        return column_parallel_linear(x, weight, bias, group=None, main_grad=target, deferred=self.deferred)
 
     @propagates_errors
     def forward(
@@ -284,11 +300,11 @@ class RowParallelLinear(_Linear):
 
         Args:
             x: all rows of this rank's features.
-            residual: of the result's shape: the result is ``dropout(linear(x)) + residual``, in one pass.
-            dropout: probability, with ``residual``. It draws by global element index: ranks whose default generators
-                are in the same state drop what a single process would.
-            row_offset: where the rows of these ranks begin among those that other ranks have, for ``dropout``.
-            sizes: the rows of the result on every rank, where ``s`` does not divide evenly.
+            residual: in the result's shape; the result is then ``dropout(linear(x)) + residual``, in one pass.
+            dropout: probability, with ``residual``. Masks are drawn by global element index: ranks whose default
+                generators are in the same state drop the same elements as a single process.
+            row_offset: first row of these ranks in the whole sequence, for ``dropout``.
+            sizes: with ``sequence_parallel``, the rows of the result on every rank; ``None`` for equal parts.
 
         Raises:
             TypeError, ValueError: x of another shape, dtype or device than the weight needs.
@@ -298,11 +314,10 @@ class RowParallelLinear(_Linear):
         check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
         weight, bias = to_local(self, self.weight, self.bias)
         assert weight is not None
-        target = self.weight_gradient()
         if self.sequence_parallel:
             y = linear_reduce_scatter(
                 x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
-                main_grad=target, deferred=self.deferred,
+                main_grad=self.weight_gradient(), deferred=self.deferred,
             )  # fmt: skip
             bias = None
             if residual is not None and dropout > 0.0 and self.training:
@@ -310,13 +325,10 @@ class RowParallelLinear(_Linear):
                 row_offset += sum(rows[: group_rank(self.group)])
         else:
             alone = None if self.ranks > 1 or residual is not None else bias
-            if target is None:
-                y = F.linear(x, weight, alone)
-            else:
-                y = all_gather_linear(x, weight, alone, group=None, main_grad=target, deferred=self.deferred)
+            y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
             y = reduce_from_group(y, self.group)
         if residual is not None:
             offset = row_offset * y.shape[1:].numel()
             return bias_dropout_add(y, bias, residual, dropout, training=self.training, index_offset=offset)
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower, as that of nn.Linear
+        return y if bias is None else y + bias.to(y.dtype)  # under autocast y is in its dtype, as in nn.Linear

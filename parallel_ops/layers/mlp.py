@@ -1,4 +1,4 @@
-"""The feed-forward block of a transformer, its hidden features split over a mesh.
+"""The feed-forward block of a transformer, its hidden features sharded over a mesh.
 
 y = W_down gelu(W_up x + b_up) + b_down
 y = W_down (silu(W_gate x + b_gate) * (W_up x + b_up)) + b_down             SwiGLU, Shazeer, arXiv:2002.05202
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
-from parallel_ops.layers.parameters import Init, ShardedModule
+from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -27,8 +27,13 @@ class ParallelMLP(ShardedModule):
         ffn_hidden_size: width after the activation; a multiple of the mesh's size. ``None`` for ``4 * hidden_size``.
         mesh: the ranks that share the weights; ``None`` for one.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
-        sequence_parallel, overlap, bias: as of ``ColumnParallelLinear`` and ``RowParallelLinear``.
-        init_method, output_init_method: of ``up`` and ``gate``, and of ``down``.
+        bias: whether the linears have biases.
+        sequence_parallel: shard input and output by tokens over the mesh.
+        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
+            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what
+            ``nn.Linear`` does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Raises:
         TypeError, ValueError: an unknown activation, sizes that do not fit the mesh.
@@ -44,8 +49,8 @@ class ParallelMLP(ShardedModule):
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        init_method: Init | None = None,
-        output_init_method: Init | None = None,
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -72,7 +77,7 @@ class ParallelMLP(ShardedModule):
         row_offset: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """``[s, ..., hidden_size]`` to the same shape; arguments as of ``RowParallelLinear.forward``.
+        """``[s, ..., hidden_size]`` to the same shape; see ``RowParallelLinear.forward`` for the other arguments.
 
         Raises:
             TypeError, ValueError: x of another shape, dtype or device than the weights need.

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill, to_local
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, to_local
 from parallel_ops.ops import layer_norm, rms_norm
 
 
@@ -49,9 +49,9 @@ class Norm(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Ones, and zeros for the bias."""
-        fill(self.weight, 1.0)
+        fill_(self.weight, 1.0)
         if self.bias is not None:
-            fill(self.bias, 0.0)
+            fill_(self.bias, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of ``x``, ``[..., hidden_size]``.

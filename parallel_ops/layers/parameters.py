@@ -1,16 +1,16 @@
 """Parameters that a group of ranks holds together: DTensors on the tensor-parallel mesh, plain ones on one rank.
 
-That is all that torch needs to know: its optimizers, ``clip_grad_norm_``, ``get_state_dict``, checkpoints and FSDP2
-work on them as on any parameter. Two things are done here.
+So torch's optimizers, ``clip_grad_norm_``, ``get_state_dict``, checkpoints and FSDP2 work on them as on any parameter.
 
-Handing out: the ops take plain tensors. ``DTensor.to_local`` costs the host many times as much as an op, so one
-autograd function hands out the local tensors of a module and makes DTensors of their gradients. Parameters that are
-whole on every rank but saw only this rank's tokens or heads have partial gradients: these are summed there, all of a
-module in one message. A module must not be larger than what lies between two linears: a backward that is split into
-input and weight gradients (torch.distributed.pipelining) walks everything between what one such function feeds.
+``to_local``: the ops take plain tensors. ``DTensor.to_local`` costs the host many times as much as an op, so one
+autograd function returns the local tensors of a module and makes DTensors of their gradients. Parameters that are whole
+on every rank but are applied to this rank's tokens or heads only have partial gradients; it sums these over the ranks,
+those of a module in one message. A module must not be larger than what lies between two linears: a backward that is
+split into input and weight gradients (torch.distributed.pipelining) walks everything between what one such function
+feeds.
 
-Drawing: a weight is drawn in tiles, each from a seed of its own, so that a rank draws only the tiles that it holds a
-part of, and the same model comes out whatever the mesh.
+``init_sharded_``: a weight is initialised in tiles, each with its own seed. A rank computes only the tiles that overlap
+its shard, and the result is independent of the mesh.
 """
 
 import copy
@@ -28,9 +28,9 @@ from parallel_ops._internal.compat import local_box, new_dtensor
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm import primitives as _primitives
 
-Init = Callable[[Tensor], object]
+InitFn = Callable[[Tensor], object]
 
-# Large enough to draw at full speed, small enough that what lies outside a rank's part is little work.
+# Large enough for full speed, small enough that little is computed outside a rank's shard.
 _TILE = (64, 1024)
 
 
@@ -41,7 +41,7 @@ def empty_parameter(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Parameter:
-    """A parameter of this shape in all, of which this rank holds its part: that of ``torch.chunk``, as DTensor's."""
+    """An uninitialised parameter of the global ``shape``; this rank holds its shard, cut as ``torch.chunk`` cuts."""
     if mesh is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     part, device = list(shape), mesh.device_type if device is None else device
@@ -49,7 +49,7 @@ def empty_parameter(
         length = -(-part[placement.dim] // mesh.size())
         start = min(mesh.get_local_rank() * length, part[placement.dim])
         part[placement.dim] = min(length, part[placement.dim] - start)
-    stride = torch.empty(shape, device="meta").stride()  # which torch cannot tell from parts of different sizes
+    stride = torch.empty(shape, device="meta").stride()  # torch cannot derive it from shards of different sizes
     local = torch.empty(part, device=device, dtype=dtype)
     return nn.Parameter(
         DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
@@ -66,7 +66,7 @@ class ShardedModule(nn.Module):
         self.ranks = 1 if self.mesh is None else self.mesh.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedModule":
-        """As of any module; the copy is over the same mesh."""
+        """A deep copy over the same mesh and group, which cannot be copied."""
         memo |= {id(shared): shared for shared in (self.mesh, self.group) if shared is not None}
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -75,7 +75,7 @@ class ShardedModule(nn.Module):
 
 
 def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """``mesh``, which must have one dimension; ``None`` for one rank."""
+    """``mesh``, or ``None`` if it has one rank; raises unless it has one dimension."""
     if mesh is None:
         return None
     if not isinstance(mesh, DeviceMesh):
@@ -92,7 +92,7 @@ def check_mesh(layer: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def ensure_divisible(layer: str, name: str, value: int, ranks: int) -> int:
-    """``value`` divided by the number of ranks, which must go evenly."""
+    """``value // ranks``; raises ValueError unless ``value`` is a positive multiple of ``ranks``."""
     if value < 1:
         raise ValueError(f"{layer}: {name} must be positive, got {value}")
     if value % ranks:
@@ -128,18 +128,18 @@ def to_local(
     if mesh is None:
         return parameters
     summed = [part for part, p in zip(partial or (), parameters, strict=False) if p is not None]
-    handed: Sequence[Tensor]
+    local: Sequence[Tensor]
     if torch.compiler.is_compiling():
-        local = [p.to_local() for p in there]  # type: ignore[attr-defined]
-        whole = zip(local, summed or [False] * len(local), strict=True)
-        handed = [copy_to_group(t, module.group) if part else t for t, part in whole]
+        unsummed = [p.to_local() for p in there]  # type: ignore[attr-defined]
+        each = zip(unsummed, summed or [False] * len(there), strict=True)
+        local = [copy_to_group(t, module.group) if part else t for t, part in each]
     elif torch.is_grad_enabled():
-        handed = _to_local(module, summed, *there)
+        local = _to_local(module, summed, *there)
     else:
-        handed = [p._local_tensor for p in there]  # type: ignore[attr-defined]
+        local = [p._local_tensor for p in there]  # type: ignore[attr-defined]
     if len(there) == len(parameters):
-        return tuple(handed)
-    parts = iter(handed)
+        return tuple(local)
+    parts = iter(local)
     return tuple(None if p is None else next(parts) for p in parameters)
 
 
@@ -166,14 +166,14 @@ class _ToLocal(torch.autograd.Function):
         )
 
 
-# Without the Python around it, which looks for function transforms: they do not know DTensors anyway.
+# ``Function.apply`` without its Python part, which handles function transforms; DTensors do not support those.
 _to_local: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _ToLocal).apply
 
 
 def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
-    """Sums the partial gradients over the ranks, those of a dtype in one message.
+    """Sums the partial gradients over the ranks, one message a dtype.
 
-    All ranks send as much: in the place of a gradient that does not exist on this rank stand zeros.
+    Every rank must send the same number of elements, so a gradient that is missing on this rank counts as zeros.
     """
     wanted = [i for i, partial in enumerate(ctx.partial) if partial and ctx.needs_input_grad[2 + i]]
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -195,15 +195,15 @@ def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
 
 
 @torch.no_grad()
-def draw(parameter: Tensor, init: Init) -> None:
-    """Fills a parameter, or this rank's part of it, from a seed that PyTorch's default generator gives.
+def init_sharded_(parameter: Tensor, init: InitFn) -> None:
+    """Initialises a parameter, or this rank's shard of it, with a seed from PyTorch's default generator.
 
-    Ranks whose generators are in the same state get parts of one weight: that of any other mesh, further sharded by
-    FSDP or not. Does nothing on the meta device, but for the generator.
+    Ranks whose generators are in the same state get shards of one weight, the same on any mesh and under FSDP. On the
+    meta device only the generator advances.
 
     Args:
-        init: fills a tile in place, fp32 (fp64 for fp64 parameters) of at most 64 x 1,024 elements, each independently
-            of the others; draws from the default generator of the parameter's device.
+        init: fills a tile of at most 64 x 1,024 elements in place, fp32 (fp64 for fp64 parameters), each element
+            independently, from the default generator of the parameter's device.
     """
     seed = int(torch.randint(2**62, ()))
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -234,13 +234,13 @@ def _seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 
-def fill(parameter: Tensor, value: float) -> None:
-    """Fills a parameter, or this rank's part of it, with one value."""
+def fill_(parameter: Tensor, value: float) -> None:
+    """Fills a parameter, or this rank's shard of it, with one value."""
     with torch.no_grad():
         (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).fill_(value)
 
 
-def uniform(fan_in: int) -> Init:
-    """As ``torch.nn.Linear`` draws: uniform up to ``1 / sqrt(fan_in)``."""
+def uniform(fan_in: int) -> InitFn:
+    """The initialisation of ``torch.nn.Linear``: uniform in ``+-1 / sqrt(fan_in)``."""
     bound = fan_in**-0.5 if fan_in > 0 else 0.0
     return lambda tile: tile.uniform_(-bound, bound)

@@ -24,7 +24,7 @@ from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import Init, ShardedModule
+from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
@@ -32,8 +32,8 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window, core, attention_dropout, qkv_bias: as of
-            ``ParallelSelfAttention``. ffn_hidden_size, activation: as of ``ParallelMLP``.
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window, core_attention, attention_dropout,
+            qkv_bias: see ``ParallelSelfAttention``. ffn_hidden_size, activation: as of ``ParallelMLP``.
         mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
@@ -65,11 +65,11 @@ class ParallelTransformerLayer(ShardedModule):
         bias: bool = True,
         qkv_bias: bool | None = None,
         window: int | None = None,
-        core: CoreAttention | None = None,
+        core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
-        init_method: Init | None = None,
-        output_init_method: Init | None = None,
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class ParallelTransformerLayer(ShardedModule):
             qk_norm=qk_norm,
             norm_eps=norm_eps,
             window=window,
-            core=core,
+            core_attention=core_attention,
             attention_dropout=attention_dropout,
             qkv_bias=qkv_bias,
             **linear,  # type: ignore[arg-type]

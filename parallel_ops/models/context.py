@@ -1,4 +1,4 @@
-"""What a model does with its context-parallel ranks: each takes its tokens, and the loss is the mean over all."""
+"""Context parallelism of a model: the tokens of each rank, and the mean loss over the ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ from parallel_ops.context_parallel.algorithm import Algorithm, Layout
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
 
-# The target of a token that has none.
-IGNORED = -100
+# Target of a token that has no loss, as in ``F.cross_entropy``.
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of this rank are in a sequence.
+    """Where this rank's tokens are in the sequence.
 
     Attributes:
-        layout: of the sequence, and the rank; ``None`` for one rank.
-        positions: of this rank's tokens; ``None`` for 0 to s - 1.
-        rows_before: tokens of the ranks before this one: dropout draws by rows in rank order.
-        core_options: what the core needs to know.
+        layout: how the sequence is split; ``None`` for one rank. rank: this rank in it.
+        positions: positions of this rank's tokens; ``None`` for 0 to s - 1.
+        rows_before: number of tokens on lower ranks: dropout draws by rows in rank order.
+        core_options: further arguments of the core attention.
     """
 
     layout: SequenceLayout | None = None
@@ -41,8 +41,9 @@ class Place:
         return x if self.layout is None else self.layout.shard(x, self.rank)
 
 
-class RingCore:
-    """``ring_attention`` over a group as the core of an attention layer. Its copy is itself: over the same ranks."""
+class RingCoreAttention:
+    """``ring_attention`` over a group as the core attention of a layer. Deep copies are the same object, since groups
+    cannot be copied."""
 
     def __init__(self, group: ProcessGroup, layout: Layout, algorithm: Algorithm) -> None:
         self.group, self.layout, self.algorithm = group, layout, algorithm
@@ -66,33 +67,43 @@ class RingCore:
             window=window, dropout_p=dropout_p, first_head=first_head, length=length, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RingCore":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RingCoreAttention":
         return self
 
 
 class Context:
-    """The ranks that share each sequence; nothing but the default core for one rank."""
+    """The ranks that share each sequence.
+
+    Attributes:
+        group, ranks, rank: the process group (``None`` for one rank), its size, and this rank in it.
+        core_attention: ring attention over the group; ``None`` for one rank.
+    """
 
     def __init__(self, layer: str, mesh: DeviceMesh | None, layout: Layout, algorithm: Algorithm) -> None:
         mesh = check_mesh(layer, mesh)
         self.kind = SequenceLayout(1, 1, layout).kind  # checked here, not at the first forward
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.ranks, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.core: CoreAttention | None = None
+        self.core_attention: CoreAttention | None = None
         if mesh is not None:
             assert self.group is not None
-            self.core = RingCore(self.group, layout, algorithm)
+            self.core_attention = RingCoreAttention(self.group, layout, algorithm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
-        """Itself: a copy of a model is over the same ranks."""
+        """The same object: a copy of a model is over the same ranks."""
         return self
 
     def lengths(self, s: int) -> tuple[int, ...]:
-        """How many of ``s`` tokens each rank has."""
+        """Number of tokens of each rank, of ``s`` in all."""
         return SequenceLayout(s, self.ranks, self.kind).lengths
 
     def place(self, s: int, *, whole: bool, device: torch.device) -> Place:
-        """This rank's, in sequences of ``s`` tokens, or of which it was given ``s`` (as every rank was)."""
+        """Where this rank's tokens are.
+
+        Args:
+            s: tokens of the whole sequence with ``whole``; otherwise the tokens of this rank, the same on every rank.
+            device: of the positions.
+        """
         if self.ranks == 1:
             return Place()
         layout = SequenceLayout(s if whole else s * self.ranks, self.ranks, self.kind)
@@ -105,9 +116,15 @@ class Context:
         )
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over ``count`` tokens, 0 if there are none, from the sum over this rank's; its gradient is ``ranks``
-        times this rank's part, so that the mean over the ranks is that of the mean."""
+        """The mean over all ranks' tokens, 0 if there are none.
+
+        Its gradient is ``ranks`` times this rank's part: averaged over the ranks, as FSDP does, it is the gradient of
+        the mean.
+
+        Args:
+            total: sum over this rank's tokens. count: number of tokens of all ranks.
+        """
         assert self.group is not None
-        own = total * (self.ranks / count.clamp(min=1))
-        everyone = _primitives.all_reduce(own.detach(), True, self.group.group_name, "mean loss") / self.ranks
-        return everyone + (own - own.detach())
+        local = total * (self.ranks / count.clamp(min=1))
+        mean = _primitives.all_reduce(local.detach(), True, self.group.group_name, "mean loss") / self.ranks
+        return mean + (local - local.detach())

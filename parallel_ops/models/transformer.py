@@ -5,9 +5,9 @@
     logits = W norm(x)                                      W = E when the embeddings are tied
     loss   = mean cross entropy of the logits               in one op with W: no rank has whole logits
 
-Parameters are DTensors on the tensor-parallel mesh. Vocabulary, heads and hidden features of the MLP are split; with
-``sequence_parallel`` the residual stream is split by tokens too. Context-parallel ranks have whole weights, and each
-some of the tokens of every sequence: attention alone needs those of others. Sources: Shoeybi et al., arXiv:1909.08053
+Parameters are DTensors on the tensor-parallel mesh. Vocabulary, heads and hidden features of the MLP are sharded; with
+``sequence_parallel`` the residual stream is sharded by tokens too. Context-parallel ranks have whole weights and a part
+of the tokens of every sequence; only attention reads tokens of other ranks. Sources: Shoeybi et al., arXiv:1909.08053
 (the split); Radford et al. 2019 (the initialisation); Su et al., arXiv:2104.09864 (rotary positions); Grattafiori et
 al., arXiv:2407.21783 (their scaling).
 """
@@ -29,7 +29,7 @@ from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmb
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig, plain_name
-from parallel_ops.models.context import IGNORED, Context
+from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
@@ -40,29 +40,32 @@ class Transformer(PretrainedModel):
     """A causal language model.
 
     Args:
-        config: its shape.
+        config: sizes and options of the model.
         mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
-        sequence_parallel: the residual stream is split by tokens, so ``s`` must divide evenly by the ranks.
-        overlap: see ``all_gather_linear``.
-        context: the ranks that share each sequence, a ``DeviceMesh`` of one dimension (``mesh["cp"]``); ``None`` for
-            one. layout, algorithm: as of ``ring_attention``.
-        core: what mixes the values in attention, without ``context``; ``None`` for the default of
-            ``ParallelSelfAttention``.
-        device, dtype: of the parameters. On the meta device nothing is drawn: call ``to_empty``, then
-            ``reset_parameters`` or ``load_pretrained``.
+        sequence_parallel: shard the residual stream by tokens; ``s`` must be a multiple of the number of ranks.
+        overlap: how the linears overlap communication: ``"auto"``, ``"off"``, ``"bulk"`` or a number of pieces, as
+            explained in ``all_gather_linear``.
+        context: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
+            (``mesh["cp"]``); ``None`` for one.
+        layout, algorithm: how the sequence is split over ``context``, and how its ranks exchange keys and values; see
+            ``ring_attention``.
+        core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
+            ``context``.
+        device, dtype: of the parameters; ``None`` for torch's defaults. On the meta device nothing is initialised:
+            call ``to_empty``, then ``reset_parameters`` or ``load_pretrained``.
 
     Attributes:
-        tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): what a
-            pipeline stage does not have it may set to ``None``, or delete from ``layers``. A stage without ``tokens``
-            takes the residual stream for tokens, one without ``norm`` returns it.
+        tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): a
+            pipeline stage sets those that it does not have to ``None``, or deletes them from ``layers``. A stage
+            without ``tokens`` takes the residual stream in place of tokens; a stage without ``norm`` returns it.
 
-    The same ``torch.manual_seed`` draws the same model on any mesh. Gradients of all parameters are complete after
-    ``backward``, but for ``context``: there the gradient of the loss is the mean of what its ranks have, which is what
-    ``fully_shard`` over ``mesh["fsdp"]`` and ``replicate`` over ``mesh["loss"]`` take. Under ``fully_shard`` give it
-    each of ``layers`` and then the whole: ``head`` is used with the loss.
+    Initialisation is independent of the mesh. Gradients of all parameters are complete after ``backward``, except over
+    ``context``: there they must be averaged over the ranks, as ``fully_shard`` over ``mesh["fsdp"]`` and ``replicate``
+    over ``mesh["loss"]`` do. Apply ``fully_shard`` to each of ``layers`` and then to the model, since ``head`` is used
+    with the loss.
 
     Raises:
-        ValueError: sizes that do not fit the mesh.
+        ValueError: sizes that do not fit the mesh, ``core_attention`` together with ``context``.
     """
 
     def __init__(
@@ -75,17 +78,17 @@ class Transformer(PretrainedModel):
         context: DeviceMesh | None = None,
         layout: Layout = "zigzag",
         algorithm: Algorithm = "auto",
-        core: CoreAttention | None = None,
+        core_attention: CoreAttention | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, mesh)
         self.context = Context("Transformer", context, layout, algorithm)
-        if core is not None and self.context.ranks > 1:
-            raise ValueError("Transformer: core must be None with context, whose core is ring_attention")
-        self._core = self.context.core if core is None else core
+        if core_attention is not None and self.context.ranks > 1:
+            raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
+        self._core_attention = self.context.core_attention if core_attention is None else core_attention
         self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
-        with torch.random.fork_rng(devices=[]):  # modules on the meta device draw nothing, but take a seed each
+        with torch.random.fork_rng(devices=[]):  # on the meta device each parameter still takes a seed
             self._build(dtype)
         target = torch.device(torch.get_default_device() if device is None else device)
         if target.type != "meta":
@@ -99,15 +102,15 @@ class Transformer(PretrainedModel):
 
     def _build(self, dtype: torch.dtype | None) -> None:
         config, overlap = self.config, self.overlap
-        # On the meta device: what a checkpoint fills is not drawn before, and the rest is drawn once.
-        place: dict[str, Any] = {"mesh": self.mesh, "device": "meta", "dtype": dtype}
-        place["sequence_parallel"] = self.sequence_parallel
+        # On the meta device, so that weights are initialised once, and not before a checkpoint replaces them.
+        common: dict[str, Any] = {"mesh": self.mesh, "device": "meta", "dtype": dtype}
+        common["sequence_parallel"] = self.sequence_parallel
 
         def table(rows: int) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(rows, config.hidden_size, init_method=_normal(config.init_std), **place)
+            return VocabParallelEmbedding(rows, config.hidden_size, init_method=_normal(config.init_std), **common)
 
         self.tokens: VocabParallelEmbedding | None = table(config.vocab_size)
-        # Split like the vocabulary, so that its gradients come complete, over any split of the tokens.
+        # Sharded like the vocabulary, so that its gradients are complete however the tokens are split.
         self.positions = table(config.seq_length) if config.positions == "learned" else None
         self.layers = nn.ModuleDict(
             {
@@ -126,22 +129,22 @@ class Transformer(PretrainedModel):
                     bias=config.bias,
                     qkv_bias=config.qkv_bias,
                     window=window,
-                    core=self._core,
+                    core_attention=self._core_attention,
                     overlap=overlap,
                     init_method=_normal(config.init_std),
-                    # Narrower, so that the residual sum keeps its scale.
+                    # Smaller, so that the residual sum keeps its scale (GPT-2).
                     output_init_method=_normal(config.init_std / math.sqrt(2 * config.num_layers)),
-                    **place,
+                    **common,
                 )
                 for number, window in enumerate(config.windows)
             }
         )
-        self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **place)
+        self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **common)
         self.head = None if config.tied_embeddings else table(config.vocab_size)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases, norms of one; what each draws depends on its name and the default seed alone."""
+        """Normal weights, zero biases, norms of one. Each module's seed is made of its name and torch's seed."""
         base = int(torch.randint(2**62, ()))
         state = torch.get_rng_state()
         for name, module in self.named_modules():
@@ -162,29 +165,29 @@ class Transformer(PretrainedModel):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the mean loss where targets are given.
+        """Logits, or the mean loss if targets are given.
 
         Args:
             tokens: ``[s, b]`` int64, ``1 <= s <= seq_length``; with positions of any length.
-            targets: ``[s, b]`` int64, the token that follows each; -100 for none.
+            targets: ``[s, b]`` int64, the token that follows each; -100 to ignore a token.
             positions: int64 ``[s]`` or ``[s, b]``, below ``seq_length``; ``None`` for 0 to s - 1. Attention is causal
                 in the order of the tokens, whatever their positions.
-            cu_seqlens: ``[documents + 1]``, int32 or int64, where documents begin in the sequences, from 0 to ``s``: no
-                token sees one of another document. Positions are not counted anew.
+            cu_seqlens: ``[documents + 1]``, int32 or int64, the starts of documents in the sequences, from 0 to ``s``.
+                No token attends to another document. Positions do not restart.
 
         Returns:
             Logits ``[s, b, vocab_size]``, with ``context`` those of this rank's tokens; or the mean cross entropy in
             nats, 0 without any target, a float32 scalar (float64 for a float64 model).
 
         Raises:
-            ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not to be split evenly by
-                ``sequence_parallel``; targets or positions of another shape.
-            TypeError: documents for a core that does not know them.
+            ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not divisible by the ranks of
+            ``sequence_parallel``; targets or positions of another shape.
+            TypeError: ``cu_seqlens`` for a core attention that does not take it.
 
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
         self._check(tokens, targets, positions)
-        count = None if targets is None or self.context.ranks == 1 else (targets != IGNORED).sum()
+        count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
         place = self.context.place(tokens.shape[0], whole=self.tokens is not None, device=tokens.device)
         positions = place.shard(positions) if positions is not None else place.positions
         if self.tokens is not None:
@@ -201,7 +204,7 @@ class Transformer(PretrainedModel):
         x = self.norm(x)
         head = self.tokens if self.head is None else self.head
         if head is None:
-            raise ValueError("Transformer: the stage with the norm needs a head, or the tokens that it is tied to")
+            raise ValueError("Transformer: a stage with norm needs head, or tokens where the embeddings are tied")
         if targets is None:
             return self._logits(x, head)
         loss = vocab_parallel_linear_cross_entropy(
@@ -214,7 +217,7 @@ class Transformer(PretrainedModel):
         if self.tokens is None:
             return
         shape, longest = list(tokens.shape), self.config.seq_length
-        # With positions a row may be several sequences.
+        # With positions a row may hold several sequences.
         if tokens.dim() != 2 or not 1 <= shape[0] <= (longest if positions is None else shape[0]):
             raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
         if self.sequence_parallel and any(length % self.ranks for length in self.context.lengths(shape[0])):
@@ -233,20 +236,20 @@ class Transformer(PretrainedModel):
     def _embed(
         self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None, rows_before: int
     ) -> Tensor:
-        """Tokens and learned positions, with dropout: whole, or this rank's rows."""
+        """Embeddings of tokens and learned positions, with dropout: whole, or this rank's rows."""
         x: Tensor = table(tokens)
         if self.positions is not None:
             rows = torch.arange(tokens.shape[0], device=tokens.device) if positions is None else positions
             x = x + self.positions(rows.view(tokens.shape[0], -1))
         if self.config.dropout:
-            # By global index, so that any number of ranks drops the same elements.
+            # Drawn by global index, so that the mask is independent of the number of ranks.
             start = self.group.rank() * x.numel() if self.group is not None and self.sequence_parallel else 0
             start += rows_before * x.shape[1:].numel()
             x = bias_dropout_add(x, None, None, self.config.dropout, training=self.training, index_offset=start)
         return x
 
     def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Angles, Tensor | None]:
-        """Cosines and sines, and the rows of tokens in them; ``None`` where they are in the order of the tokens."""
+        """Cosines and sines, and the row of each token in them; ``None`` if they are in the order of the tokens."""
         if positions is None:
             positions = torch.arange(x.shape[0] * (self.ranks if self.sequence_parallel else 1), device=x.device)
         if positions.dim() == 1:
@@ -256,7 +259,7 @@ class Transformer(PretrainedModel):
     def _logits(self, x: Tensor, head: VocabParallelEmbedding) -> Tensor:
         weight = head.local_weight()
         if self.sequence_parallel:
-            # A measured choice needs weights of one shape on all ranks.
+            # "auto" may measure, which needs weights of the same shape on every rank.
             uneven = self.overlap == "auto" and len(set(head.sizes)) > 1
             logits = all_gather_linear(x, weight, group=self.group, overlap="bulk" if uneven else self.overlap)
         else:
@@ -265,7 +268,7 @@ class Transformer(PretrainedModel):
 
 
 def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
-    """Cosines and sines of positions ``[n]``, ``[n, head size / 2]`` each, fp32."""
+    """Cosines and sines of positions ``[n]``: ``[n, head_dim / 2]`` each, fp32."""
     size, scaling = config.resolved_head_dim, config.rotary_scaling
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     frequencies = 1.0 / config.rotary_base**exponents

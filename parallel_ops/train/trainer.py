@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
-from parallel_ops.models.context import IGNORED
-from parallel_ops.models.huggingface import loading
+from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
@@ -126,7 +125,7 @@ class Trainer:
         if given is not None:
             return parallelize(given.to(self.device), self.mesh, settings.plan, **options)
         if settings.model.folder is not None:
-            loading.check(settings.config, settings.model.folder)
+            Transformer.check_pretrained(settings.model.folder, settings.config)
         empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
         model = parallelize(empty, self.mesh, settings.plan, **options)
         # Offloaded parameters stay on the CPU.
@@ -280,7 +279,7 @@ class Trainer:
         if not self.samples.apart:
             counts = [batch.targets.numel() for batch in batches]
             return counts, sum(counts) * self.mesh.size("dp")
-        counts = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
         group = self.mesh.group("dp")
         if group is None:
             return counts, max(1, sum(counts))

@@ -147,7 +147,7 @@ def test_an_embedding_compiles_to_one_graph():
 
 def test_attention_without_causality_sees_the_mask():
     torch.manual_seed(0)
-    masked = {"causal": False, "core": core_attention.unfused}
+    masked = {"causal": False, "core_attention": core_attention.unfused}
     attention = layers.ParallelSelfAttention(8, 2, mesh=None, **masked).double()
     causal = layers.ParallelSelfAttention(8, 2, mesh=None).double()
     causal.load_state_dict(attention.state_dict())

@@ -40,4 +40,6 @@ def test_wrong_options():
     with pytest.raises(ValueError, match="kind must be one of zigzag"):
         Transformer(context.CONFIG, layout="spiral")
     with pytest.raises(TypeError, match="cu_seqlens must be None for this core"):
-        Transformer(context.CONFIG, core=unfused)(torch.zeros(4, 1, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4]))
+        Transformer(context.CONFIG, core_attention=unfused)(
+            torch.zeros(4, 1, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])
+        )

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.train.data.packing import IGNORED, Samples, shares
+from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.train.data.packing import Samples, shares
 from parallel_ops.train.data.tokens import TokenStream
 
 
@@ -81,7 +82,7 @@ def test_documents_apart_are_one_packed_row(tmp_path):
         inside = batch.targets[first : end - 1, 0]
         assert torch.equal(inside, batch.tokens[first + 1 : end, 0])
         if end not in (6, 12):  # the last target of a sequence may be of its own document
-            assert batch.targets[end - 1, 0] == IGNORED
+            assert batch.targets[end - 1, 0] == IGNORE_INDEX
 
 
 def test_ranks_share_the_samples_of_a_step():

@@ -53,11 +53,19 @@ class PretrainedModel(ShardedModule):
         Raises: as ``load_pretrained``.
         """
         built = config or loading.config_from_pretrained(folder)
-        loading.check(built, Path(folder), cls.global_shapes)
+        cls.check_pretrained(folder, built)
         model = cast(Any, cls)(built, device="meta", **options)
         model.to_empty(device=torch.get_default_device() if device is None else device)
         model.load_pretrained(folder, strict=config is None)
         return cast(_Model, model)
+
+    @classmethod
+    def check_pretrained(cls, folder: str | Path, config: TransformerConfig) -> None:
+        """Checks the files of a folder before a model of this configuration takes memory.
+
+        Raises: as ``load_pretrained``.
+        """
+        loading.check(config, Path(folder), cls.global_shapes)
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> None:
         """Fills the parameters from a Hugging Face folder. Each rank reads its own shards only, also those of FSDP2.

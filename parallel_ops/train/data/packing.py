@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parallel_ops.models.context import IGNORED
+from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.tokens import TokenStream
 
 
@@ -92,7 +92,7 @@ class Samples:
             return Batch(tokens, targets)
         s = self.seq_length
         for column, (_, begins) in enumerate(found):
-            targets[begins[begins > 0] - 1, column] = IGNORED
+            targets[begins[begins > 0] - 1, column] = IGNORE_INDEX
         starts = np.concatenate([begins[begins < s] + s * row for row, (_, begins) in enumerate(found)])
         bounds = torch.from_numpy(np.append(starts, s * len(found)))
         places = torch.arange(s * len(found))
