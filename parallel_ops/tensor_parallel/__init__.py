@@ -1,4 +1,4 @@
-"""Ops whose tensors are sharded over a process group."""
+"""Ops on tensors that are sharded over a process group: linears and cross-entropies."""
 
 from parallel_ops.comm import use_transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear, all_gather_linear_reference

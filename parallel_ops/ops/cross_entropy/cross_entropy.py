@@ -24,14 +24,16 @@ arXiv:2408.00118 (softcap).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
 
 from parallel_ops._internal.registration import register
 from parallel_ops.ops.cross_entropy.kernels import (
+    LossStatistics,
     accumulation_dtype,
     combine_on_cuda,
     gradient,
@@ -42,10 +44,11 @@ from parallel_ops.ops.cross_entropy.kernels import (
     target_weights,
 )
 from parallel_ops.ops.cross_entropy.options import (
-    IGNORED,
+    COLUMN_IGNORED,
     INVALID,
     NONE,
     REDUCTIONS,
+    LossArguments,
     LossOptions,
     check_logits,
     check_reduction,
@@ -54,6 +57,25 @@ from parallel_ops.ops.cross_entropy.options import (
 )
 
 
+class CrossEntropyArguments(LossArguments, total=False):
+    """Keyword arguments of ``cross_entropy``."""
+
+    inplace_backward: bool
+    gradient_in_forward: bool
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    return_statistics: Literal[False] = False,
+    **options: Unpack[CrossEntropyArguments],
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor, target: Tensor, *, return_statistics: Literal[True], **options: Unpack[CrossEntropyArguments]
+) -> tuple[Tensor, LossStatistics]: ...
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -68,7 +90,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     gradient_in_forward: bool = False,
     return_statistics: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, LossStatistics]:
     """Cross-entropy of whole logits; ``vocab_parallel_cross_entropy`` takes shards of them.
 
     Args:
@@ -103,21 +125,20 @@ def cross_entropy(
 
     Sharding: every row is independent; logits, target and loss may be sharded on any dimension but the vocabulary's.
     """
-    return unsharded(
+    return cross_entropy_impl(
         "cross_entropy", logits, target, class_weight, label_smoothing, z_loss, softcap, ignore_index,
         ignore_out_of_range, reduction, inplace_backward, gradient_in_forward, return_statistics,
     )  # fmt: skip
 
 
-def unsharded(
+def cross_entropy_impl(
     name: str, logits: Tensor, target: Tensor, class_weight: Tensor | None, label_smoothing: float, z_loss: float,
     softcap: float | None, ignore_index: int, ignore_out_of_range: bool, reduction: str, inplace_backward: bool,
     gradient_in_forward: bool, return_statistics: bool,
-) -> Any:  # fmt: skip
-    """``cross_entropy`` under the name of the op that was called."""
+) -> Tensor | tuple[Tensor, LossStatistics]:  # fmt: skip
+    """``cross_entropy``, whose errors name the op ``name``."""
     check_reduction(name, reduction)
-    o = LossOptions.checked(name, label_smoothing, z_loss, softcap, ignore_index)
-    options = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range, REDUCTIONS.index(reduction))
+    options = LossOptions.checked(name, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range)
     if gradient_in_forward and reduction == "none":
         raise ValueError(f"{name}: gradient_in_forward needs reduction 'mean' or 'sum', got 'none'")
     run = _forward_with_gradient if gradient_in_forward else forward
@@ -125,11 +146,14 @@ def unsharded(
     indices = target.contiguous() if isinstance(target, Tensor) else target
     try:
         loss, column, saved, *_ = run(
-            logits, indices, class_weight, *options, inplace_backward, check=check, all_outputs=return_statistics
-        )
-    except RuntimeError:  # the kernel met a target outside the vocabulary, or something else is wrong
+            logits, indices, class_weight, *options, REDUCTIONS.index(reduction), inplace_backward, check=check,
+            all_outputs=return_statistics,
+        )  # fmt: skip
+    except RuntimeError:
+        # On CPU the kernel checks the targets as it reads them, since a check of its own costs as much as a small
+        # kernel. If that was the error, the next line raises it with the row and the target.
         if not ignore_out_of_range:
-            check_target_values(name, target, logits.shape[-1], o.ignore_index)
+            check_target_values(name, target, logits.shape[-1], ignore_index)
         raise
     return (loss, statistics_of(column, saved, target.shape)) if return_statistics else loss
 
@@ -216,7 +240,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(column, saved, divisor)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, class_weight, column, saved, divisor)
-    ctx.options, ctx.arguments = options[:3], len(inputs)
+    ctx.options, ctx.arguments = LossOptions(*options), len(inputs)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -262,7 +286,7 @@ def _launch_with_gradient(
     # What the mean divides by is needed before the first row.
     valid = (target >= 0) & (target < logits.shape[-1])
     kept = (target != ignore_index) & (valid | (not ignore_invalid))
-    column = torch.where(kept, torch.where(valid, target, INVALID), IGNORED).flatten().long()
+    column = torch.where(kept, torch.where(valid, target, INVALID), COLUMN_IGNORED).flatten().long()
     weights = None
     if class_weight is not None:
         weights = torch.where(column >= 0, class_weight[column.clamp(min=0)], 0.0)
@@ -307,7 +331,7 @@ class _GradientOverLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         dlogits = logits.detach()
-        outputs = over_logits(dlogits, *arguments, False)
+        outputs = loss_and_grad_inplace(dlogits, *arguments, False)
         torch.autograd.graph.increment_version(logits)
         _setup_context_with_gradient(ctx, (logits, *arguments), (*outputs, dlogits))
         ctx.mark_non_differentiable(*outputs[1:])
@@ -330,7 +354,7 @@ def _cuda_scale(dlogits: Tensor, factor: Tensor) -> None:
 
 
 _scale_inplace = register("cross_entropy_scale_", fake=_fake_scale, cuda=_cuda_scale)
-over_logits = register("cross_entropy_with_gradient_", fake=_fake, cuda=_cuda_with_gradient_inplace)
+loss_and_grad_inplace = register("cross_entropy_with_gradient_", fake=_fake, cuda=_cuda_with_gradient_inplace)
 _with_gradient = register(
     "cross_entropy_with_gradient",
     fake=_fake_with_gradient,

@@ -8,13 +8,13 @@
 for backward is, per row, max, log of the sum of exponentials and target logit[, count of logits[, w_t, sum of w]].
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_ops._internal.registration import register
-from parallel_ops.ops.cross_entropy.options import ON_ANOTHER_SHARD
+from parallel_ops.ops.cross_entropy.options import ON_ANOTHER_SHARD, LossOptions
 
 
 class LossStatistics(NamedTuple):
@@ -55,18 +55,31 @@ def statistics_of(column: Tensor, saved: Tensor, shape: torch.Size) -> LossStati
 
 def gradient(
     grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
-    options: Any, *, inplace: bool,
+    options: LossOptions, *, inplace: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits, written over them if requested and possible.
 
     ``grad`` is one for each row, or with a divisor one for all, to be divided by it.
     """
     if not (inplace and logits.is_contiguous() and is_memory(logits)):
-        return backward(grad, logits, class_weight, column, saved, divisor, *options)
+        dlogits: Tensor = backward(
+            grad, logits, class_weight, column, saved, divisor, options.label_smoothing, options.z_loss, options.softcap
+        )
+        return dlogits
     dlogits = logits.detach()
-    backward_inplace(grad, dlogits, class_weight, column, saved, divisor, *options)
+    gradient_inplace(grad, dlogits, class_weight, column, saved, divisor, options)
     torch.autograd.graph.increment_version(logits)
     return dlogits
+
+
+def gradient_inplace(
+    grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
+    options: LossOptions,
+) -> None:  # fmt: skip
+    """Writes the gradient of the logits over them; ``grad`` and ``divisor`` as in ``gradient``."""
+    backward_inplace(
+        grad, logits, class_weight, column, saved, divisor, options.label_smoothing, options.z_loss, options.softcap
+    )
 
 
 def is_memory(t: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The options that all cross-entropies take, their checks, and the reduction of per-row losses."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,25 +11,39 @@ from parallel_ops._internal.checks import check_floating, check_same_device
 REDUCTIONS = ("none", "mean", "sum")
 NONE = REDUCTIONS.index("none")
 
-# What `column` says of a row instead of a column of this shard.
-ON_ANOTHER_SHARD, IGNORED, INVALID = -1, -2, -3
+# Values of `column` for rows whose target is not a column of this shard.
+ON_ANOTHER_SHARD, COLUMN_IGNORED, INVALID = -1, -2, -3
 
 # torch sums a longer CPU tensor in as many pieces as it has threads, which would set the bits of the result.
 _ONE_PIECE = 32768
 
 
+class LossArguments(TypedDict, total=False):
+    """Keyword arguments that all cross-entropies share; see ``cross_entropy``."""
+
+    class_weight: Tensor | None
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    ignore_index: int
+    ignore_out_of_range: bool
+    reduction: str
+
+
 class LossOptions(NamedTuple):
-    """How a row's loss is made of its logits. ``softcap`` 0 means none, as in the ops' schemas."""
+    """How a row's loss is computed from its logits, in the order of the ops' schemas. ``softcap`` 0 means none."""
 
     label_smoothing: float
     z_loss: float
     softcap: float
     ignore_index: int
+    ignore_out_of_range: bool
 
     @classmethod
     def checked(
-        cls, op: str, label_smoothing: float, z_loss: float, softcap: float | None, ignore_index: int
-    ) -> "LossOptions":
+        cls, op: str, label_smoothing: float, z_loss: float, softcap: float | None, ignore_index: int,
+        ignore_out_of_range: bool,
+    ) -> "LossOptions":  # fmt: skip
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"{op}: label_smoothing must be between 0 and 1, got {label_smoothing}")
         if not 0.0 <= z_loss < math.inf:
@@ -38,7 +52,7 @@ class LossOptions(NamedTuple):
             raise ValueError(f"{op}: softcap must be None or a finite number above 0, got {softcap}")
         if not isinstance(ignore_index, int):
             raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
-        return cls(float(label_smoothing), float(z_loss), float(softcap or 0.0), ignore_index)
+        return cls(float(label_smoothing), float(z_loss), float(softcap or 0.0), ignore_index, ignore_out_of_range)
 
 
 def check_reduction(op: str, reduction: str) -> None:
@@ -85,7 +99,7 @@ def divisor_of(reduction: str, column: Tensor, target_weight: Tensor | None, dty
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=column.device)
     if target_weight is None:
-        return (column != IGNORED).sum().clamp(min=1).to(dtype)
+        return (column != COLUMN_IGNORED).sum().clamp(min=1).to(dtype)
     weights = _sum(target_weight)
     return torch.where(weights == 0, 1.0, weights)
 

@@ -1,1 +1,1 @@
-"""Linear layers whose products overlap the communication of tensor parallelism."""
+"""Linears whose products overlap with the communication of tensor parallelism."""

@@ -1,16 +1,16 @@
-"""A column-parallel linear on sequence-sharded input, with the gather hidden behind the product.
+"""A column-parallel linear on sequence-sharded input, whose all-gather overlaps with the product.
 
     y_i     = X W_i^T + b_i                          X = all_gather(x) along the first dimension
     dx      = reduce_scatter(sum over i of dy_i W_i)
     dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
 
-Forward: own rows are multiplied first, while the next ones arrive (``_overlap``). Backward, "bulk": X is gathered again
-(it was not kept: only x is saved) while dx is multiplied, and dx is scattered while dW is. Whole collectives behind
-whole products cost the products nothing, so the backward is never cut into pieces.
+Forward: this rank's rows are multiplied first, while the next ones arrive (``overlap.py``). Backward ("bulk"): X is
+gathered again, since only x is saved, while dx is computed, and dx is scattered while dW is computed. Whole collectives
+beside whole products do not slow the products, so the backward is never cut into pieces.
 
-Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx travel
-once, in the dtype of x, and are added in rank order in fp32: the result does not depend on ``overlap`` but for how
-products of other shapes round, and has the same bits on every run. Sources: Korthikanti et al., arXiv:2205.05198
+Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx are
+sent once, in the dtype of x, and added in rank order in fp32. So the result has the same bits on every run, and depends
+on ``overlap`` only by how products of other shapes round. Sources: Korthikanti et al., arXiv:2205.05198
 (sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
 """
 
@@ -82,29 +82,32 @@ def all_gather_linear(
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``F.linear(all_gather(x), weight, bias)``, the gather overlapped with the product.
+    """``F.linear(all_gather(x), weight, bias)``, the all-gather overlapped with the product.
 
     Args:
         x: ``[s_r, H]`` or ``[s_r, ..., H]``, this rank's rows; float32, float16, bfloat16 or float64.
         weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several, which share the gather.
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the sequence and the output features; ``None`` for one rank.
-        overlap: ``"off"``: gather, then multiply; ``"bulk"``: so in the forward, and whole collectives behind whole
-            products in the backward; a number: so many messages for each shard in the forward, bulk in the backward;
-            ``"auto"``: what an analytic model and, on a GPU, a measurement find fastest (see ``_overlap_plan``); there
-            the weights must have the same shapes on every rank.
-        sizes: ``s_r`` of every rank, the same on every rank; ``None`` where all are equal.
-        main_grad: ``[N, H]``, float32 (float64 for float64) or the weight's dtype, or one for each weight: the weight's
-            gradient is added to it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
-        deferred: the weight's gradient is computed, and x gathered for it, when this queue is told to. Likewise.
+        overlap: how communication overlaps with the products.
+            ``"off"``: gather, then multiply.
+            ``"bulk"``: the same in the forward; in the backward, whole collectives beside whole products.
+            A number: each shard is sent in that many pieces in the forward; bulk in the backward.
+            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
+            (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+        sizes: ``s_r`` of every rank, the same on every rank; ``None`` if all are equal.
+        main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, H]``,
+            float32 (float64 for float64) or the weight's dtype; or one for each weight. Not under ``torch.compile`` or
+            in DDP.
+        deferred: a queue that computes the weight's gradient later, and gathers x for it; same limits as ``main_grad``.
 
     Returns:
         ``[s, ..., N]``, s the sum of all ``s_r``; a tuple for several weights. Under autocast the inputs are cast to
         the autocast dtype.
 
     Raises:
-        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
-            options. On CPU every call is compared, on CUDA the first one of its kind.
+        TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
+        or options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(0) over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of x is
     complete and sharded like x; those of weight and bias are complete for this rank's features.
@@ -130,7 +133,7 @@ def all_gather_linear_reference(
     group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The same in plain PyTorch: a collective, then a product."""
+    """``all_gather_linear`` in plain PyTorch: a collective, then a product."""
     return F.linear(all_gather(x, group, sizes=sizes), weight, bias)
 
 
@@ -142,7 +145,7 @@ def column_forward(
     biases: Sequence[Tensor | None],
     pieces: int,
 ) -> list[Tensor]:
-    """``y_i = all_gather(x) W_i^T + b_i``, the gather in so many pieces or, with ``OFF``, before the products."""
+    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``pieces`` pieces, with ``OFF`` all before the products."""
     outputs = [x.new_empty((sum(sizes), *x.shape[1:-1], weight.shape[0])) for weight in weights]
     matrices, h, rows = [y.flatten(0, -2) for y in outputs], matrix(x), rows_of(sizes, x)
 
@@ -173,9 +176,9 @@ def column_backward(
     needs_x: bool,
     products: Callable[[Tensor], None] | None,
 ) -> Tensor | None:
-    """``dx = reduce_scatter(sum of dy_i W_i)``, and ``products(all_gather(x))``; each only where it is wanted.
+    """Returns ``dx = reduce_scatter(sum of dy_i W_i)`` if ``needs_x``; calls ``products(all_gather(x))`` if given.
 
-    In bulk, x is gathered again while dx is multiplied, and dx is scattered while the products are made.
+    With ``bulk``, x is gathered while dx is computed, and dx is scattered while ``products`` runs.
     """
     if transport is None:
         if products is not None:

@@ -1,12 +1,12 @@
-"""A column-parallel linear on input that every rank has whole, with the all-reduce of its gradient hidden.
+"""A column-parallel linear on replicated input, whose backward overlaps the all-reduce of its gradient.
 
     y_i     = X W_i^T + b_i
     dX      = all_reduce(sum over i of dy_i W_i)
     dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
 
-Forward: nothing is sent. Backward: the all-reduce is a reduce-scatter and a gather of rows. The part of dX that another
-rank owns leaves as soon as it is computed, the own part is computed last (``_overlap``); each rank adds the partials of
-its rows in rank order in fp32 and rounds once; and the sums are gathered while dW is multiplied.
+Forward: no communication. Backward: the all-reduce is a reduce-scatter and an all-gather of rows. The rows of dX that
+another rank sums are sent as soon as they are computed, this rank's own rows are computed last (``overlap.py``). Each
+rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered while dW is computed.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
@@ -71,20 +71,23 @@ def column_parallel_linear(
         weight: ``[N, H]``, this rank's output features, dtype and device of ``x``; or several of one ``x``.
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the output features; ``None`` for one rank.
-        overlap: ``"off"``: one after the other; ``"bulk"``: the sums are gathered behind the product of dW; a number:
-            so many messages for each rank's rows of dX on the way there too; ``"auto"``: what an analytic model and,
-            on a GPU, a measurement find fastest (see ``_overlap_plan``); there the weights must have the same shapes
-            on every rank.
-        main_grad: ``[N, H]``, float32 (float64 for float64) or the weight's dtype, or one for each weight: the weight's
-            gradient is added to it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
-        deferred: the weight's gradient is computed when this queue is told to. Likewise.
+        overlap: how the backward overlaps communication with the products.
+            ``"off"``: one after the other.
+            ``"bulk"``: the sums are gathered while dW is computed.
+            A number: also, each rank's rows of dX are sent in that many pieces while dX is computed.
+            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
+            (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+        main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, H]``,
+            float32 (float64 for float64) or the weight's dtype; or one for each weight. Not under ``torch.compile`` or
+            in DDP.
+        deferred: a queue that computes the weight's gradient later; same limits as ``main_grad``.
 
     Returns:
         ``[s, ..., N]``; a tuple for several weights. Under autocast the inputs are cast to the autocast dtype.
 
     Raises:
-        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
-            options. On CPU every call with a gradient of x is compared, on CUDA the first one of its kind.
+        TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
+        or options. On CPU every call with a gradient of x is compared, on CUDA the first one of its kind.
 
     Sharding: x replicated over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of
     x is complete and the same on every rank; those of weight and bias are complete for this rank's features.
@@ -97,7 +100,7 @@ def column_parallel_linear(
         deferred,
         group,
         overlap,
-        # The rows of the gradient that each rank sums: some are empty where there are fewer than ranks.
+        # Number of rows of the gradient that each rank sums; some are 0 if there are fewer rows than ranks.
         lambda: [end - start for start, end in split((0, x.shape[0]), 1 if group is None else group.size())],
     )
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
@@ -106,14 +109,14 @@ def column_parallel_linear(
 def column_parallel_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | None
 ) -> Tensor:
-    """The same in plain PyTorch: a product, and in the backward a collective after the products."""
+    """``column_parallel_linear`` in plain PyTorch: a product; in the backward, a collective after the products."""
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
 @communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     transport = call.transport()
-    if transport is not None and call.needs[0]:  # else nothing will be sent
+    if transport is not None and call.needs[0]:  # else the backward sends nothing
         call.check_consistency(
             transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
         )

@@ -1,13 +1,13 @@
-"""A row-parallel linear with sequence-sharded output, with the reduce-scatter hidden behind the product.
+"""A row-parallel linear with sequence-sharded output, whose reduce-scatter overlaps with the product.
 
     y       = reduce_scatter(x W^T) + b              along the first dimension
     dx      = dY W                                   dY = all_gather(dy)
     dW      = dY^T x,       db = sum over rows of dY
 
-Forward: the part of the output that another rank owns leaves as soon as it is computed, and this rank's own part is
-computed last, while the others are on their way (``_overlap``). Each rank receives the partial sums of its rows, in the
-dtype of x, adds them in rank order in fp32, then the bias, and rounds once. Backward: own rows of dY are multiplied
-first, while the next ones arrive; dY is then whole, which dW needs.
+Forward: the rows of the output that another rank owns are sent as soon as they are computed; this rank's own rows are
+computed last, while the others are sent (``overlap.py``). Each rank receives the partial sums of its rows, in the dtype
+of x, adds them in rank order in fp32, then the bias, and rounds once. Backward: this rank's rows of dY are multiplied
+first, while the next ones arrive; dY is then complete, as dW needs it.
 
 Sources: Korthikanti et al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023,
 doi:10.1145/3567955.3567959 (decomposed collectives).
@@ -54,25 +54,28 @@ def linear_reduce_scatter(
         weight: ``[N, K]``, this rank's input features, dtype and device of ``x``.
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: the ranks that share the input features; ``None`` for one rank.
-        overlap: ``"off"`` and ``"bulk"``: multiply, then reduce (there is nothing whole to hide); a number: so many
-            messages for each shard, forward and backward; ``"auto"``: what an analytic model and, on a GPU, a
-            measurement find fastest (see ``_overlap_plan``); there the weight must have one shape on every rank.
+        overlap: how communication overlaps with the products.
+            ``"off"`` and ``"bulk"``: multiply, then reduce (no second product could run beside the collective).
+            A number: each shard is sent in that many pieces, forward and backward.
+            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
+            (``overlap_plan.py``); the weight must then have the same shape on every rank.
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
-        main_grad: ``[N, K]``, float32 (float64 for float64) or the weight's dtype: the weight's gradient is added to
-            it, and autograd gets none for the weight. Not under ``torch.compile`` or in DDP.
-        deferred: the weight's gradient is computed, that of y gathered for it, when this queue is told to. Likewise.
-        bias_gradient: ``"partial"``: that of this rank's rows, for who sums it over the ranks with those of other
-            parameters, as Megatron-LM does.
+        main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, K]``,
+            float32 (float64 for float64) or the weight's dtype. Not under ``torch.compile`` or in DDP.
+        deferred: a queue that computes the weight's gradient later, and gathers the gradient of y for it; same limits
+            as ``main_grad``.
+        bias_gradient: ``"complete"``, or ``"partial"`` for the gradient of this rank's rows only, if the caller sums it
+            over the ranks with those of other parameters, as Megatron-LM does.
 
     Returns:
         ``[s_r, ..., N]``, this rank's rows. Under autocast the inputs are cast to the autocast dtype.
 
     Raises:
-        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree on shapes, dtypes or
-            options. On CPU every call is compared, on CUDA the first one of its kind.
+        TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
+        or options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
-    for this rank's features, that of bias is complete and the same on every rank, unless it is to be partial.
+    for this rank's features, that of bias is complete and the same on every rank, unless ``"partial"``.
     """
 
     def split() -> list[int]:
@@ -102,7 +105,7 @@ def linear_reduce_scatter_reference(
     group: ProcessGroup | None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The same in plain PyTorch: a product, then a collective. The gradient of bias is that of this rank's rows."""
+    """``linear_reduce_scatter`` in plain PyTorch, with a partial gradient of bias: a product, then a collective."""
     y = reduce_scatter(F.linear(x, weight), group, sizes=sizes)
     return y if bias is None else y + bias
 
@@ -110,7 +113,7 @@ def linear_reduce_scatter_reference(
 def row_forward(
     transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int
 ) -> Tensor:
-    """``y = reduce_scatter(x W^T) + b``, the scatter in so many pieces or, with ``OFF``, after the product."""
+    """``y = reduce_scatter(x W^T) + b``; shards are sent in ``pieces`` pieces, with ``OFF`` all after the product."""
     h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
     if transport is None:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -131,7 +134,7 @@ def row_forward(
 def row_backward(
     transport: Transport | None, grad: Tensor, sizes: Sequence[int], weight: Tensor, pieces: int, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first only where it is wanted."""
+    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first is ``None`` unless ``needs_x``."""
     dx = grad.new_empty((sum(sizes), *grad.shape[1:-1], weight.shape[1])) if needs_x else None
     dy, rows = matrix(grad), rows_of(sizes, grad)
 

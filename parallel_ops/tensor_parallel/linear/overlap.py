@@ -1,19 +1,19 @@
-"""The two schedules that hide communication behind products of matrices, over any transport.
+"""The two schedules that overlap communication with matrix products, over any transport.
 
-    gather     whole = rows of all ranks        step k: piece j of rank r + k arrives, own rows are there at once
-    scatter    own   = sum over ranks of parts  step k: the part for rank r + k leaves, the own part is made last
+    gather     whole = rows of all ranks        step k: piece j of rank r + k arrives; own rows are there at once
+    scatter    own   = sum over ranks of parts  step k: the part for rank r + k is sent; the own part is computed last
 
-In step k every rank sends to one rank and receives from one, so that the exchanges of a step form a permutation: no
-rank is waited for by two, and each exchange is one grouped call that cannot deadlock. A shard goes in ``pieces``
-messages, the same number on every rank. While a piece is multiplied, the next ``IN_FLIGHT`` are on their way.
+In step k every rank sends to one rank and receives from one, so the exchanges of a step form a permutation, and each
+exchange is one grouped call that cannot deadlock. A shard is sent in ``pieces`` messages, the same number on every
+rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent.
 
-Whoever produces is enqueued before whoever consumes: an exchange is posted, then waited for, then its rows are read,
-in the program order of one host thread. No kernel ever spins on a flag, so the order is right whatever the number of
-hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) is. With one queue an exchange that waits for the one before it holds up
-every product that was enqueued after it, so there the next one is posted only when a piece has arrived.
+Producers are enqueued before consumers: one host thread posts an exchange, waits for it, then reads its rows. No kernel
+spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one queue
+an exchange that waits for the one before it blocks every product that was enqueued after it; then the next exchange is
+posted only when a piece has arrived.
 
-A sum over ranks is never formed on the way: every partial is sent once, to the rank that owns its rows, and that rank
-adds them in rank order in fp32 (fp64 for fp64). The result does not depend on arrival, so it has the same bits as the
+No sums are formed in transit: every partial is sent once, to the rank that owns its rows, and that rank adds them in
+rank order in fp32 (fp64 for fp64). The result does not depend on the order of arrival, so it has the same bits as the
 unfused computation with the same pieces, on every run.
 """
 
@@ -30,31 +30,31 @@ Span = tuple[int, int]
 
 
 def spans(sizes: Sequence[int]) -> list[Span]:
-    """Where each rank's rows start and stop."""
+    """First and last (exclusive) row of each rank."""
     ends = [0, *accumulate(sizes)]
     return list(pairwise(ends))
 
 
 def split(span: Span, pieces: int) -> list[Span]:
-    """``span`` in ``pieces`` parts, as equal as can be; some are empty where there are fewer rows."""
+    """``span`` in ``pieces`` nearly equal parts; some are empty if there are fewer rows."""
     start, rows = span[0], span[1] - span[0]
     return [(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
 
 
 def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
-    """The spans of the whole in the order in which ``gather`` hands them out on ``rank``."""
+    """The spans in the order in which ``gather`` calls ``consume`` on ``rank``."""
     for k in range(len(sizes)):
         yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
 
 
 def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
-    """The spans of the whole in the order in which ``scatter`` asks for them on ``rank``."""
+    """The spans in the order in which ``scatter`` calls ``produce`` on ``rank``."""
     for k in (*range(1, len(sizes)), 0):
         yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
 
 
 def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Handle]:
-    """The rows of all ranks, on their way; whole once the handle was waited for, which may be done again."""
+    """Starts an all-gather: the rows of all ranks, complete after ``handle.wait()``, which may be called repeatedly."""
     whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
     if len(set(sizes)) == 1 and (handle := transport.collective(op, whole, shard)) is not None:
         return whole, handle
@@ -74,7 +74,7 @@ def gather(
     pieces: int,
     consume: Callable[[Span, Tensor], None],
 ) -> Tensor:
-    """The rows of all ranks; ``consume(span, rows)`` is called for each piece when its rows are there.
+    """Returns the rows of all ranks; calls ``consume(span, rows)`` for each piece as soon as it has arrived.
 
     Args:
         shard: ``[sizes[rank], H]``, contiguous.
@@ -118,7 +118,7 @@ def scatter(
     like: Tensor,
     produce: Callable[[Span, Tensor | None], Tensor],
 ) -> list[Tensor]:
-    """What all ranks computed for this rank's rows, in rank order.
+    """Returns the parts that all ranks computed for this rank's rows, in rank order.
 
     Args:
         like: ``[any, N]``: dtype, device and columns of a part.
@@ -146,10 +146,10 @@ def scatter(
 
 
 def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Handle]:
-    """What all ranks hold for this rank's rows, in rank order, once the handle was waited for, which may be done again.
+    """Starts a scatter: all ranks' parts of this rank's rows, in rank order, complete after ``handle.wait()``.
 
     Args:
-        parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows. Must not change before the wait.
+        parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows; must not change before the wait.
     """
     rank, where = transport.rank, spans(sizes)
     landing = parts.new_empty((transport.size, sizes[rank], *parts.shape[1:]))

@@ -1,17 +1,17 @@
-"""How much to overlap: what the caller says, or what an analytic model and a measurement say.
+"""The number of pieces for ``overlap="auto"``, by an analytic model and a measurement.
 
-    T_g     products of matrices, by the number of waves of tiles that they make on the device
+    T_g     matrix products, by the number of waves of tiles on the device
     T_c     messages: bytes / bandwidth, and a latency for each exchange
     whole   T_g + T_c
     gather  max(T_g', T_c' + T_g' / pieces of all ranks)          the last piece arrives, then is multiplied
-    scatter max(T_g' + T_c' / exchanges, T_g' / pieces + T_c')    the first piece is made, then leaves
+    scatter max(T_g' + T_c' / exchanges, T_g' / pieces + T_c')    the first piece is computed, then sent
 
-Smaller pieces hide more and make worse products (T_g' > T_g: fewer tiles than the device has processors), so there is
-a best number, and it may be none. The model knows data sheets and not the machine; on a GPU its answer is therefore
-checked once for each (phase, rough shape, dtype, group size, device, transport): the candidates are run and timed, the
-ranks take the slowest rank's times, and overlapping must win by 2% to be chosen. A choice by timing may differ between
-two runs of a program and with it the order of some sums, so ``torch.use_deterministic_algorithms(True)`` leaves the
-choice to the model alone. On a CPU the cores that multiply also copy the messages: there is nothing to hide behind.
+Smaller pieces overlap more but make slower products (T_g' > T_g: fewer tiles than the device has processors), so there
+is an optimum, which may be no overlap. The model uses data sheets. On a GPU the candidates are therefore run and timed
+once for each (phase, rough shape, dtype, group size, device, transport); the slowest rank's times count, and overlap
+must win by 2%. A choice by timing may differ between two runs of a program, and with it the order of some sums, so with
+``torch.use_deterministic_algorithms(True)`` the model decides alone. On a CPU the cores that multiply also copy the
+messages, so nothing overlaps.
 """
 
 import math
@@ -30,20 +30,20 @@ from parallel_ops.comm.device_rates import Rates, rates_of
 Overlap = Literal["auto", "off", "bulk"] | int
 Phase = Literal["gather", "scatter"]
 
-# As they stand in an op's schema; other numbers are pieces.
+# Codes in the ops' schemas; positive numbers are pieces.
 OFF, BULK, AUTO = 0, -1, -2
 _WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO}
 
 _CANDIDATES = (OFF, 1, 2, 4)
 
-# By how much overlapping must be faster than not.
+# Largest ratio to the time without overlap at which overlap is chosen.
 _MARGIN = 0.98
 
 _TILE = (128, 256)  # what libraries' large 16-bit products are made of
 
 
 def encode(op: str, overlap: Overlap) -> int:
-    """``overlap`` as a number of an op's schema, or an error that says what it must be."""
+    """``overlap`` as the integer of the ops' schemas; raises TypeError or ValueError if it is not valid."""
     if isinstance(overlap, str) and overlap in _WORDS:
         return _WORDS[overlap]
     if isinstance(overlap, int) and not isinstance(overlap, bool) and overlap >= 1:
@@ -53,19 +53,21 @@ def encode(op: str, overlap: Overlap) -> int:
 
 
 def decode(pieces: int) -> Overlap:
-    """What the user called it: the ``overlap`` of which ``encode`` made this number."""
+    """The inverse of ``encode``."""
     words: dict[int, Overlap] = {OFF: "off", BULK: "bulk", AUTO: "auto"}
     return words.get(pieces, pieces)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A product and the communication next to it: the same on every rank, since all must choose alike.
+    """A product and the communication beside it. Equal on every rank, since all must choose the same.
 
     Attributes:
-        rows: of the whole activation. columns, inner: the product is ``[rows, inner] @ [inner, columns]``.
-        sent: the most bytes that a rank sends.
-        transport: the name of what sends them.
+        phase: whether the input is gathered or the output scattered.
+        rows, columns, inner: the product is ``[rows, inner] @ [inner, columns]``, ``rows`` those of all ranks.
+        sent: largest number of bytes that a rank sends.
+        size: number of ranks.
+        transport: its name.
     """
 
     phase: Phase
@@ -79,14 +81,14 @@ class Task:
 
 
 def product_seconds(rates: Rates, rows: int, columns: int, inner: int) -> float:
-    """A product as waves of tiles; the last wave costs as much as a full one."""
+    """Time of a product as waves of tiles; the last wave counts as a full one."""
     tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
     waves = math.ceil(tiles / rates.processors)
     return rates.launch + waves * 2 * _TILE[0] * _TILE[1] * inner / rates.flops
 
 
 def predict(task: Task, rates: Rates, pieces: int) -> float:
-    """Seconds of the task with so many pieces for each shard, ``OFF`` for none."""
+    """Seconds of the task with ``pieces`` pieces a shard, or without overlap for ``OFF``."""
     communication = task.sent / rates.bandwidth
     if pieces == OFF:
         return product_seconds(rates, task.rows, task.columns, task.inner) + communication + rates.latency
@@ -99,19 +101,19 @@ def predict(task: Task, rates: Rates, pieces: int) -> float:
 
 
 def modelled(task: Task, rates: Rates | None) -> int:
-    """The number of pieces that the model would choose; ``OFF`` where nothing is known of the device."""
+    """The number of pieces by the model; ``OFF`` if the rates of the device are unknown."""
     if rates is None:
         return OFF
     best = min(_CANDIDATES, key=lambda pieces: predict(task, rates, pieces))
     return best if predict(task, rates, best) < _MARGIN * predict(task, rates, OFF) else OFF
 
 
-# The choices of each group, made once for each task and device.
+# Choices by group, task and device.
 _measured: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[Task, torch.device], int]] = weakref.WeakKeyDictionary()
 
 
 def may_measure(device: torch.device) -> bool:
-    """Only where a timing is worth something, and where it neither disturbs a capture nor a promise of determinism."""
+    """Whether to time the candidates: on a GPU, not while a graph is captured, not in deterministic mode."""
     if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return False
     return not torch.cuda.is_current_stream_capturing()
@@ -121,7 +123,7 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
     """The number of pieces for ``task``, the same on every rank.
 
     Args:
-        run: does the task with so many pieces; called only to be timed, on every rank as often.
+        run: runs the task with a number of pieces; only called for timing, equally often on every rank.
     """
     known, key = _measured.setdefault(group, {}), (_alike(task), device)
     if key in known:
@@ -135,24 +137,24 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
 
 
 def _alike(task: Task) -> Task:
-    """Tasks whose rows differ by less than a quarter share a choice: else sequences of any length would be timed."""
+    """Tasks whose rows differ by less than a quarter share a choice, so that not every sequence length is timed."""
     return replace(task, rows=_roughly(task.rows), sent=_roughly(task.sent))
 
 
 def _roughly(n: int) -> int:
-    """``n``, rounded down to three binary digits."""
+    """``n``, rounded down to three significant binary digits."""
     shift = max(0, n.bit_length() - 3)
     return n >> shift << shift
 
 
 def pick(seconds: list[float]) -> int:
-    """The fastest of the candidates, if it beats the first, ``OFF``, by more than the margin."""
+    """The fastest candidate if it beats the first, ``OFF``, by more than the margin; otherwise ``OFF``."""
     best = min(range(len(seconds)), key=seconds.__getitem__)
     return _CANDIDATES[best] if seconds[best] < _MARGIN * seconds[0] else OFF
 
 
 def _fastest(run: Callable[[int], object], pieces: int, device: torch.device, repeats: int = 3) -> float:
-    run(pieces)  # libraries choose kernels and connections are made
+    run(pieces)  # warm-up: libraries choose kernels, connections open
     best = math.inf
     for _ in range(repeats):
         _synchronize(device)
@@ -164,7 +166,7 @@ def _fastest(run: Callable[[int], object], pieces: int, device: torch.device, re
 
 
 def _synchronize(device: torch.device) -> None:
-    # The stream, which is behind all that the task sent, and not the device: on another stream a pipeline's receive may
-    # wait for a stage that waits for this one.
+    # The stream, which waits for all messages of the task, and not the device: another stream may hold a pipeline's
+    # receive from a stage that waits for this rank.
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,1 +1,1 @@
-"""Losses over a vocabulary that is sharded over a group."""
+"""Cross-entropies over a vocabulary that is sharded over a group."""

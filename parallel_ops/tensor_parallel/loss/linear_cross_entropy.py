@@ -1,42 +1,45 @@
-"""The last linear and its cross-entropy in one op: the logits never exist, but for a chunk of rows at a time.
+"""The last linear and its cross-entropy in one op, which computes the logits one chunk of rows at a time.
 
     for each chunk of rows h of hidden:
-        z       = h W^T + b                     this rank's columns, in the buffer that all chunks share
+        z       = h W^T + b                     this rank's columns, in a buffer that all chunks share
         loss    = cross-entropy of z            statistics, one all-gather, combination: see cross_entropy.py
-        dz      over z                          the local gradient kernel, in place
+        dz                                      the local gradient kernel, written over z
         dh      = dz W                          summed over the ranks
-        dW, db += dz^T h, sum of dz             in fp32: chunk after chunk in bf16 would lose the late ones
+        dW, db += dz^T h, sum of dz             in fp32: in bf16 late chunks would be lost
 
-Without a group loss and dz are one kernel. For ``"mean"`` and ``"sum"`` every row's loss has the same factor, so the
-gradients of the sum are computed here, in the forward pass, while the chunk is at hand, and backward only scales them
-by the incoming gradient over the divisor (tensors: nothing waits for a device; the mean's own gradients would be too
-small for fp16, whose loss scale comes with the incoming gradient). That is three products of matrices, as many as the
-unfused composite needs. For ``"none"`` the factors are known in backward only: forward keeps the row's maximum and log
-sum of exponentials, and backward makes each chunk of logits again, a fourth product.
+Without a group, loss and dz are one kernel. For ``"mean"`` and ``"sum"`` every row's loss has the same factor. So the
+gradients of the sum are computed in the forward pass, and backward scales them by the incoming gradient over the
+divisor (both tensors, so the host does not wait; the gradients of the mean itself would underflow in fp16, whose loss
+scale comes with the incoming gradient). That takes three matrix products, as many as the unfused composite. For
+``"none"`` the factors are known in backward only: forward saves each row's maximum and log sum of exponentials, and
+backward computes each chunk of logits again, a fourth product.
 
-With sequence-parallel input each rank holds a part of the rows: a chunk is gathered from all ranks, and its dh goes
-back to them by a reduce-scatter.
+With sequence-parallel input each rank holds a part of the rows: a chunk is gathered from all ranks, and its dh is
+reduce-scattered.
 
-Memory beyond inputs and gradients: the chunk, and dW in fp32. Chunk sizes and their order are set by the shapes, so
+Memory beyond inputs and gradients: the chunk, and dW in fp32. Chunk sizes and their order depend on shapes only, so
 results do not change from run to run. Sources: Wijmans et al., arXiv:2411.09009; Hsu et al., arXiv:2410.10989 (chunks).
 """
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
 from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.ops.cross_entropy import kernels as local
+from parallel_ops.ops.cross_entropy import kernels as ce_kernels
 from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference
 from parallel_ops.ops.cross_entropy.options import (
     NONE,
     REDUCTIONS,
+    LossArguments,
     LossOptions,
     check_class_weight,
     check_reduction,
@@ -46,12 +49,39 @@ from parallel_ops.tensor_parallel.loss.linear_loss import NAME as _NAME
 from parallel_ops.tensor_parallel.loss.linear_loss import backward, fake, fake_backward, forward
 from parallel_ops.tensor_parallel.loss.logit_chunks import LinearCall
 
-# Each chunk reads the weight twice and reads and writes its gradient, and must have rows enough to hide that behind the
+# Each chunk reads the weight twice and reads and writes its gradient; it needs enough rows to hide that behind the
 # products: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
 # Xeon, 2,048 rows, hidden size 512: 64 MiB as fast as the whole logits at once, 16 MiB 25% slower, in bf16 2x).
 _CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
+class LinearCrossEntropyArguments(LossArguments, total=False):
+    """Keyword arguments of ``vocab_parallel_linear_cross_entropy``."""
+
+    bias: Tensor | None
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    chunk_bytes: int | None
+
+
+@overload
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_statistics: Literal[False] = False,
+    **options: Unpack[LinearCrossEntropyArguments],
+) -> Tensor: ...
+@overload
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    return_statistics: Literal[True],
+    **options: Unpack[LinearCrossEntropyArguments],
+) -> tuple[Tensor, ce_kernels.LossStatistics]: ...
 def vocab_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -69,7 +99,7 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk_bytes: int | None = None,
     return_statistics: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, ce_kernels.LossStatistics]:
     """``vocab_parallel_cross_entropy(F.linear(hidden, weight, bias), target, ...)`` without the logits.
 
     Args:
@@ -77,20 +107,24 @@ def vocab_parallel_linear_cross_entropy(
             ``[s / P, ..., H]``, equal parts in rank order.
         weight: ``[V_r, H]``, this rank's rows of the output embedding, dtype of ``hidden``.
         target: ``[...]``, or the whole ``[s, ...]`` with ``sequence_parallel``; int64 or int32, the same on every rank.
-        bias: ``[V_r]``. -inf marks a column that is not there (padding of the vocabulary).
+        bias: ``[V_r]``. Columns of -inf count as absent (padding of the vocabulary).
         class_weight: ``[V_r]``, this rank's part, of any of these dtypes.
-        group, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, return_statistics: as in
-            ``vocab_parallel_cross_entropy``.
+        group: the ranks that share the vocabulary; ``None`` for one rank.
+        label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, return_statistics: see
+            ``cross_entropy``; smoothing is over the whole vocabulary.
         sequence_parallel: ``hidden`` is sharded on its first dimension over ``group``.
-        chunk_bytes: the size of the chunk of logits on the rank with the most columns (at least one row, or one row of
-            each rank); by default 256 MiB on CUDA and 64 MiB on CPU.
+        chunk_bytes: size of a chunk of logits on the rank with the most columns (at least one row, or one row of each
+            rank); ``None`` for 256 MiB on CUDA and 64 MiB on CPU.
 
     Returns:
-        A scalar, or a loss for each target for ``reduction="none"``; float32, or float64 for float64 tensors. A tuple
-        with ``return_statistics``. All ranks get the same bits. Under autocast hidden, weight and bias are cast to the
-        autocast dtype.
+        The loss, a scalar, or one for each target for ``reduction="none"``; float32, or float64 for float64 tensors.
+        With ``return_statistics`` a tuple of loss and ``LossStatistics``. All ranks get the same bits. Under autocast
+        hidden, weight and bias are cast to the autocast dtype.
 
-    Raises: as ``vocab_parallel_cross_entropy``.
+    Raises:
+        TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options, ranks that disagree on the number
+        of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank. On CUDA rows with such
+        a target have NaN loss and gradient.
 
     Sharding: hidden replicated over group, or S(0) with ``sequence_parallel``; weight, bias and class_weight S(0);
     target, loss and statistics replicated. The gradient of hidden is complete on every rank, sharded as hidden is; the
@@ -98,26 +132,22 @@ def vocab_parallel_linear_cross_entropy(
     """
     name = group_name(_NAME, group)
     checked = (hidden, weight, target, bias, class_weight, group, sequence_parallel, reduction, chunk_bytes)
-    if group is None:
+    with nullcontext() if group is None else propagate_errors(_NAME, group, hidden, weight, target, checked=True):
         parts, size = _check(*checked)
-        o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
-    else:
-        with propagate_errors(_NAME, group, hidden, weight, target, checked=True):
-            parts, size = _check(*checked)
-            o = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index)
+        options = LossOptions.checked(_NAME, label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range)
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-    options = (o.label_smoothing, o.z_loss, o.softcap, o.ignore_index, ignore_out_of_range, REDUCTIONS.index(reduction))
     try:
         loss, column, saved, *_ = _op(
-            hidden, weight, bias, target, class_weight, name, *options, parts, size, needs,
+            hidden, weight, bias, target, class_weight, name, *options, REDUCTIONS.index(reduction), parts, size, needs,
             all_outputs=return_statistics,
         )  # fmt: skip
-    except RuntimeError:  # the kernel met a target outside the vocabulary, or something else is wrong
+    except RuntimeError:
+        # As in cross_entropy: on CPU the kernel checks the targets; the next line names a bad one with its row.
         if name is None and not ignore_out_of_range:
-            check_target_values(_NAME, target, weight.shape[0], o.ignore_index)
+            check_target_values(_NAME, target, weight.shape[0], ignore_index)
         raise
-    return (loss, local.statistics_of(column, saved, target.shape)) if return_statistics else loss
+    return (loss, ce_kernels.statistics_of(column, saved, target.shape)) if return_statistics else loss
 
 
 def linear_cross_entropy_reference(
@@ -131,7 +161,7 @@ def _check(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     group: ProcessGroup | None, sequence_parallel: bool, reduction: str, chunk_bytes: int | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """(ranks that hold a part of the rows each, bytes of a chunk)."""
+    """Number of ranks over which the rows are sharded, and bytes of a chunk."""
     check_floating(_NAME, "hidden", hidden)
     if hidden.dim() == 0:
         raise ValueError(f"{_NAME}: hidden must have at least one dimension, got a scalar")

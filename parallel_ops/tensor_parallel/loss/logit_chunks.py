@@ -1,4 +1,4 @@
-"""The logits of a linear, a chunk of rows at a time, and the gradients that go back through it."""
+"""Logits of a linear, one chunk of rows at a time, and the gradients of its inputs."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
-from parallel_ops.ops.cross_entropy import kernels as local
-from parallel_ops.ops.cross_entropy.options import NONE
+from parallel_ops.ops.cross_entropy import kernels as ce_kernels
+from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
 from parallel_ops.tensor_parallel.linear.weight_gradients import add_product
 
 
 class LinearCall(NamedTuple):
-    """The arguments of the op that are not tensors."""
+    """The non-tensor arguments of the op, in the order of its schema."""
 
     group: str | None
     label_smoothing: float
@@ -23,66 +23,75 @@ class LinearCall(NamedTuple):
     softcap: float
     ignore_index: int
     ignore_invalid: bool  # targets outside the vocabulary are ignored
-    reduction: int  # of REDUCTIONS
-    parts: int  # ranks that hold a part of the rows each
+    reduction: int  # index in REDUCTIONS
+    parts: int  # number of ranks over which the rows are sharded
     chunk_bytes: int
-    needs: list[bool]  # of hidden, weight and bias: whether a gradient is wanted
+    needs: list[bool]  # whether hidden, weight and bias need a gradient
+
+    @property
+    def loss_options(self) -> LossOptions:
+        """The options of a row's loss."""
+        return LossOptions(self.label_smoothing, self.z_loss, self.softcap, self.ignore_index, self.ignore_invalid)
 
     @property
     def in_forward(self) -> bool:
-        """Are gradients made in the forward pass?"""
+        """Whether gradients are computed in the forward pass."""
         return self.reduction != NONE and any(self.needs)
 
+    def signature(self) -> tuple[object, ...]:
+        """The arguments that must be equal on all ranks."""
+        return (*self.loss_options, self.reduction, self.parts, self.chunk_bytes, *self.needs)
 
-def _rows_at_most(call: LinearCall, widest: int, weight: Tensor) -> int:
-    """The most rows of hidden of which a chunk is made, where the widest rank has so many columns."""
+
+def _max_rows(call: LinearCall, widest: int, weight: Tensor) -> int:
+    """Largest number of rows of hidden in a chunk, if the widest rank has ``widest`` columns."""
     return max(1, call.chunk_bytes // max(1, widest * weight.itemsize * call.parts))
 
 
 def weight_gradient_dtype(call: LinearCall, rows: int, weight: Tensor) -> torch.dtype:
-    """In what the gradient of ``weight`` is summed over the chunks of so many ``rows`` of hidden.
+    """The dtype in which the gradient of ``weight`` is summed over the chunks of ``rows`` rows of hidden.
 
     On a CPU the product of each chunk is rounded to bfloat16 (see ``add_product``), so one chunk needs no wider sum.
     """
     rounded = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
-    if rounded and call.group is None and rows <= _rows_at_most(call, weight.shape[0], weight):
+    if rounded and call.group is None and rows <= _max_rows(call, weight.shape[0], weight):
         return weight.dtype
-    return local.accumulation_dtype(weight.dtype)
+    return ce_kernels.accumulation_dtype(weight.dtype)
 
 
 class Chunks:
-    """The chunks of one call: rows of hidden in, logits in one buffer, gradients out."""
+    """The chunks of one call. They share one buffer for logits; gradients are accumulated over them."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, widest: int) -> None:
         self._shape = hidden.shape
         self.weight, self.bias, self.call = weight, bias, call
         self.hidden = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
         self.local_rows = self.hidden.shape[0]
-        self.count = max(1, -(-self.local_rows // _rows_at_most(call, widest, weight)))
+        self.count = max(1, -(-self.local_rows // _max_rows(call, widest, weight)))
         self.rows = max(1, -(-self.local_rows // self.count))
         self._buffer: Tensor | None = None
-        # Each of its whole shape from the first chunk on, the last two in the dtype that they are summed in.
+        # Allocated at the first chunk in their full shape; the last two in the dtype of their sum.
         self._dweight_dtype = weight_gradient_dtype(call, self.local_rows, weight)
         self._dhidden: Tensor | None = None
         self._dweight: Tensor | None = None
         self._dbias: Tensor | None = None
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of hidden, weight and bias; empty where not wanted. The last two are not rounded to their dtype yet."""
-        accumulate = local.accumulation_dtype(self.weight.dtype)
+        """Gradients of hidden, weight and bias, empty if not needed; the last two in the dtype of their sum."""
+        accumulate = ce_kernels.accumulation_dtype(self.weight.dtype)
         return (
             self.weight.new_empty(0) if self._dhidden is None else self._dhidden.view(self._shape),
             self.weight.new_empty(0, dtype=self._dweight_dtype) if self._dweight is None else self._dweight,
             self.weight.new_empty(0, dtype=accumulate) if self._dbias is None else self._dbias,
         )
 
-    def of(self, t: Tensor) -> list[Tensor]:
-        """Per-row values of all ranks, as one view for each chunk: ``[parts, rows of the chunk]``."""
+    def split(self, t: Tensor) -> list[Tensor]:
+        """Per-row values of all ranks as one view for each chunk: ``[parts, rows of the chunk]``."""
         whole = t.reshape(self.call.parts, self.local_rows)
         return [whole[:, i * self.rows : (i + 1) * self.rows] for i in range(self.count)]
 
     def logits(self, i: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """(hidden rows of the chunk, of all ranks that hold a part; logits, in the buffer)."""
+        """Rows of hidden in chunk ``i``, gathered over the ranks that share them, and their logits, in the buffer."""
         h = self.hidden if self.count == 1 else self.hidden[i * self.rows : (i + 1) * self.rows]
         if self.call.parts > 1:
             gathered = h.new_empty((self.call.parts * h.shape[0], h.shape[1]))
@@ -100,8 +109,9 @@ class Chunks:
         return h, z
 
     def add_gradients(self, i: int, h: Tensor, dz: Tensor, group: ProcessGroup | None) -> None:
+        """Adds the gradients of chunk ``i``: rows of hidden ``h``, gradient of their logits ``dz``."""
         needs_hidden, needs_weight, needs_bias = self.call.needs
-        accumulate = local.accumulation_dtype(dz.dtype)
+        accumulate = ce_kernels.accumulation_dtype(dz.dtype)
         if needs_hidden:
             dh = self._sum_over_ranks(dz @ self.weight, group)
             if self.count == 1:
@@ -124,7 +134,7 @@ class Chunks:
     def _sum_over_ranks(self, dh: Tensor, group: ProcessGroup | None) -> Tensor:
         if group is None:
             return dh
-        dh = dh.to(local.accumulation_dtype(dh.dtype))
+        dh = dh.to(ce_kernels.accumulation_dtype(dh.dtype))
         if self.call.parts == 1:
             dist.all_reduce(dh, group=group)
             return dh

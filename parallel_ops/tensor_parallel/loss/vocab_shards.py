@@ -1,9 +1,9 @@
-"""How the ranks of a group share a vocabulary: agreed upon before the statistics of a vocab-parallel loss are gathered.
+"""The vocabulary layout of a group, exchanged before the statistics of a vocab-parallel loss are gathered.
 
-A rank must know where its shard starts before it can tell whose a target is. So with what must be the same everywhere
-(rows and options) goes the size of its shard, and on CPU the target that is furthest outside any vocabulary. On CUDA,
-where a call of a known kind is not compared again, the layout is remembered by the size of this rank's shard. One that
-changes its size on some ranks of a group only, after that, goes unnoticed by the others: use another group for it.
+A rank needs the start of its shard to find its targets. So the consistency check of the call (rows and options) also
+exchanges the sizes of the shards and, on CPU, the target that is furthest outside any vocabulary. On CUDA, where a call
+of a known kind is not compared again, the layout is cached by the size of this rank's shard. If a shard changes its
+size later on some ranks of the group only, the others do not notice: use another group for it.
 """
 
 import dataclasses
@@ -19,7 +19,11 @@ from parallel_ops.comm.consistency import CallSignature, check_consistency, shar
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The shard sizes of a group, in rank order, seen from one rank."""
+    """Shard sizes of a group, in rank order, and this rank's place in it.
+
+    Attributes:
+        start: first column of this rank's shard. vocab: size of the whole vocabulary.
+    """
 
     sizes: tuple[int, ...]
     rank: int
@@ -35,12 +39,12 @@ class Layout:
 
 _NONE = (-1, 0)
 
-# By the size of this rank's shard: a model may have several vocabularies.
+# By group and size of this rank's shard: a model may have several vocabularies.
 _layouts: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Layout]] = weakref.WeakKeyDictionary()
 
 
 def known_layout(group: ProcessGroup, cols: int) -> Layout:
-    """The layout that the forward of this rank's shard of ``cols`` columns agreed upon."""
+    """The layout found by the forward for this rank's shard of ``cols`` columns."""
     return _layouts[group][cols]
 
 
@@ -50,7 +54,7 @@ def agreed_layout(
     """The layout of the group for this rank's shard of ``cols`` columns.
 
     Args:
-        options: what must be the same on every rank, besides the number of rows.
+        options: must be the same on every rank, like the number of rows.
 
     Raises:
         ValueError: on every rank, where they make different calls or, on CPU, a target is outside the vocabulary (on
@@ -69,9 +73,9 @@ def agreed_layout(
 
 
 def _furthest(target: Tensor, ignore_index: int) -> Sequence[int]:
-    """(row, target) of one that is in no vocabulary, or else of the largest; ``_NONE`` if none counts."""
+    """``(row, target)`` of a negative target, or else of the largest one; ``_NONE`` if all are ignored."""
     flat = target.flatten().long()
-    # A negative one counts as more than the largest that there may be.
+    # Negative targets rank above all others.
     size = torch.where(flat < 0, torch.iinfo(torch.int64).max, flat).masked_fill(flat == ignore_index, -1)
     row = int(size.argmax()) if size.numel() else -1
     return _NONE if row < 0 or size[row] < 0 else (row, int(flat[row]))
