@@ -1,6 +1,6 @@
-"""The package in models that others wrote: ``huggingface`` for Transformers, ``megatron`` for Megatron-core.
+"""The package's ops in models of other libraries: ``huggingface`` for Transformers, ``megatron`` for Megatron-core.
 
-Each is a module of its own, imported at first use, since it needs the library that it is for.
+Each is imported at first use, since it needs that library.
 """
 
 import importlib

@@ -85,7 +85,7 @@ def test_steps_are_those_of_stock(family):
     ]
     expected = [step(model, **case) for case in cases]
     applied = huggingface.apply(model)
-    assert not applied.kept
+    assert not applied.unreplaced
     for case, stock in zip(cases, expected, strict=True):
         ours = step(model, **case)
         assert ours[0].logits is None
@@ -267,7 +267,7 @@ def test_says_what_it_replaced_and_what_not():
         "model.layers.1.input_layernorm": "any op: it is a RMSNorm, which is not known",
         "LlamaForCausalLM": "vocab_parallel_linear_cross_entropy: it has a loss function of its own",
     }.items():
-        assert applied.kept[name].startswith(reason)
+        assert applied.unreplaced[name].startswith(reason)
         assert f"{name}: {reason}" in repr(applied)
     assert "3 x rms_norm" in repr(applied)
     applied.undo()
@@ -277,7 +277,7 @@ def test_says_what_it_replaced_and_what_not():
 def test_other_attention_is_left_alone():
     model = model_of("llama", attn_implementation="eager")
     applied = huggingface.apply(model)
-    assert "set to 'eager' attention" in applied.kept["model.layers.0.self_attn"]
+    assert "set to 'eager' attention" in applied.unreplaced["model.layers.0.self_attn"]
     assert len(model(**batch(), output_attentions=True).attentions) == 2
 
 
@@ -305,11 +305,11 @@ def test_own_subclasses_and_other_heads():
     model.model.layers[0].mlp.__class__ = Square
     applied = huggingface.apply(model)
     assert "Mine" in applied.replaced
-    assert applied.kept == {"model.layers.0.mlp": "silu_mul: its class overrides the forward of LlamaMLP"}
+    assert applied.unreplaced == {"model.layers.0.mlp": "silu_mul: its class overrides the forward of LlamaMLP"}
     classifier = transformers.LlamaForSequenceClassification(CONFIGS["llama"]())
-    assert not huggingface.apply(classifier).kept
+    assert not huggingface.apply(classifier).unreplaced
     twice = transformers.GPT2DoubleHeadsModel(CONFIGS["gpt2"]())
-    assert "causal language model alone" in huggingface.apply(twice).kept["GPT2DoubleHeadsModel"]
+    assert "causal language model alone" in huggingface.apply(twice).unreplaced["GPT2DoubleHeadsModel"]
 
 
 def test_an_adapter_around_a_linear_takes_part():
@@ -332,7 +332,7 @@ def test_an_adapter_around_a_linear_takes_part():
     adapt(stock)
     expected = step(stock, **batch())
     adapt(before)
-    assert "lm_head is a Adapter" in huggingface.apply(before).kept["GPT2LMHeadModel"]
+    assert "lm_head is a Adapter" in huggingface.apply(before).unreplaced["GPT2LMHeadModel"]
     huggingface.apply(after)
     adapt(after)
     for model in (before, after):
@@ -343,7 +343,7 @@ def test_errors_name_what_is_wrong_and_change_nothing():
     opt = transformers.OPTConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, ffn_dim=32)
     with pytest.raises(TypeError, match="OPTForCausalLM, which is none of GPT2, Llama, Mistral"):
         huggingface.apply(transformers.OPTForCausalLM(opt))
-    with pytest.raises(TypeError, match="model is or has a Linear"):
+    with pytest.raises(TypeError, match="model is or contains a Linear"):
         huggingface.apply(nn.Linear(2, 2))
     model = model_of("llama")
     classes = [type(m) for m in model.modules()]
@@ -355,14 +355,14 @@ def test_errors_name_what_is_wrong_and_change_nothing():
         huggingface.apply(model, ops="residual")
     assert [type(m) for m in model.modules()] == classes
     applied = huggingface.apply(model)
-    with pytest.raises(ValueError, match="have been applied to this model"):
+    with pytest.raises(ValueError, match="are applied to this model already"):
         huggingface.apply(model)
     model.forward = model.forward  # as Accelerate's mixed precision wraps it
-    with pytest.raises(RuntimeError, match="LlamaForCausalLM has got another class or forward since"):
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM has another class or forward since apply"):
         applied.undo()
     del model.forward
     applied.undo()
-    with pytest.raises(RuntimeError, match="undone already"):
+    with pytest.raises(RuntimeError, match="already undone"):
         applied.undo()
 
 

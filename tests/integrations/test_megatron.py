@@ -273,23 +273,23 @@ def test_what_a_model_keeps_is_said():
     torch.nn.Module.__init__(core)
     model.config, model.norm, model.core = config, torch.nn.LayerNorm(8), core
     with megatron.apply() as applied:
-        kept = applied.kept(model)
+        unreplaced = applied.unreplaced(model)
         config.bias_activation_fusion, config.cross_entropy_fusion_impl = True, "native"
-        assert list(applied.kept(model)) == ["norm", "core"]
+        assert list(applied.unreplaced(model)) == ["norm", "core"]
         model.norm = WrappedTorchNorm(
             SimpleNamespace(normalization="LayerNorm", layernorm_zero_centered_gamma=False, sequence_parallel=False), 8
         )
         del model.core
-        assert applied.kept(model) == {}
-    assert list(kept) == [
+        assert applied.unreplaced(model) == {}
+    assert list(unreplaced) == [
         "Module.config.bias_activation_fusion",
         "Module.config.cross_entropy_fusion_impl",
         "norm",
         "core",
     ]
-    assert "built before apply()" in kept["norm"]
+    assert "built before apply()" in unreplaced["norm"]
     with megatron.apply("softmax") as applied:
-        assert applied.kept(model) == {}
+        assert applied.unreplaced(model) == {}
 
 
 def _names():

@@ -5,30 +5,29 @@
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
     print(huggingface.apply(model))
 
-For Llama, Mistral, Qwen 2, Qwen 3 and GPT-2, of Transformers 4.50 and later. Training (by a loop of your own or by
-``Trainer``, with gradient checkpointing, autocast or ``torch.compile``), evaluation, generation and saving go on as
-they did: modules and parameters are the same objects under the same names, and only forwards are others.
+For Llama, Mistral, Qwen 2, Qwen 3 and GPT-2, of Transformers 4.50 and later. Training (by your own loop or by
+``Trainer``, with gradient checkpointing, autocast or ``torch.compile``), evaluation, generation and saving work as
+before: modules and parameters stay the same objects under the same names; only forwards change.
 
 | in ``ops`` | what is replaced |
 |---|---|
 | ``norm`` | RMSNorm and LayerNorm: ``rms_norm``, ``layer_norm`` |
 | ``activation`` | an MLP's activation with its product or bias: ``silu_mul``, ``gelu_mul``, ``bias_gelu`` |
 | ``rotary`` | the rotation of queries and keys: ``rotary_embedding_qk`` |
-| ``attention`` | the core of causal attention on a CPU: ``flash_attention`` |
-| ``residual`` | GPT-2's dropouts and the additions behind them: ``bias_dropout_add`` |
+| ``attention`` | causal core attention on a CPU: ``flash_attention`` |
+| ``residual`` | GPT-2's dropouts and the additions after them: ``bias_dropout_add`` |
 | ``loss`` | output projection and loss: ``vocab_parallel_linear_cross_entropy`` |
 
-**Attention.** Models set to ``"sdpa"``, the default, have SDPA as before wherever there is a mask (padding, windows
-shorter than the text, and under ``torch.compile`` before torch 2.14, where Transformers always makes one), in the
-steps of generation, and on GPUs. Other settings are left alone.
+**Attention.** Only the ``"sdpa"`` implementation, the default, is replaced. It still calls SDPA with a mask (padding,
+windows shorter than the text, and under ``torch.compile`` before torch 2.14, where Transformers always makes one), in
+the steps of generation, and on GPUs.
 
-**Logits.** A model in training that is given labels returns ``outputs.loss`` and no logits (``None``), which is most of
-the memory that it saves. ``model(..., skip_logits=False)`` returns them for one call, and
-``apply(model, skip_logits=False)`` by default; the loss is then computed from them, without a copy in float32. In
-evaluation mode, without labels, and with ``return_dict=False`` there are always logits, unless the call says
-``skip_logits=True``.
+**Logits.** A model in training that gets labels returns ``outputs.loss`` and no logits (``None``), which is most of the
+memory that it saves. ``model(..., skip_logits=False)`` returns logits for one call, ``apply(model, skip_logits=False)``
+for every call; the loss is then computed from them, without a copy in float32. In evaluation mode, without labels, and
+with ``return_dict=False`` logits are always returned, unless the call has ``skip_logits=True``.
 
-**What differs.** Norms and rotations round once where Transformers' round twice in 16 bits; dropout draws other masks
+**Differences.** Norms and rotations round once where Transformers round twice in 16 bits; dropout draws other masks
 from the same generators; a batch whose labels are all ignored has loss 0, not NaN; a label outside the vocabulary is a
 ``ValueError``.
 """
@@ -38,45 +37,46 @@ from collections.abc import Collection
 from torch import nn
 
 from parallel_ops.integrations.huggingface._fused import stock_class
-from parallel_ops.integrations.huggingface._plan import OPS, Kept, Step, Swap, plan
+from parallel_ops.integrations.huggingface._plan import OPS, Skipped, Step, Swap, plan
 
 __all__ = ["OPS", "Applied", "apply"]
 
 
 class Applied:
-    """What ``apply`` did: print it. A context manager that undoes it at the end of the block.
+    """The result of ``apply``, which prints as a summary. As a context manager it undoes ``apply`` at the end.
 
     Attributes:
-        replaced: for each module by its name, the ops that it now calls.
-        kept: for each module that ``ops`` would include and that keeps its own forward, by its name, why.
+        replaced: the ops that each module now calls, by the module's name.
+        unreplaced: why a module that one of ``ops`` is meant for keeps its own forward, by the module's name.
     """
 
     def __init__(self, model: nn.Module, steps: list[Step]) -> None:
         self._model = type(model).__name__
         self._swaps = [s for s in steps if isinstance(s, Swap)]
-        kept = [s for s in steps if isinstance(s, Kept)]
         self._stock = [type(s.module) for s in self._swaps]
         self.replaced = {s.name: s.ops for s in self._swaps if s.ops}
-        self.kept: dict[str, str] = {}
-        for k in kept:
-            self.kept[k.name] = "; ".join(filter(None, (self.kept.get(k.name), f"{k.op}: {k.reason}")))
+        self.unreplaced: dict[str, str] = {}
+        for step in steps:
+            if isinstance(step, Skipped):
+                earlier = self.unreplaced.get(step.name)
+                self.unreplaced[step.name] = "; ".join(filter(None, (earlier, f"{step.op}: {step.reason}")))
         for s in self._swaps:
             s.module.__class__ = s.fused
 
     def undo(self) -> None:
-        """Gives every module its own forward back.
+        """Restores every module's own forward.
 
         Raises:
-            RuntimeError: it was undone before, or a module has been changed since by something that must be taken off
-                first. Nothing is undone then.
+            RuntimeError: already undone, or a module has been changed since by something that must be undone first.
+                Then nothing is undone.
         """
         if not self._swaps:
-            raise RuntimeError("undo: it is undone already")
+            raise RuntimeError("undo: already undone")
         for s in self._swaps:
             if type(s.module) is not s.fused or "forward" in s.module.__dict__:
                 raise RuntimeError(
-                    f"undo: {s.name} has got another class or forward since (FSDP, or Accelerate's mixed precision, "
-                    "which accelerator.unwrap_model(model, keep_fp32_wrapper=False) takes off); undo that first"
+                    f"undo: {s.name} has another class or forward since apply (FSDP, or Accelerate's mixed precision, "
+                    "which accelerator.unwrap_model(model, keep_fp32_wrapper=False) removes); undo that first"
                 )
         for s, stock in zip(self._swaps, self._stock, strict=True):
             s.module.__class__ = stock
@@ -95,24 +95,24 @@ class Applied:
                 counts[op] = counts.get(op, 0) + 1
         state = "" if self._swaps else " (undone)"
         lines = [f"{self._model}{state}:", *(f"  {count:4d} x {op}" for op, count in counts.items())]
-        return "\n".join([*lines, *(f"  kept: {name}: {reason}" for name, reason in self.kept.items())])
+        return "\n".join([*lines, *(f"  unreplaced: {name}: {reason}" for name, reason in self.unreplaced.items())])
 
 
 def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: bool = True) -> Applied:
     """Replaces the forwards of ``model``'s modules by the ops.
 
     Args:
-        model: of Llama, Mistral, Qwen 2, Qwen 3 or GPT-2 of Transformers, with whatever head, or a module that has such
-            models inside, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and DDP after.
-        ops: ``"all"`` or some of ``OPS``, described at the top of this file.
-        skip_logits: whether a model in training that is given labels leaves out the logits.
+        model: Llama, Mistral, Qwen 2, Qwen 3 or GPT-2 of Transformers, with any head, or a module that contains such
+            models, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and DDP after.
+        ops: ``"all"``, or one or several of ``OPS``, described at the top of this file.
+        skip_logits: whether a model in training that gets labels returns no logits.
 
     Returns:
-        What was replaced and what was not, and why. It need not be kept, but for ``undo``.
+        What was replaced, and what was not and why. Needed only for ``undo``.
 
     Raises:
-        TypeError: a model of another family, or one with such a model inside. ValueError: an unknown op, a model with
-            ops applied, or one in which nothing could be replaced. The model is as it was then.
+        TypeError: a model of another family, or a module that contains one. ValueError: an unknown op, a model to which
+        ops are applied already, or one in which nothing can be replaced. The model is then unchanged.
     """
     names = OPS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
     for name in names:
@@ -120,9 +120,9 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
             raise ValueError(f"apply: ops must be 'all' or some of {', '.join(OPS)}, got {name!r}")
     for path, module in model.named_modules():
         if stock_class(module) is not None:
-            raise ValueError(f"apply: ops have been applied to this model (to {path or type(module).__name__}); undo")
+            raise ValueError(f"apply: ops are applied to this model already (to {path or type(module).__name__}); undo")
     steps = plan(model, names, skip_logits)
     if not any(isinstance(s, Swap) for s in steps):
-        reasons = {s.reason for s in steps if isinstance(s, Kept)} or {"it has no module for these ops"}
+        reasons = {s.reason for s in steps if isinstance(s, Skipped)} or {"it has no module for these ops"}
         raise ValueError(f"apply: nothing of this {type(model).__name__} can be replaced: {'; '.join(sorted(reasons))}")
     return Applied(model, steps)

@@ -1,4 +1,4 @@
-"""Attention as Transformers calls it: rotary positions, and the core in place of its ``sdpa``."""
+"""Rotary positions and core attention, with the signatures of Transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from parallel_ops.integrations.huggingface._fused import with_globals
 from parallel_ops.ops import flash_attention, rotary_embedding_qk
 
-# Options of some models and caches that only Transformers' own function knows.
+# Options of some models and caches that only Transformers' own function supports.
 _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
 
 
 def attention(stock: type[nn.Module], rotary: bool, core: bool) -> dict[str, Any]:
-    """An attention whose forward is the stock one but for what it calls: the rotary positions, the core, or both."""
+    """The stock forward, calling this package for the rotary positions, the core attention, or both."""
     names: dict[str, Any] = {}
     if rotary:
         names["apply_rotary_pos_emb"] = _rotate
@@ -24,7 +24,7 @@ def attention(stock: type[nn.Module], rotary: bool, core: bool) -> dict[str, Any
 
 
 def _interface() -> Any:
-    """Transformers' attention functions, where "sdpa" is ours, as its documentation says to override one."""
+    """Transformers' attention functions with "sdpa" replaced in a copy, the documented way to override one."""
     everything: Any = ALL_ATTENTION_FUNCTIONS
     local = dict(everything) if isinstance(everything, dict) else type(everything)()
     local["sdpa"] = _with_core(everything["sdpa"])
@@ -38,7 +38,7 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """``query`` ``[b, h, s, d]``, ``key`` and ``value`` with as many heads or fewer -> ``[b, s, h, d]``.
 
-        On a GPU SDPA has kernels of its own for each generation, so it stays until ours are measured beside them.
+        On GPUs SDPA is kept: it has kernels for each generation, with which ours have not been compared yet.
         """
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         whole = causal and attention_mask is None and query.shape[2] == key.shape[2] > 1
@@ -53,7 +53,7 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``[b, h, s, d]``, with tables ``[b, s, d]``, or ``[1, s, d]`` for all alike, that have each angle twice."""
+    """Rotates ``[b, h, s, d]`` by tables ``[b, s, d]``, or ``[1, s, d]`` for all sequences, with each angle twice."""
     if cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
     return rotary_embedding_qk(query, key, cos, sin, doubled=True, layout="bhsd")

@@ -1,10 +1,10 @@
-"""How a module gets another forward and stays what it is.
+"""Replaces a module's forward by changing its class.
 
-Its class becomes a subclass of its class that has another forward and the same name. So its parameters, buffers, hooks
-and children are the same objects under the same names, ``isinstance`` and what goes by class names (FSDP's wrapping,
-Transformers' layer lists, ``config.architectures``) find what they look for, and going back is to give it back its
-class. Weights are read only in the forward of the module that holds them: sharding, offloading and adapters that work
-by hooks on modules or by wrapping them see what they would see without.
+The new class is a subclass of the module's class with another forward and the same name. So parameters, buffers, hooks
+and children stay the same objects under the same names; ``isinstance`` and lookups by class name (FSDP's wrapping,
+Transformers' layer lists, ``config.architectures``) work as before; and undoing it is to restore the class. Weights are
+read only in the forward of the module that holds them, so sharding, offloading and adapters that hook or wrap modules
+work as before.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# What a recipe makes of a class: its new attributes, ``forward`` among them.
+# Returns the new attributes of a class, ``forward`` among them.
 Recipe = Callable[..., dict[str, Any]]
 
 _MARK = "_parallel_ops_stock"
@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @functools.cache
 def fused_class(stock: Any, recipe: Recipe, *options: Any) -> type[nn.Module]:
-    """The subclass of the module class ``stock`` that ``recipe(stock, *options)`` describes."""
+    """The subclass of the module class ``stock`` with the attributes of ``recipe(stock, *options)``."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _new, (stock, recipe, *options), self.__dict__.copy()
@@ -47,12 +47,12 @@ def _new(stock: Any, *recipe: Any) -> nn.Module:
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class that ``module`` had before it got a fused one; ``None`` if it has none."""
+    """The class of ``module`` before it was replaced; ``None`` if it was not."""
     return getattr(type(module), _MARK, None)
 
 
 def obstacle(module: nn.Module, stock: type[nn.Module], unused: tuple[nn.Module, ...] = ()) -> str | None:
-    """Why ``module``, a ``stock``, cannot get another forward that does not call the modules ``unused``."""
+    """Why the forward of ``module``, a ``stock``, cannot be replaced by one that skips the modules ``unused``."""
     if "forward" in module.__dict__:
         return "something else has replaced its forward"
     if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock.forward):
@@ -66,13 +66,13 @@ def obstacle(module: nn.Module, stock: type[nn.Module], unused: tuple[nn.Module,
 
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """``function`` where the global names that are given mean something else.
+    """A copy of ``function`` with some of its global names replaced.
 
-    The attention of a family differs by arguments, caches and windows, and from one version of Transformers to the
-    next; the calls that are replaced do not.
+    Attention differs between families and versions of Transformers in arguments, caches and windows; the functions that
+    it calls, which are replaced, do not.
     """
     inner: Any = inspect.unwrap(function)
-    # Without its __name__ torch.compile looks a name up here, and not in the module of that name.
+    # Without __name__, torch.compile looks names up here and not in the module of that name.
     scope = {name: value for name, value in inner.__globals__.items() if name != "__name__"} | names
     copy = types.FunctionType(inner.__code__, scope, inner.__name__, inner.__defaults__, inner.__closure__)
     copy.__kwdefaults__ = inner.__kwdefaults__

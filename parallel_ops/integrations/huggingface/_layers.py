@@ -1,4 +1,4 @@
-"""Norms, MLPs and residual additions of Transformers' layers, on the ops."""
+"""Forwards of norms, MLPs and residual additions that call the ops. Each takes the stock class; see ``_fused``."""
 
 import inspect
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from parallel_ops.ops import bias_dropout_add, bias_gelu, gelu_mul, layer_norm, 
 
 Activation = Literal["silu", "tanh", "none"]
 
-# By what they compute: "tanh" and "none" are GeLU as bias_gelu calls it. The classes of some versions are missing.
+# The op's activation for each class: "tanh" and "none" are GeLU, as in bias_gelu. Versions differ in classes.
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """What ``module`` computes, if there is an op for it."""
+    """The activation that ``module`` computes; ``None`` if there is no op for it."""
     kind: Any = type(module)
     if kind not in (nn.SiLU, getattr(activations, kind.__name__, None)):
         return None
@@ -59,7 +59,7 @@ def gated_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
 
 def gelu_mlp(stock: type[nn.Module], approximate: Activation) -> dict[str, Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if stock_class(self.c_fc) is None:  # an adapter's layer, or one that is quantised
+        if stock_class(self.c_fc) is None:  # an adapter's or a quantised layer
             hidden_states = bias_gelu(self.c_fc(hidden_states), approximate=approximate)
         else:
             hidden_states = self.c_fc(hidden_states, gelu=approximate)
@@ -69,7 +69,7 @@ def gelu_mlp(stock: type[nn.Module], approximate: Activation) -> dict[str, Any]:
 
 
 def transposed_linear(stock: type[nn.Module]) -> dict[str, Any]:
-    """Transformers' ``Conv1D``, which stores its weight as ``[in, out]``, with a GeLU behind its bias on demand."""
+    """Transformers' ``Conv1D``, which stores its weight as ``[in, out]``, optionally followed by GeLU."""
 
     def forward(self: Any, x: Tensor, gelu: str | None = None) -> Tensor:
         if gelu is None:
@@ -81,7 +81,7 @@ def transposed_linear(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def deferred_dropout(stock: type[nn.Module]) -> dict[str, Any]:
-    """A dropout that is left to the residual addition behind it."""
+    """A dropout that the following residual addition applies instead."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         return input
@@ -90,7 +90,7 @@ def deferred_dropout(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
-    """A block without cross-attention, whose dropouts before a residual addition are deferred to it."""
+    """A block without cross-attention, whose residual additions apply the dropouts before them."""
     names = [*inspect.signature(stock.forward).parameters][2:]
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +111,6 @@ def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def _add(dropout: nn.Dropout, x: Tensor, residual: Tensor) -> Tensor:
-    if stock_class(dropout) is None:  # somebody has put another module in its place, which has dropped
+    if stock_class(dropout) is None:  # replaced by another module since, which has applied dropout
         return residual + x
     return bias_dropout_add(x, None, residual, dropout.p, training=dropout.training)

@@ -13,13 +13,13 @@ from parallel_ops.integrations.huggingface._fused import stock_class
 from parallel_ops.ops import cross_entropy
 from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 
-# Arguments of a causal language model that are not its base model's.
+# Arguments of a causal language model that its base model does not take.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _OF_THE_HEAD = ("logits_to_keep", "num_logits_to_keep", "return_dict")
 
 
 def head(stock: type[nn.Module]) -> dict[str, Any]:
-    """A linear that gives the loss of its outputs where it is told the targets."""
+    """A linear that returns the loss of its outputs if it gets targets."""
 
     def forward(self: Any, input: Tensor, target: Tensor | None = None, **options: Any) -> Tensor:
         if target is None:
@@ -30,10 +30,10 @@ def head(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def causal_lm(stock: type[nn.Module], skip_logits: bool) -> dict[str, Any]:
-    """``skip_logits``: in training with labels there are none, unless the call says so."""
+    """``skip_logits``: whether calls in training with labels return no logits by default."""
     names = [*inspect.signature(stock.forward).parameters][1:]
 
-    @functools.wraps(stock.forward)  # Trainer asks for the names of its arguments
+    @functools.wraps(stock.forward)  # Trainer inspects the names of its arguments
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
@@ -54,7 +54,7 @@ def _skips(model: Any, given: dict[str, Any], wanted: bool) -> bool:
     if not wanted or given.get("labels") is None:
         return False
     tuples = given.get("return_dict") is False or not getattr(model.config, "return_dict", True)
-    # The head may have been replaced since, by an adapter's for example, and the loss by the user's.
+    # The head may have been replaced since, for example by an adapter, and the loss by the user.
     return not tuples and stock_class(model.lm_head) is not None and not hasattr(model, "_loss_function")
 
 
@@ -81,7 +81,7 @@ def _reduced(
     loss: Callable[..., Tensor], rows: Tensor, labels: Tensor, shift_labels: Tensor | None,
     num_items_in_batch: Tensor | int | None, ignore_index: int | None,
 ) -> Tensor:  # fmt: skip
-    """``loss`` of the tokens that follow those of ``rows``: their mean, or their sum over ``num_items_in_batch``."""
+    """``loss`` of the tokens that follow those of ``rows``: the mean, or the sum divided by ``num_items_in_batch``."""
     ignored = -100 if ignore_index is None else ignore_index
     target = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shift_labels is None else shift_labels
     target = target.reshape(rows.shape[:-1]).to(rows.device)

@@ -1,4 +1,4 @@
-"""Which modules of a model get which forward, and why others do not."""
+"""Selects the modules of a model whose forward is replaced, and the reasons for the others."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from parallel_ops.integrations.huggingface._fused import Recipe, fused_class, ob
 
 OPS = ("norm", "activation", "rotary", "attention", "residual", "loss")
 
-# Of each family: its package in transformers.models, and what the names of its classes begin with.
+# Packages of transformers.models, and the prefixes of their class names.
 FAMILIES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A module, by its name in the model, and the class that it gets."""
+    """A module, by its name in the model, and its new class."""
 
     name: str
     module: nn.Module
     fused: type[nn.Module]
-    ops: tuple[str, ...]  # what it now calls; empty where it serves another module's op
+    ops: tuple[str, ...]  # ops that it now calls; empty if it is changed for another module's op
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A module that keeps its forward although one of the ops that were asked for is meant for it."""
+class Skipped:
+    """A module that keeps its forward although a requested op is meant for it."""
 
     name: str
     module: nn.Module
@@ -37,16 +37,16 @@ class Kept:
     reason: str
 
 
-Step = Swap | Kept
+Step = Swap | Skipped
 
 
 def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step]:
-    """What to do with ``model``. Raises TypeError for a model of another family, anywhere in it."""
+    """The steps for ``model``. Raises TypeError if it is, or contains, a model of another family."""
     models = [(name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     unknown = [type(m).__name__ for _, m in models if _family(m) is None] or ([] if models else [type(model).__name__])
     if unknown:
         known = ", ".join(FAMILIES.values())
-        raise TypeError(f"apply: model is or has a {unknown[0]}, which is none of {known} of transformers")
+        raise TypeError(f"apply: model is or contains a {unknown[0]}, which is none of {known} of transformers")
     steps: list[Step] = []
     done: set[int] = set()
     for prefix, part in models:
@@ -58,7 +58,7 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
 
 
 def _family(module: nn.Module) -> tuple[type[nn.Module], str] | None:
-    """The class of a known family that ``module`` is or inherits from, and what it is there: "MLP", "Attention"..."""
+    """The class of a known family that ``module`` is or inherits from, and its name without the prefix ("MLP")."""
     for cls in type(module).__mro__:
         package = cls.__module__.split(".")
         if package[:2] == ["transformers", "models"] and package[2] in FAMILIES:
@@ -76,7 +76,7 @@ def _steps(name: str, module: nn.Module, config: Any, ops: Collection[str], skip
     if kind in ("Block", "DecoderLayer"):
         for child_name, child in module.named_children():
             if _family(child) is None and type(child) is not nn.LayerNorm:
-                yield Kept(
+                yield Skipped(
                     f"{name}.{child_name}", child, "any op", f"it is a {type(child).__name__}, which is not known"
                 )
     plans: dict[str, tuple[str, Callable[..., Iterator[Step]]]] = {
@@ -101,19 +101,19 @@ def _layer_norm(name: str, module: nn.LayerNorm) -> Step:
     reason = obstacle(module, nn.LayerNorm)
     if len(module.normalized_shape) != 1:
         reason = "it normalises several dimensions"
-    return Kept(name, module, "layer_norm", reason) if reason else _swap(name, module, ("layer_norm",), _layers.norm)
+    return Skipped(name, module, "layer_norm", reason) if reason else _swap(name, module, ("layer_norm",), _layers.norm)
 
 
 def _rms_norm(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
     reason = obstacle(module, stock)
-    yield Kept(name, module, "rms_norm", reason) if reason else _swap(name, module, ("rms_norm",), _layers.rms)
+    yield Skipped(name, module, "rms_norm", reason) if reason else _swap(name, module, ("rms_norm",), _layers.rms)
 
 
 def _gated_mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     activation = _layers.activation_of(module.act_fn)
     op = "gelu_mul" if activation in ("tanh", "none") else "silu_mul"
     reason = obstacle(module, stock, (module.act_fn,)) or _not_fused(activation, module.act_fn)
-    yield Kept(name, module, op, reason) if reason else _swap(name, module, (op,), _layers.gated_mlp, activation)
+    yield Skipped(name, module, op, reason) if reason else _swap(name, module, (op,), _layers.gated_mlp, activation)
 
 
 def _gelu_mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
@@ -121,7 +121,7 @@ def _gelu_mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     reason = obstacle(module, stock, (module.act,))
     reason = reason or _not_fused(None if activation == "silu" else activation, module.act)
     if reason:
-        yield Kept(name, module, "bias_gelu", reason)
+        yield Skipped(name, module, "bias_gelu", reason)
         return
     yield _swap(name, module, ("bias_gelu",), _layers.gelu_mlp, activation)
     linear = module.c_fc
@@ -144,7 +144,7 @@ def _block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
         if family is None or obstacle(parent, family[0]) or type(dropout) is not nn.Dropout:
             reason = f"its {path} is not what stock modules have"
     if reason:
-        yield Kept(name, module, "bias_dropout_add", reason)
+        yield Skipped(name, module, "bias_dropout_add", reason)
         return
     yield _swap(name, module, ("bias_dropout_add",), _layers.gpt2_block)
     for path, dropout in dropouts.items():
@@ -164,9 +164,11 @@ def _attention_steps(
         if role not in ops or not uses(stock.forward, used):
             continue
         if reason:
-            yield Kept(name, module, op, reason)
+            yield Skipped(name, module, op, reason)
         elif role == "attention" and implementation != "sdpa":
-            yield Kept(name, module, op, f"the model is set to {implementation!r} attention; only 'sdpa' is replaced")
+            yield Skipped(
+                name, module, op, f"the model is set to {implementation!r} attention; only 'sdpa' is replaced"
+            )
         else:
             replaced.append(op)
     if replaced:
@@ -187,7 +189,7 @@ def _loss_steps(name: str, module: Any, stock: type[nn.Module], kind: str, skip_
     else:
         reason = reason or obstacle(head, nn.Linear, (head,))
     if reason:
-        yield Kept(name or type(module).__name__, module, op, reason)
+        yield Skipped(name or type(module).__name__, module, op, reason)
         return
     yield _swap(name or type(module).__name__, module, (op,), _loss.causal_lm, skip_logits)
     yield _swap(f"{name}.lm_head".lstrip("."), head, (), _loss.head)

@@ -6,9 +6,9 @@
     spec = megatron.gpt_block_spec(config)                     # and, for new models, the layers too
     GPTModel(config, transformer_layer_spec=spec, ...)
 
-``apply`` replaces functions, attention among them, and what it returns puts them back. A spec replaces modules: linears
-whose communication is hidden, ring attention, norms that know sequence parallelism. Either works without the other, and
-neither needs Apex or Transformer Engine. ``docs/megatron.md`` has the rest.
+``apply`` replaces functions, attention included; ``undo()`` of its result restores them. A spec replaces modules:
+linears that overlap communication, ring attention, norms that support sequence parallelism. Each works without the
+other, and neither needs Apex or Transformer Engine. See ``docs/megatron.md``.
 """
 
 import importlib.util

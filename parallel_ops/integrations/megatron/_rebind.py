@@ -1,8 +1,8 @@
-"""Names of another package bound to other objects, all of them or none, and back.
+"""Rebinds names of another package to other objects, all or none of them, and restores them.
 
-A function is imported by name into the modules that call it, so it is replaced wherever a loaded module of the package
-holds it: where it is defined, for modules that are imported later, and in every consumer. A method is replaced in its
-class, so instances that exist already have the new one too.
+A function is imported by name into the modules that call it. So it is replaced in every loaded module of the package
+that holds it, including the one that defines it, from which modules import it later. A method is replaced in its class,
+so existing instances have the new one too.
 """
 
 import importlib
@@ -15,11 +15,11 @@ MISSING = object()
 
 
 class Binding(NamedTuple):
-    """``name`` of a module, a class or a dictionary, bound to ``new`` in the place of ``old``."""
+    """``name`` of a module, a class or a dictionary, bound to ``new`` instead of ``old``."""
 
     owner: Any
     name: str
-    old: Any  # MISSING: nothing was there
+    old: Any  # MISSING if the name did not exist
     new: Any
 
     @property
@@ -47,7 +47,7 @@ class Binding(NamedTuple):
 
 
 def find(place: str) -> tuple[Any, str, Any] | None:
-    """Owner, name and value of ``"module:name"`` or ``"module:Class.name"``; ``None`` where it is not there."""
+    """Owner, name and value of ``"module:name"`` or ``"module:Class.name"``; ``None`` if it does not exist."""
     module, _, path = place.partition(":")
     try:
         owner: Any = importlib.import_module(module)
@@ -61,7 +61,7 @@ def find(place: str) -> tuple[Any, str, Any] | None:
 
 
 def holders(package: str, value: Any, new: Any) -> list[Binding]:
-    """Every name in a loaded module of ``package`` that is bound to ``value``."""
+    """Bindings to ``new`` of every name in a loaded module of ``package`` that is bound to ``value``."""
     return [
         Binding(module, name, value, new)
         for module in _modules(package)
@@ -78,10 +78,10 @@ def _modules(package: str) -> list[Any]:
 
 
 class Replaced(Mapping[str, Any]):
-    """What was replaced: full names, such as ``"megatron.core.transformer.mlp.bias_gelu_impl"``, to what they were
-    bound to (``None`` where there was nothing).
+    """Maps the full names that were replaced, such as ``"megatron.core.transformer.mlp.bias_gelu_impl"``, to their
+    former objects (``None`` if the name did not exist).
 
-    ``undo()`` puts everything back, as does the end of a ``with`` block.
+    ``undo()`` restores all names, as does the end of a ``with`` block.
     """
 
     def __init__(self, package: str, bindings: list[Binding]) -> None:
@@ -98,9 +98,10 @@ class Replaced(Mapping[str, Any]):
             raise
 
     def undo(self) -> None:
-        """Puts back what was there, also in modules that were imported since. A second call does nothing.
+        """Restores all names, also in modules that were imported since. A second call does nothing.
 
-        Raises: RuntimeError where a name has been bound to something else since, which stays; all others are put back.
+        Raises:
+            RuntimeError: a name has been bound to something else since. It keeps that; all others are restored.
         """
         bindings, self._bindings = self._bindings, []
         taken = [b.full_name for b in bindings if b.current() is not b.new]

@@ -1,4 +1,4 @@
-"""The core of attention: in the place of Megatron's own, and for layer specs, where it has context parallelism too."""
+"""Core attention: a replacement of Megatron's own, and a module for layer specs, which supports context parallelism."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def core_attention(original: Function, exact: bool) -> Function:
         packed_seq_params: Any = None,
     ) -> Tensor:
         out = None
-        # Megatron's dropout has torch's masks, and its masked rows are uniform where they see no key.
+        # Megatron's dropout draws torch's masks, and its rows without a visible key are uniform.
         if not (exact and (attention_mask is not None or _dropout_p(self) > 0.0)):
             out = _attend(self, query, key, value, attention_mask, attention_bias, packed_seq_params)
         if out is not None:
@@ -42,20 +42,19 @@ def core_attention(original: Function, exact: bool) -> Function:
 
 
 class CoreAttention(DotProductAttention):
-    """Attention without all scores in memory, and context parallelism, which Megatron's own has with Transformer Engine
-    only: ``ring_attention`` over the zigzag parts that Megatron gives its ranks.
+    """Attention without all scores in memory, and with context parallelism (``ring_attention`` over Megatron's zigzag
+    split), which Megatron supports only with Transformer Engine.
 
-    Masks that are given are honoured, also by causal attention, at the cost of all scores in memory (on GPUs: of
-    torch's attention with a mask); so leave one out that says nothing else
-    (``--no-create-attention-mask-in-dataloader``). Windows that reach forward cost the same. Packed sequences
-    (``thd``) need no padding between documents.
+    A given mask is applied, also by causal attention, at the cost of all scores in memory (on GPUs: of torch's
+    attention with a mask). So leave out a mask that is only causal (``--no-create-attention-mask-in-dataloader``).
+    Windows that reach forward cost the same. Packed sequences (``thd``) need no padding between documents.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         shares_sequence = config.context_parallel_size > 1
         if shares_sequence:
             config = copy.copy(config)
-            config.context_parallel_size = 1  # which Megatron's core insists on, and reads for nothing else
+            config.context_parallel_size = 1  # required by Megatron's class, which reads it for nothing else
         super().__init__(config, *args, **kwargs)
         self.cp_group = None
         if shares_sequence:
@@ -88,7 +87,7 @@ def _attend(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, packed: Any,
     cp_group: Any = None,
 ) -> Tensor | None:  # fmt: skip
-    """``None`` where Megatron's own code has to run: attention biases, several layouts of packed sequences."""
+    """``None`` if Megatron's own code must run: attention biases, some layouts of packed sequences."""
     window, (sq, sk) = core.scale_mask_softmax.window_size, (q.shape[0], k.shape[0])
     causal = core.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
     if bias is not None or (packed is not None and not _covered(packed)):
@@ -118,36 +117,36 @@ def _attend(
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         options["cu_seqlens"] = packed.cu_seqlens_q
     if cp_group is not None:
-        out = _drawing(core, lambda: ring_attention(q, k, v, group=cp_group, **options))
+        out = _with_rank_generator(core, lambda: ring_attention(q, k, v, group=cp_group, **options))
     else:
-        out = _drawing(core, lambda: ops.flash_attention(q, k, v, **options))
+        out = _with_rank_generator(core, lambda: ops.flash_attention(q, k, v, **options))
     return out.flatten(2) if packed is None else out.flatten(2).squeeze(1)
 
 
 def _with_mask(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: tuple[int, int] | None, scale: float
 ) -> Tensor:
-    """Under any mask, or a window that reaches forward.
+    """Attention under any mask, or a window that reaches forward.
 
-    On a GPU under a mask by torch's attention, which keeps no scores; on a CPU that is the slower one.
+    On a GPU a mask is applied by torch's attention, which keeps no scores; on a CPU that is slower.
     """
     p, sink, (sq, b, heads, _) = _dropout_p(core), core.softmax_offset, q.shape
     if q.is_cuda and mask is not None and window is None and sink is None:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        return _drawing(
+        return _with_rank_generator(
             core,
             lambda: F.scaled_dot_product_attention(
                 q, k, v, attn_mask=~mask.bool(), dropout_p=p, scale=scale, enable_gqa=k.shape[1] != heads
             ),
         ).permute(2, 0, 1, 3).flatten(2)  # fmt: skip
-    if q.dtype is torch.float16:  # whose range the product could leave
+    if q.dtype is torch.float16:  # the product could overflow
         q, scale = q * scale, 1.0
     k, v = (t if t.shape[2] == heads else t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
     q, k, v = (t.reshape(t.shape[0], b * heads, -1).transpose(0, 1) for t in (q, k, v))
     scores = torch.bmm(q, k.transpose(1, 2)).view(b, heads, sq, -1)
     probs = ops.scaled_masked_softmax(scores, mask, scale, window=window, sink=sink)
     if p > 0.0:
-        probs = _drawing(core, lambda: ops.bias_dropout_add(probs, None, None, p))
+        probs = _with_rank_generator(core, lambda: ops.bias_dropout_add(probs, None, None, p))
     out = torch.bmm(probs.flatten(0, 1), v)
     return out.view(b, heads, sq, -1).permute(2, 0, 1, 3).flatten(2)
 
@@ -156,8 +155,8 @@ def _dropout_p(core: Any) -> float:
     return core.attention_dropout.p if core.training else 0.0
 
 
-def _drawing(core: Any, attention: Callable[[], Tensor]) -> Tensor:
-    """Ranks hold different heads, so they draw from the generator that differs between them."""
+def _with_rank_generator(core: Any, attention: Callable[[], Tensor]) -> Tensor:
+    """Runs ``attention`` with the generator that differs between ranks, since they hold different heads."""
     if _dropout_p(core) == 0.0 or core.config.sequence_parallel:
         return attention()
     with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -165,7 +164,7 @@ def _drawing(core: Any, attention: Callable[[], Tensor]) -> Tensor:
 
 
 def _covered(packed: Any) -> bool:
-    """Documents that follow each other, the same of queries and keys."""
+    """Whether documents are adjacent, and the same for queries and keys."""
     padded = getattr(packed, "cu_seqlens_q_padded", None)
     alike = packed.cu_seqlens_kv is None or packed.cu_seqlens_kv is packed.cu_seqlens_q
     return bool(packed.qkv_format == "thd" and alike and (padded is None or padded is packed.cu_seqlens_q))

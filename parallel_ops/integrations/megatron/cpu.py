@@ -17,11 +17,11 @@ _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "te
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Megatron-core runs on the CPU within the block, over gloo: its models, data parallelism and pipeline schedules.
+    """Within the block Megatron-core runs on the CPU over gloo: models, data parallelism and pipeline schedules.
 
-    It asks CUDA for the current device, for generators and for streams, and names the device ``"cuda"`` where it makes
-    tensors. Within the block these give the CPU, its one generator (so dropout draws something else than on a GPU), and
-    nothing to wait for. Transformer Engine, Apex and CUDA graphs stay out of reach.
+    Megatron reads the current device, generators and streams from ``torch.cuda``, and creates tensors on ``"cuda"``.
+    Within the block these are the CPU, its one generator (so dropout masks differ from those on a GPU), and streams
+    that do nothing. Transformer Engine, Apex and CUDA graphs are not supported.
     """
     generator = {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -40,15 +40,15 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, {**generator, **nothing, **streams, **device}),
         (random, tracker),
         (torch, factories),
-        (Tensor, {"cuda": _stays}),
-        (torch.nn.Module, {"cuda": _stays}),
+        (Tensor, {"cuda": _unmoved}),
+        (torch.nn.Module, {"cuda": _unmoved}),
     ]
     bindings = [
         Binding(owner, name, vars(owner).get(name, MISSING), new)
         for owner, names in owners
         for name, new in names.items()
     ]
-    # It warns when a block that draws from a generator of CUDA draws from that of the CPU.
+    # Megatron warns if a block that should use a CUDA generator uses the CPU's.
     log = logging.getLogger(random.__name__)
     disabled, log.disabled = log.disabled, True
     try:
@@ -58,7 +58,7 @@ def on_cpu() -> Iterator[None]:
         log.disabled = disabled
 
 
-def _stays(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _unmoved(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 

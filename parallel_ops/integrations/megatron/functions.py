@@ -1,8 +1,8 @@
-"""Megatron-core's fused functions by this package's ops, under Megatron's names and arguments.
+"""Replacements of Megatron-core's fused functions, with Megatron's names and arguments.
 
-Each function below takes the original and ``exact`` (see ``apply``) and returns what stands in its place, or ``None``
-where exactness leaves nothing to replace. A replacement gives calls that the op does not cover to the original: options
-of newer versions, storage of inputs in fp8, offloading.
+Each function below takes the original and ``exact`` (see ``apply``) and returns the replacement, or ``None`` if
+``exact`` leaves nothing to replace. A replacement calls the original for what the op does not support: options of newer
+versions, storage of inputs in fp8, offloading.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def bias_gelu(original: Function, exact: bool) -> Function:
-    """The tanh form, as in Megatron's own fusion, whatever form the activation has that the configuration names."""
+    """The tanh form, as in Megatron's own fusion, whatever activation the configuration names."""
 
     def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
         return ops.bias_gelu(input, bias)
@@ -84,19 +84,19 @@ def _given(options: dict[str, Any]) -> bool:
 
 
 def _bias_dropout_add(training: bool, original: Function, exact: bool, narrows: bool) -> Function:
-    """``original`` at ``training``. ``narrows``: it gives the dtype of x, not that of the residual, as 0.16 does."""
+    """The replacement for one value of ``training``. ``narrows``: the original returns x's dtype, as 0.16 does."""
 
     def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         x, bias = x_with_bias
         fits = x.shape == residual.shape and (bias is None or bias.dim() == 1)
-        # Megatron's masks are torch's, its dtype is its version's.
+        # Megatron draws torch's masks; its result dtype depends on its version.
         drops = training and prob > 0.0
         if not fits or (exact and (drops or x.dtype != residual.dtype)):
             return original(x_with_bias, residual, prob)
         if narrows and x.dtype != residual.dtype and _stages() > 1:
-            # The next stage of 0.16 expects the dtype that the original would have sent.
+            # The next pipeline stage of 0.16 expects the original's dtype.
             return original(x_with_bias, residual, prob)
-        # Over x where the original would write there: callers have no other use for it.
+        # In place where the original is: callers do not use x again.
         over = not training and torch.promote_types(x.dtype, residual.dtype) is x.dtype and x.is_contiguous()
         over = over and not any(t is not None and t.requires_grad for t in (x, bias, residual))
         return ops.bias_dropout_add(x, bias, residual, prob, training=training, inplace=over)
@@ -110,10 +110,12 @@ def _stages() -> int:
 
 
 def bias_dropout_add_unfused(original: Function, exact: bool) -> Function:
-    of = {training: _bias_dropout_add(training, original(training), exact, _narrows()) for training in (True, False)}
+    by_training = {
+        training: _bias_dropout_add(training, original(training), exact, _narrows()) for training in (True, False)
+    }
 
     def bias_dropout_add_unfused(training: bool) -> Function:
-        return of[bool(training)]
+        return by_training[bool(training)]
 
     return bias_dropout_add_unfused
 
@@ -134,14 +136,14 @@ def _narrows() -> bool:
 
 
 def scale_mask_softmax(original: Function, exact: bool) -> Function:
-    """``FusedScaleMaskSoftmax.forward``. A row that sees no key is zeros (uniform in the original), and a mask beside a
-    window counts (the original drops it, through 0.19)."""
+    """``FusedScaleMaskSoftmax.forward``. A row without a visible key is zeros (uniform in the original), and a mask is
+    applied beside a window too (the original ignores it, through 0.19)."""
 
     def forward(self: Any, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         scale, (sq, sk) = 1.0 if self.scale is None else float(self.scale), input.shape[-2:]
         causal = self.attn_mask_type == AttnMaskType.causal
         window = self.window_size
-        # The original's callers see the mask that it writes over the scores.
+        # The original writes the mask over the scores, which its callers can see.
         if exact and (softmax_offset is not None or (window is not None and mask is not None)):
             return original(self, input, mask, softmax_offset)
         known = mask is None or (self.mask_func is attention_mask_func and not exact)
@@ -167,10 +169,10 @@ def scale_mask_softmax(original: Function, exact: bool) -> Function:
 
 
 def vocab_parallel_loss(original: Function, exact: bool) -> Function | None:
-    """Both vocab-parallel losses. The gradient is written over the logits, as the originals' is over fp32 logits.
+    """Both vocab-parallel losses. The gradient is written over the logits, as the original does with fp32 logits.
 
-    Label smoothing is spread over the whole vocabulary: the share that the original gives each class but the target,
-    whatever the number of ranks. Targets outside the vocabulary have no loss and no gradient.
+    Label smoothing gives every class but the target the original's share, over the whole vocabulary for any number of
+    ranks. Targets outside the vocabulary have no loss and no gradient.
     """
     if exact:
         return None

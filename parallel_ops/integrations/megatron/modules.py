@@ -1,8 +1,8 @@
 """Linears and norms for Megatron's layer specs.
 
-They are Megatron's own with another forward, so that constructor arguments, attributes of parameters, checkpoints and
-``(output, bias)`` are those of the installed version. What the ops do not cover (experts, Megatron-FSDP, offloading)
-runs as it did.
+They are Megatron's own classes with another forward, so constructor arguments, attributes of parameters, checkpoints
+and the result ``(output, bias)`` are those of the installed version. What the ops do not support (experts,
+Megatron-FSDP, offloading) runs Megatron's code.
 """
 
 import copy
@@ -19,18 +19,19 @@ from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatte
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product hides the gather.
+    """Megatron's, with ``all_gather_linear`` under sequence parallelism: the product overlaps with the gather.
 
-    Without it Megatron's own code runs, which hides the all-reduce of the input's gradient behind the weight's.
+    Without sequence parallelism Megatron's own code runs, which overlaps the all-reduce of the input's gradient with
+    the weight's gradient.
     """
 
     def __init__(self, *args: Any, config: Any, embedding_activation_buffer: Any = None, **kwargs: Any) -> None:
         if config.defer_embedding_wgrad_compute and embedding_activation_buffer is None:
-            # Meant for the output layer, which has the buffer; Megatron's own hidden layers read the flag and fail.
+            # The flag is for the output layer, which has the buffer; Megatron's hidden layers would fail with it.
             config = copy.copy(config)
             config.defer_embedding_wgrad_compute = False
         super().__init__(*args, config=config, embedding_activation_buffer=embedding_activation_buffer, **kwargs)
-        _compare_once(self)
+        _check_first_calls(self)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         deferred = kwargs.get("grad_output_buffer") is not None
@@ -42,11 +43,11 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """Megatron's, with ``linear_reduce_scatter`` under sequence parallelism: the product hides the reduction."""
+    """Megatron's, with ``linear_reduce_scatter`` under sequence parallelism: they overlap."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _compare_once(self)
+        _check_first_calls(self)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.sequence_parallel or self.explicit_expert_comm or not _covered(self, self.weight):
@@ -54,13 +55,13 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         main_grad = _main_grad(self, self.weight)
         output = linear_reduce_scatter(
             input_, self.weight, None if self.skip_bias_add else self.bias, group=self.tp_group, main_grad=main_grad,
-            bias_gradient="partial",  # Megatron sums those of parameters tagged sequence_parallel
+            bias_gradient="partial",  # Megatron sums the gradients of parameters tagged sequence_parallel
         )  # fmt: skip
         return output, self.bias if self.skip_bias_add else None
 
 
-def _compare_once(linear: Any) -> None:
-    """A message a call shows in small models on CPUs, and Megatron's own linears compare nothing."""
+def _check_first_calls(linear: Any) -> None:
+    """Compares only the first call of a kind between ranks: a message a call is slow in small models on CPUs."""
     if linear.tp_group is not None:
         set_consistency_checks(linear.tp_group, "first")
 
@@ -77,7 +78,7 @@ def _main_grad(linear: Any, weight: Tensor) -> MainGrad | None:
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Layer norm whose parameters say whether their gradients are sums over this rank's tokens only."""
+    """Layer norm whose parameters are tagged ``sequence_parallel`` if their gradients are this rank's only."""
 
     def __init__(self, hidden_size: int, eps: float, *, sequence_parallel: bool, zero_centered: bool) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -91,7 +92,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm, likewise."""
+    """RMS norm with the same tags."""
 
     eps: float
 
@@ -112,7 +113,7 @@ def _tag(norm: Any, sequence_parallel: bool, zero_centered: bool) -> None:
 
 
 class Norm:
-    """Builds the norm that a Megatron configuration asks for, as ``WrappedTorchNorm`` does."""
+    """Builds the norm of a Megatron configuration, as ``WrappedTorchNorm`` does."""
 
     def __new__(  # type: ignore[misc]
         cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any

@@ -1,4 +1,4 @@
-"""Which names of Megatron-core each op replaces, and ``apply``."""
+"""``apply``, and the names of Megatron-core that each op replaces."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ import megatron.core
 import torch
 
 from parallel_ops.integrations.megatron import attention, functions, rotary, weight_gradient
-from parallel_ops.integrations.megatron._kept import kept_by
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
+from parallel_ops.integrations.megatron._unreplaced import unreplaced_in
 
 
 class _Replacement(NamedTuple):
@@ -35,7 +35,7 @@ _REPLACEMENTS = {
             f"{_FUSIONS}.fused_bias_geglu:weighted_bias_quick_geglu_impl", functions.weighted_bias_quick_geglu
         ),
     ],
-    # What get_bias_dropout_add returns, and not itself, so that specs and models that hold it need no change.
+    # The functions that get_bias_dropout_add returns, so that specs and models that hold it need no change.
     "bias_dropout_add": [
         _Replacement(f"{_FUSIONS}.fused_bias_dropout:{name}", getattr(functions, name))
         for name in ("bias_dropout_add_unfused", "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")
@@ -62,7 +62,7 @@ _REPLACEMENTS = {
             f"{_FUSIONS}.fused_cross_entropy:fused_vocab_parallel_cross_entropy", functions.fused_vocab_parallel_loss
         ),
     ],
-    "weight_gradient": [],  # of which Megatron has no name where Apex is missing
+    "weight_gradient": [],  # without Apex Megatron has no name to replace; see _bindings
 }
 
 OPS = tuple(_REPLACEMENTS)
@@ -71,42 +71,41 @@ _in_force: list[Replaced] = []
 
 
 class Applied(Replaced):
-    """What ``apply`` replaced: see ``Replaced``."""
+    """The names that ``apply`` replaced, and ``undo``; see ``Replaced``."""
 
     def __init__(self, package: str, bindings: list[Binding], ops: Sequence[str]) -> None:
         super().__init__(package, bindings)
         self._ops = ops
 
-    def kept(self, model: torch.nn.Module) -> dict[str, str]:
-        """What of a Megatron model runs as it did although these ops would serve it, by module names, and why."""
-        return kept_by(model, self._ops)
+    def unreplaced(self, model: torch.nn.Module) -> dict[str, str]:
+        """The modules and configuration fields of a Megatron model that keep it on its own code, and the reasons."""
+        return unreplaced_in(model, self._ops)
 
 
 def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> Applied:
-    """Megatron-core's fused functions run on this package's ops from now on, in models built before or after.
+    """Replaces Megatron-core's fused functions by this package's ops, in models built before or after.
 
     Args:
-        ops: ``"all"``, or which of ``OPS``:
+        ops: ``"all"``, or one or several of ``OPS``:
             ``"bias_gelu"``, ``"bias_swiglu"`` (weighted too), ``"bias_geglu"`` (quick too): the fused activations of
-            the MLP and of experts, which run where the configuration says ``bias_activation_fusion``;
+            the MLP and of experts, with ``bias_activation_fusion`` in the configuration;
             ``"bias_dropout_add"``: with ``bias_dropout_fusion`` and without it;
-            ``"attention"``: the core of attention of the local spec: no scores in memory, unless a mask is given;
-            ``"softmax"``: ``FusedScaleMaskSoftmax``, on CPU and GPU, any length, for what has a core of its own;
-            ``"norm"``: ``WrappedTorchNorm``, which then takes sequence parallelism, zero-centred weights and the flags
-            of Apex's kernels, for models built later; ``L2Norm``;
-            ``"rotary"``: where ``apply_rope_fusion`` is off;
+            ``"attention"``: the core attention of the local spec, without scores in memory unless a mask is given;
+            ``"softmax"``: ``FusedScaleMaskSoftmax``, on CPU and GPU, any length, for other core attentions;
+            ``"norm"``: ``L2Norm``, and ``WrappedTorchNorm`` in models built later, which then supports sequence
+            parallelism, zero-centred weights and the flags of Apex's kernels;
+            ``"rotary"``: with ``apply_rope_fusion`` off;
             ``"cross_entropy"``: ``vocab_parallel_cross_entropy`` and the fused one;
             ``"weight_gradient"``: ``gradient_accumulation_fusion`` without Apex.
-        exact_megatron: what Megatron's own functions give wherever they follow another convention than these ops, for
-            which their own code runs. By default:
+        exact_megatron: run Megatron's own code wherever its convention differs from that of these ops. The differences:
 
             ===================== =================================== ==============================================
-            op                    here                                Megatron (``exact_megatron=True``)
+            op                    default                             Megatron (``exact_megatron=True``)
             ===================== =================================== ==============================================
             bias_dropout_add      wider dtype of x and residual       0.16: that of x
-            \\                     own masks, 8 bytes kept             torch's masks
-            attention             own masks of dropout, 8 bytes kept  torch's masks
-            attention, softmax    rows that see no key are zeros      uniform, where a mask is given
+            \\                     own masks, 8 bytes saved            torch's masks
+            attention             own dropout masks, 8 bytes saved    torch's masks
+            attention, softmax    rows without a visible key: zeros   uniform, if a mask is given
             softmax with sinks    reads the scores                    writes the mask over them
             quick GeGLU           clamped after the bias              before it, unlike its own unfused MLP
             rotary                angles in fp32                      rounded to the dtype of the heads
@@ -116,16 +115,16 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
             \\                     gradient in the dtype of logits     the fused one rounds it to bfloat16
             ===================== =================================== ==============================================
 
-            In both: GeLU is the tanh form of Megatron's fusion, also where the configuration names ``F.gelu``; what is
-            added up in another order differs by rounding.
+            In both: GeLU is the tanh form of Megatron's fusion, also if the configuration names ``F.gelu``; sums in
+            another order differ by rounding.
 
     Returns:
-        What was replaced, by name, with ``undo()``; also a context manager. Prints nothing. ``kept(model)`` of it says
-        what of a model, one that was built before for example, is not replaced, and why.
+        A mapping of the replaced names with ``undo()``, also a context manager. Its ``unreplaced(model)`` lists the
+        parts of a model that are not replaced, and why.
 
     Raises:
         ValueError: unknown ops. RuntimeError: applied already and not undone; or this version of Megatron-core lacks a
-            name that the ops replace. Nothing is replaced then.
+        name that the ops replace. Then nothing is replaced.
     """
     chosen = OPS if ops == "all" else ([ops] if isinstance(ops, str) else list(ops))
     unknown = [op for op in chosen if op not in _REPLACEMENTS]

@@ -1,4 +1,4 @@
-"""Megatron-core's rotary positions by this package's op; ``functions.py`` says what ``original`` and ``exact`` are."""
+"""Replacements of Megatron-core's rotary positions; ``original`` and ``exact`` are explained in ``functions.py``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +15,23 @@ Function = Callable[..., Any]
 class _Angles:
     """Cosines and sines of Megatron's tables of angles, which have each angle twice.
 
-    A table is made once for a sequence length and given to every layer of every step, so what was computed of it is
-    kept as long as it lives, together with the answer whether its two halves are the same, which waits for the GPU.
+    Megatron makes a table once for a sequence length and passes it to every layer of every step. So its cosines and
+    sines are cached as long as the table lives, with the check that its two halves are equal, which synchronises with
+    the GPU.
     """
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
 
-    def of(self, freqs: Tensor, interleaved: bool, mscale: float) -> tuple[Tensor, Tensor] | None:
-        """``[s, b, R / 2]`` or ``[s, R / 2]`` each, in fp32; ``None`` where the halves differ."""
-        kept = self._known.setdefault(freqs, {})
+    def get(self, freqs: Tensor, interleaved: bool, mscale: float) -> tuple[Tensor, Tensor] | None:
+        """``[s, b, R / 2]`` or ``[s, R / 2]`` each, in fp32; ``None`` if the halves differ."""
+        cached = self._known.setdefault(freqs, {})
         key = (interleaved, mscale, 0 if freqs.is_inference() else freqs._version)
-        if key not in kept:
+        if key not in cached:
             if freqs.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            kept[key] = self._computed(freqs, interleaved, mscale)
-        return kept[key]
+            cached[key] = self._computed(freqs, interleaved, mscale)
+        return cached[key]
 
     @staticmethod
     def _computed(freqs: Tensor, interleaved: bool, mscale: float) -> tuple[Tensor, Tensor] | None:
@@ -48,12 +49,13 @@ _angles = _Angles()
 def _rotated(
     t: Tensor, freqs: Tensor, interleaved: bool, split_pairs: bool, mscale: float, exact: bool, **sequences: Any
 ) -> Tensor | None:
-    """The rotated heads; ``None`` where the op cannot do it. ``split_pairs``: pairs lie side by side and go apart."""
+    """The rotated heads; ``None`` if the op does not support the call. ``split_pairs``: pairs are adjacent in ``t`` and
+    are moved half a head apart."""
     if freqs.dim() != 4 or freqs.shape[2] != 1 or freqs.shape[-1] % 2 or freqs.requires_grad:
         return None
     if torch.compiler.is_compiling() or not t.is_floating_point():
         return None
-    angles = _angles.of(freqs, interleaved, mscale)
+    angles = _angles.get(freqs, interleaved, mscale)
     if angles is None:
         return None
     cos, sin = (a.to(t.dtype) for a in angles) if exact else angles
@@ -65,13 +67,13 @@ def _rotated(
     return ops.rotary_embedding(t, cos, sin, interleaved=interleaved, **sequences)
 
 
-# Of which a version has one or both.
+# A version has one or both of these.
 _SPLIT_PAIRS = ("multi_latent_attention", "mla_rotary_interleaved")
 _ROTARY_OPTIONS = {*_SPLIT_PAIRS, "mscale"}
 
 
 def rotary(original: Function, exact: bool) -> Function:
-    """Angles are used in fp32 (rounded to the dtype of the heads in the original)."""
+    """Rotation with fp32 angles (the original rounds them to the dtype of the heads)."""
 
     def _apply_rotary_pos_emb_bshd(
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **options: Any
@@ -86,7 +88,7 @@ def rotary(original: Function, exact: bool) -> Function:
 
 
 def packed_rotary(original: Function, exact: bool) -> Function:
-    """The same of packed sequences, without a copy of their angles and without waiting for the GPU."""
+    """``rotary`` for packed sequences, without a copy of their angles or a synchronisation with the GPU."""
 
     def _apply_rotary_pos_emb_thd(
         t: Tensor, cu_seqlens: Tensor, freqs: Tensor, rotary_interleaved: bool = False, *args: Any, **options: Any
@@ -96,7 +98,7 @@ def packed_rotary(original: Function, exact: bool) -> Function:
         if not args and options.keys() <= {*_ROTARY_OPTIONS, "cp_group"} and cp_group is not None:
             split_pairs = any(options.get(name) for name in _SPLIT_PAIRS)
             if cp_group.size() == 1 and t.dim() == 3 and freqs.dim() == 4 and freqs.shape[1] == 1:
-                # A table as long as all sequences together has the angles of each token in its place.
+                # A table as long as all sequences together has one row for each token.
                 sequences = {} if freqs.shape[0] == t.shape[0] else {"cu_seqlens": cu_seqlens}
                 out = _rotated(
                     t, freqs, rotary_interleaved, split_pairs, options.get("mscale", 1.0), exact, **sequences

@@ -1,4 +1,4 @@
-"""Layer specs of this package's modules, made by Megatron's own functions, so that they fit the installed version."""
+"""Layer specs with this package's modules, built by Megatron's own functions, so they fit the installed version."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from parallel_ops.integrations.megatron.attention import CoreAttention
 
 
 class ParallelOpsSpecProvider(LocalSpecProvider):
-    """The modules of the local spec by this package. Experts, which have no sequence to gather, stay Megatron's."""
+    """The local spec with this package's modules. Experts stay Megatron's: they have no sequence to gather."""
 
     def column_parallel_linear(self) -> type:
         return modules.ColumnParallelLinear
@@ -30,8 +30,8 @@ class ParallelOpsSpecProvider(LocalSpecProvider):
 def gpt_layer_spec(**options: Any) -> ModuleSpec:
     """A layer of GPT: ``get_gpt_layer_local_spec(**options)`` of the installed Megatron, with the provider above.
 
-    The norm after the last layer is not a part of it: Megatron takes its own there, which refuses sequence parallelism
-    unless ``apply(["norm"])`` is in force. ``gpt_block_spec`` has it.
+    The norm after the last layer is not part of it. Megatron uses its own there, which does not support sequence
+    parallelism unless ``apply(["norm"])`` was called. ``gpt_block_spec`` includes it.
     """
     stock = gpt_layer_specs.LocalSpecProvider
     gpt_layer_specs.LocalSpecProvider = ParallelOpsSpecProvider
@@ -46,10 +46,10 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) 
 
     Args:
         config: the ``TransformerConfig`` of the model.
-        vp_stage: of an interleaved schedule.
-        options: as of ``gpt_layer_spec``; by default as the configuration says.
+        vp_stage: virtual pipeline stage of an interleaved schedule.
+        options: see ``gpt_layer_spec``; by default from ``config``.
     """
-    said = {
+    defaults = {
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": config.qk_layernorm,
@@ -57,5 +57,5 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) 
         "normalization": config.normalization,
     }
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    spec = gpt_layer_spec(**{**said, **options})
+    spec = gpt_layer_spec(**{**defaults, **options})
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=modules.Norm)

@@ -1,9 +1,9 @@
-"""Weight gradients that are added to Megatron's ``main_grad`` as they are computed.
+"""Weight gradients accumulated into Megatron's ``main_grad``.
 
     main_grad += dy^T x        main_grad float32, or of the dtype of dy and x
 
-``extension`` stands in for Apex's module ``fused_weight_gradient_mlp_cuda``, which Megatron's linears and the deferred
-gradients of its embedding call. ``MainGrad`` is the same for this package's linears.
+``extension`` replaces Apex's module ``fused_weight_gradient_mlp_cuda``, which Megatron's linears and the deferred
+gradients of its embedding call. ``MainGrad`` does the same for this package's linears.
 """
 
 from types import ModuleType
@@ -34,8 +34,8 @@ extension.__dict__.update(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gem
 class MainGrad(Accumulator):
     """The ``main_grad`` of a Megatron parameter, with what Megatron's data parallelism expects beside it.
 
-    Where the parameter has ``grad_added_to_main_grad`` it is set, and autograd gets a gradient that nobody reads, so
-    that the hooks run that start the reduction; it is zeros where the parameter says ``zero_out_wgrad``.
+    If the parameter has ``grad_added_to_main_grad``, it is set, and autograd gets a dummy gradient, so that the hooks
+    that start the reduction run. The dummy is zeros if the parameter has ``zero_out_wgrad`` set.
     """
 
     def __init__(self, weight: Any) -> None:

@@ -1,4 +1,4 @@
-"""What of a model stays Megatron's own while the ops are in force, and why."""
+"""The parts of a model that run Megatron's own code although ops are applied, and why."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
-# Of a configuration: the op, the field, whether the op's replacement needs it on.
+# Ops, the field of the configuration that their replacement needs, and its value.
 _NEEDED = (
     (("bias_gelu", "bias_swiglu", "bias_geglu"), "bias_activation_fusion", True),
     (("rotary",), "apply_rope_fusion", False),
@@ -15,32 +15,32 @@ _NEEDED = (
 _OTHERS = {"transformer_engine": "Transformer Engine", "apex": "Apex", "flash_attn": "flash-attn"}
 
 
-def kept_by(model: nn.Module, ops: Collection[str]) -> dict[str, str]:
-    """See ``Applied.kept``."""
-    kept: dict[str, str] = {}
+def unreplaced_in(model: nn.Module, ops: Collection[str]) -> dict[str, str]:
+    """See ``Applied.unreplaced``."""
+    reasons: dict[str, str] = {}
     configs: list[Any] = []
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if hasattr(config, "bias_activation_fusion") and not any(config is known for known in configs):
             configs.append(config)
-            kept |= {f"{name or type(model).__name__}.config.{field}": why for field, why in _by_config(config, ops)}
+            reasons |= {f"{name or type(model).__name__}.config.{field}": why for field, why in _by_config(config, ops)}
         if why := _by_kind(module, ops):
-            kept[name or type(model).__name__] = why
-    return kept
+            reasons[name or type(model).__name__] = why
+    return reasons
 
 
 def _by_config(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:
     for served, field, wanted in _NEEDED:
-        asked = [op for op in served if op in ops]
-        if asked and bool(getattr(config, field, not wanted)) is not wanted:
-            yield field, f"{', '.join(asked)}: it is {'off' if wanted else 'on'}"
+        applied = [op for op in served if op in ops]
+        if applied and bool(getattr(config, field, not wanted)) is not wanted:
+            yield field, f"{', '.join(applied)}: it is {'off' if wanted else 'on'}"
     if "cross_entropy" in ops and config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         yield "cross_entropy_fusion_impl", "cross_entropy: it is 'te'"
 
 
 def _by_kind(module: nn.Module, ops: Collection[str]) -> str | None:
     kind: Any = type(module)
-    for base in kind.__mro__:  # Megatron wraps those of others in classes of its own
+    for base in kind.__mro__:  # Megatron wraps modules of other libraries in its own classes
         if other := _OTHERS.get(base.__module__.partition(".")[0]):
             return f"it is of {other}"
     if kind in (nn.LayerNorm, nn.RMSNorm) and "norm" in ops:
