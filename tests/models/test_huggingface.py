@@ -225,17 +225,21 @@ def change_tensors(folder, changes):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
-    "has model_type 'opt'; we have gpt2, llama, mistral, qwen2, qwen3": {"model_type": "opt"},
+    "has model_type 'opt'; supported are gpt2, llama, mistral, qwen2, qwen3": {"model_type": "opt"},
     "has model_type 'None'": {"model_type": ...},
     "lacks hidden_size": {"hidden_size": ...},
-    "has hidden_act 'relu'; we have 'silu'": {"hidden_act": "relu"},
-    "has attention_bias True; we have False": {"attention_bias": True},
-    "has rope_type 'yarn'; we have 'default' and 'llama3'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    "has hidden_act 'relu'; supported is 'silu'": {"hidden_act": "relu"},
+    "has attention_bias True; supported is False": {"attention_bias": True},
+    "has rope_type 'yarn'; supported are 'default' and 'llama3'": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0}
+    },
     "lacks low_freq_factor in its rope_scaling": {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
-    "has mscale in its rope_scaling, which we do not have": {"rope_parameters": {"rope_type": "default", "mscale": 1}},
+    "has mscale in its rope_scaling, which is not supported": {
+        "rope_parameters": {"rope_type": "default", "mscale": 1}
+    },
     "has both rope_parameters and rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "has a partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    "has logit_softcap, quantization_config, which we do not have": {
+    "has logit_softcap, quantization_config, which is not supported": {
         "quantization_config": {"bits": 4},
         "logit_softcap": 30.0,
     },
@@ -304,13 +308,17 @@ def broken_files(good, tmp_path):
 
 def test_other_families_name_their_options(folders, tmp_path):
     cases = [
-        ("gpt2", {"activation_function": "relu"}, "has activation_function 'relu'; we have gelu, gelu_new"),
-        ("gpt2", {"embd_pdrop": 0.2}, "has embd_pdrop 0.2 and resid_pdrop 0.1; we have one for both"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx True; we have False"),
-        ("qwen3", {"attention_bias": True}, "has attention_bias True; we have False"),
+        ("gpt2", {"activation_function": "relu"}, "has activation_function 'relu'; supported are gelu, gelu_new"),
+        ("gpt2", {"embd_pdrop": 0.2}, "has embd_pdrop 0.2 and resid_pdrop 0.1, which must be equal"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "has scale_attn_by_inverse_layer_idx True; supported is False",
+        ),
+        ("qwen3", {"attention_bias": True}, "has attention_bias True; supported is False"),
         ("qwen2", {"layer_types": ["full_attention"]}, r"has layer_types \['full_attention'\] for 2 layers"),
         ("qwen2", {"use_sliding_window": False}, "for 2 layers and a sliding window of None"),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "has layer_types, which we do not have"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "has layer_types, which is not supported"),
     ]
     for number, (name, changes, message) in enumerate(cases):
         with pytest.raises(ValueError, match=message):

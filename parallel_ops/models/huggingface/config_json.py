@@ -1,6 +1,6 @@
-"""What a config.json says, as a ``TransformerConfig``, and the reverse.
+"""Conversion of a config.json to a ``TransformerConfig``, and back.
 
-A key is read, or has one value that we can do, or cannot change the logits: any other is an error.
+Every key is read, or has the one supported value, or cannot change the logits. Any other key is an error.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.families import FAMILIES, Family, Options, listed
 
 _REQUIRED = object()
-# A configuration holds lists of so many windows, before the tensors of the layers are counted.
+# A configuration makes lists of this length before the tensors of the layers are counted.
 _MOST_LAYERS = 100_000
 
-# What does not change the logits: how the model is run, saved or generated from, and what other heads need.
+# Keys that do not change the logits: options of running, saving and generation, and of other heads.
 # fmt: off
 _NEUTRAL = {
     "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
@@ -29,51 +29,51 @@ _ABOUT_THE_FILES = {"_name_or_path", "architectures", "dtype", "model_type", "to
 
 
 def family_of(options: Mapping[str, Any]) -> Family:
-    """ValueError: not a family that we have."""
+    """The family of a config.json; raises ValueError if it is not supported."""
     name = str(options.get("model_type"))
     if name not in FAMILIES:
-        raise ValueError(f"has model_type {name!r}; we have {listed(FAMILIES)}")
+        raise ValueError(f"has model_type {name!r}; supported are {listed(FAMILIES)}")
     return FAMILIES[name]
 
 
 def config_of(options: Mapping[str, Any]) -> TransformerConfig:
-    """What a config.json says.
+    """The configuration in a config.json.
 
     Raises:
-        ValueError: an unknown family, a key that is missing, or an option that we do not have.
+        ValueError: an unknown family, a missing key, or an unsupported option.
     """
     family, rest = family_of(options), dict(options)
     for key in family.names.values():
-        if rest.setdefault(key, family.left_out.get(key, _REQUIRED)) is _REQUIRED:
+        if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
             raise ValueError(f"lacks {key}")
     for key, value in family.fixed.items():
         if (got := rest.pop(key, value)) != value:
-            raise ValueError(f"has {key} {got!r}; we have {value!r}")
+            raise ValueError(f"has {key} {got!r}; supported is {value!r}")
     if isinstance(layers := rest[family.names["num_layers"]], int) and layers > _MOST_LAYERS:
-        raise ValueError(f"has {family.names['num_layers']} {layers}; we have at most {_MOST_LAYERS}")
+        raise ValueError(f"has {family.names['num_layers']} {layers}; supported are at most {_MOST_LAYERS}")
     try:
-        said = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
-        config = TransformerConfig(**family.always, **said)
+        given = family.read(rest) | {ours: rest.pop(theirs) for ours, theirs in family.names.items()}
+        config = TransformerConfig(**family.always, **given)
     except TypeError as error:
         raise ValueError(f"has a value of a wrong type: {error}") from error
     unknown = {key for key, value in rest.items() if key not in _NEUTRAL and value is not None and value is not False}
     if unknown:
-        raise ValueError(f"has {listed(unknown)}, which we do not have; take out what does not change the logits")
+        raise ValueError(f"has {listed(unknown)}, which is not supported; remove it if it does not change the logits")
     return config
 
 
-def options_of(config: TransformerConfig, kept: Mapping[str, Any]) -> Options:
-    """A config.json that says the same, all but dropout, which not every family has.
+def options_of(config: TransformerConfig, loaded: Mapping[str, Any]) -> Options:
+    """A config.json with the same configuration, except for dropout, which not every family has.
 
     Args:
-        kept: the one that the model was loaded from, or nothing. Its family is tried first; what does not change the
-            logits, such as the ids of special tokens, stays.
+        loaded: the config.json that the model was loaded from; empty if none. Its family is tried first, and its keys
+            that do not change the logits, such as the ids of special tokens, are copied.
 
     Raises:
-        ValueError: no family can say it.
+        ValueError: no family has this configuration.
     """
     want, reasons = _resolved(config), []
-    for name in sorted(FAMILIES, key=lambda name: name != kept.get("model_type")):
+    for name in sorted(FAMILIES, key=lambda name: name != loaded.get("model_type")):
         family = FAMILIES[name]
         options = {"model_type": name, "architectures": [family.architecture], **family.fixed, **family.write(config)}
         options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
@@ -82,19 +82,19 @@ def options_of(config: TransformerConfig, kept: Mapping[str, Any]) -> Options:
         except ValueError as error:
             differing = [str(error)]
         if not differing:
-            return {key: kept[key] for key in kept if key in _NEUTRAL - _ABOUT_THE_FILES} | options
+            return {key: loaded[key] for key in loaded if key in _NEUTRAL - _ABOUT_THE_FILES} | options
         reasons.append(f"{name}: {', '.join(differing)}")
     raise ValueError(f"no Hugging Face family has this configuration ({'; '.join(reasons)})")
 
 
 def differences(first: TransformerConfig, second: TransformerConfig) -> list[str]:
-    """The fields in which two models differ, in whatever spelling, but for dropout on the residual stream."""
+    """The fields in which two models differ, except dropout on the residual stream; defaults are resolved first."""
     a, b = _resolved(first), _resolved(second)
     return [field.name for field in fields(a) if getattr(a, field.name) != getattr(b, field.name)]
 
 
 def _resolved(config: TransformerConfig) -> TransformerConfig:
-    """The same model in one spelling, without dropout on the residual stream."""
+    """The configuration with defaults resolved and without dropout on the residual stream."""
     windows = config.windows
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""Hugging Face's names for what a ``Transformer`` has, in config.json and in the files: a table for each family."""
+"""Hugging Face's names of configuration keys and tensors for each supported family, as tables."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,12 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a parameter lies in the files.
+    """Where a parameter is stored in the files.
 
     Attributes:
-        name: of the tensor, with {} for the number of the layer.
-        transposed: it is stored ``[in, out]``.
-        part, parts: it is this one of so many equal blocks of rows.
+        name: name of the tensor, with {} for the number of the layer.
+        transposed: whether it is stored ``[in, out]``.
+        part, parts: the parameter is block ``part`` of ``parts`` equal blocks of rows.
     """
 
     name: str
@@ -28,22 +28,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family:
-    """One model of transformers.
+    """A model family of transformers.
 
     Attributes:
-        names: the key of config.json for each of our fields.
-        left_out: what a key means that config.json does not have; other keys it must have.
-        fixed: keys of which we can do one value, which is also what their absence means.
-        always: our fields that config.json does not say.
-        read, write: the rest: takes keys out of config.json and returns our fields, and the reverse.
-        tensors: our parameters; those that a configuration does not have are not in the files.
-        prefix: of names, which files of the model without its head do not have.
-        constants: names, without the prefix, of tensors that can be computed, which old files have.
+        architecture: class of the causal language model in transformers.
+        names: the key of config.json for each field of ``TransformerConfig``.
+        defaults: values of keys that config.json may lack; other keys are required.
+        fixed: keys with a single supported value, which is also their default.
+        always: fields of ``TransformerConfig`` that config.json does not contain.
+        read, write: conversion of all other keys: ``read`` removes them from config.json and returns fields.
+        tensors: where parameters are stored; parameters that a configuration lacks are not in the files.
+        prefix: prefix of names, absent in files of the model without its head.
+        constants: regular expression of names, without the prefix, of tensors in old files that can be computed.
     """
 
     architecture: str
     names: Mapping[str, str]
-    left_out: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     always: Mapping[str, Any]
     read: Callable[[Options], Options]
@@ -53,7 +54,7 @@ class Family:
     constants: str
 
     def stored(self, parameter: str) -> Stored:
-        """Where a parameter of ours lies. ValueError: the family has no such parameter."""
+        """Where ``parameter`` is stored; raises ValueError if the family has no such parameter."""
         layer = re.match(r"layers\.(\d+)\.", parameter)
         found = self.tensors.get(parameter if layer is None else "layers.{}." + parameter[layer.end() :])
         if found is None:
@@ -66,7 +67,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _read_rotary(options: Options) -> Options:
-    """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` beside ``rope_scaling`` (4)."""
+    """Rotary options in the format of transformers 5 (``rope_parameters``) or 4 (``rope_theta``, ``rope_scaling``)."""
     given = [options.pop(key, None) for key in ("rope_parameters", "rope_scaling")]
     if all(given):
         raise ValueError("has both rope_parameters and rope_scaling")
@@ -76,7 +77,7 @@ def _read_rotary(options: Options) -> Options:
     kind = rope.pop("type", "default")
     kind, base = rope.pop("rope_type", kind), rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", fraction) != 1.0:
-        raise ValueError("has a partial_rotary_factor, which we do not have")
+        raise ValueError("has a partial_rotary_factor, which is not supported")
     scaling = None
     if kind == "llama3":
         rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
@@ -85,9 +86,9 @@ def _read_rotary(options: Options) -> Options:
         except KeyError as missing:
             raise ValueError(f"lacks {missing.args[0]} in its rope_scaling") from None
     elif kind != "default":
-        raise ValueError(f"has rope_type {kind!r}; we have 'default' and 'llama3'")
+        raise ValueError(f"has rope_type {kind!r}; supported are 'default' and 'llama3'")
     if rope:
-        raise ValueError(f"has {listed(rope)} in its rope_scaling, which we do not have")
+        raise ValueError(f"has {listed(rope)} in its rope_scaling, which is not supported")
     return {"rotary_base": base, "rotary_scaling": scaling}
 
 
@@ -144,10 +145,10 @@ _KINDS = ("full_attention", "sliding_attention")
 def _read_gpt2(options: Options) -> Options:
     name = options.pop("activation_function", "gelu_new")
     if name not in _GELUS:
-        raise ValueError(f"has activation_function {name!r}; we have {listed(_GELUS)}")
+        raise ValueError(f"has activation_function {name!r}; supported are {listed(_GELUS)}")
     dropout, of_embeddings = options.pop("resid_pdrop", 0.1), options.pop("embd_pdrop", 0.1)
     if dropout != of_embeddings:
-        raise ValueError(f"has embd_pdrop {of_embeddings} and resid_pdrop {dropout}; we have one for both")
+        raise ValueError(f"has embd_pdrop {of_embeddings} and resid_pdrop {dropout}, which must be equal")
     return {"activation": _GELUS[name], "dropout": dropout}
 
 
@@ -172,7 +173,7 @@ _LLAMA_NAMES = {
     "tied_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_LLAMA_LEFT_OUT = {
+_LLAMA_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -209,7 +210,7 @@ _LLAMA_TENSORS = {
 _LLAMA = Family(
     architecture="LlamaForCausalLM",
     names=_LLAMA_NAMES,
-    left_out=_LLAMA_LEFT_OUT,
+    defaults=_LLAMA_DEFAULTS,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     always=_LLAMA_ALWAYS,
     read=_read_rotary,
@@ -244,7 +245,7 @@ _GPT2_TENSORS = {
     },
 }
 
-# Of several that can say a configuration the first one is written.
+# Of several families that have a configuration, the first is written.
 FAMILIES = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
@@ -260,7 +261,7 @@ FAMILIES = {
             "tied_embeddings": "tie_word_embeddings",
             "init_std": "initializer_range",
         },
-        left_out={
+        defaults={
             "n_inner": None,
             "layer_norm_epsilon": 1e-5,
             "attn_pdrop": 0.1,
@@ -268,7 +269,7 @@ FAMILIES = {
             "initializer_range": 0.02,
         },
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        always={},  # what TransformerConfig is by default
+        always={},  # the defaults of TransformerConfig
         read=_read_gpt2,
         write=_write_gpt2,
         tensors=_GPT2_TENSORS,
@@ -279,7 +280,7 @@ FAMILIES = {
     "mistral": replace(
         _LLAMA,
         architecture="MistralForCausalLM",
-        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 8},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8},
         fixed={"hidden_act": "silu"},
         read=_read_mistral,
         write=_write_mistral,
@@ -287,7 +288,7 @@ FAMILIES = {
     "qwen2": replace(
         _LLAMA,
         architecture="Qwen2ForCausalLM",
-        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 32},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32},
         fixed={"hidden_act": "silu"},
         always=_LLAMA_ALWAYS | {"qkv_bias": True},
         read=_read_qwen,
@@ -296,7 +297,7 @@ FAMILIES = {
     "qwen3": replace(
         _LLAMA,
         architecture="Qwen3ForCausalLM",
-        left_out=_LLAMA_LEFT_OUT | {"num_key_value_heads": 32, "head_dim": 128},
+        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
         fixed={"hidden_act": "silu", "attention_bias": False},
         always=_LLAMA_ALWAYS | {"qk_norm": True},
         read=_read_qwen,

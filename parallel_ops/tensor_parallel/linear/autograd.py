@@ -1,13 +1,13 @@
-"""What all_gather_linear and linear_reduce_scatter share: checks, what ranks agree on, the torch ops, autograd.
+"""Shared by the linears over a group: checks, comparison of calls between ranks, the torch ops, autograd.
 
-Each op gives two functions of a ``GroupCall``: its forward, and its gradients, which hand the factors of the weight
-gradients to a callback as soon as they are there. The first is also a registered op, opaque to ``torch.compile``, to
-dispatch modes and to tensor subclasses. Eager calls with gradients go past it, to one autograd function: torch's
-autograd of ops that take lists of tensors costs the host several times as much.
+Each op provides two functions of a ``GroupCall``: its forward, and its gradients, which pass the factors of the weight
+gradients to a callback as soon as these are available. The forward is also a registered op, opaque to
+``torch.compile``, dispatch modes and tensor subclasses. Eager calls with gradients bypass it and use one autograd
+function: torch's autograd of ops that take lists of tensors costs the host several times as much.
 
-A backward computes, and sends, only what the running graph task asks for: after ``autograd.grad(y, [x])`` weight
-gradients are as they were, and a backward that a pipeline schedule has split does each half once. A deferred weight
-gradient is such a half too, run when its queue says so.
+A backward computes, and sends, only what the running graph task needs: ``autograd.grad(y, [x])`` leaves weight
+gradients alone, and a backward that a pipeline schedule splits does each half once. A deferred weight gradient is such
+a half, run when its queue is computed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightG
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
 
-# Entering autocast to leave it costs the host as much as a small product.
+# Entering a disabled autocast costs the host as much as a small product.
 _NOTHING = nullcontext()
 
 T = TypeVar("T")
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class GroupCall:
-    """The arguments of the op that are not tensors."""
+    """The non-tensor arguments of the op."""
 
     op: str
     group: str | None
     sizes: list[int]  # of the sharded dimension, in rank order
     overlap: int
-    needs: list[bool]  # of x, each weight and each bias: whether a gradient is wanted
-    partial_bias: bool = False  # the gradient of bias is that of this rank's rows
+    needs: list[bool]  # whether x, each weight and each bias need a gradient
+    partial_bias: bool = False  # the gradient of bias is of this rank's rows only
 
     def needs_weights(self, count: int) -> list[bool]:
         return self.needs[1 : 1 + count]
@@ -62,10 +62,10 @@ class GroupCall:
         self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
         weights: Sequence[Tensor],
     ) -> None:  # fmt: skip
-        """The ranks make the same call: else all raise.
+        """Raises on all ranks unless all make the same call.
 
-        Where a measurement chooses the pieces, they must have weights of one shape too: on what is kept of it by shape
-        they would otherwise differ, and wait for each other.
+        If a measurement chooses the pieces, the weights must have the same shapes too: choices are cached by shape, so
+        otherwise some ranks would measure, and wait for the others.
         """
         group = resolve_group(self.group)
         over = transport.capabilities.name
@@ -89,12 +89,12 @@ class GroupCall:
         self, phase: plan.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
         run: Callable[[int], object],
     ) -> int:  # fmt: skip
-        """How many messages for each shard of a product ``[rows, inner] @ [inner, columns]``.
+        """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
 
         Args:
-            phase: its input is gathered, or its output scattered.
+            phase: whether the input is gathered or the output scattered.
             like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
-            run: does it with that many, to be timed.
+            run: runs the op with a number of pieces, for timing.
         """
         if self.overlap > 0:
             return self.overlap
@@ -115,7 +115,7 @@ class GroupCall:
         return plan.choose(task, like.device, resolve_group(self.group), run)
 
     def bulk(self, device: torch.device) -> bool:
-        """Whether whole collectives go behind whole products. On a GPU it costs nothing; on a CPU it gains nothing."""
+        """Whether whole collectives overlap with whole products. On a GPU that is free; on a CPU it gains nothing."""
         return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
 
 
@@ -188,7 +188,7 @@ class LinearOp:
         split: Callable[[], list[int]],
         *more: bool,
     ) -> list[Tensor]:
-        """Checks everything, ``split()`` (the sizes) last, and runs. ``more`` fields of the ``GroupCall``."""
+        """Checks all arguments and runs. ``split`` returns ``GroupCall.sizes``; ``more`` are its last fields."""
         group_id = group_name(self.name, group)
         with propagate_errors(self.name, group, x, *weights, checked=True):
             _check(self.name, x, weights, biases, group)
@@ -207,7 +207,7 @@ class LinearOp:
     def gradients(
         self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: Sequence[Target]
     ) -> list[Tensor | None]:
-        """Those of x, each weight and each bias that ``call`` wants and that do not go to a target."""
+        """Gradients of x, each weight and each bias; ``None`` if ``call`` does not need it or a target gets it."""
         needed = call.needs_weights(len(weights))
         dweights: list[Tensor | None] = [None] * len(weights)
 
@@ -262,7 +262,7 @@ class LinearOp:
 
 
 def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], group: ProcessGroup | None) -> None:
-    """Tensors that one product can take, where the group can send them from."""
+    """Raises unless x, weights and biases fit each other and are on a device of the group."""
     check_floating(op, "x", x)
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have at least two dimensions, got {list(x.shape)}")
@@ -291,27 +291,27 @@ def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], grou
 
 
 def _autocast_disabled(x: Tensor) -> AbstractContextManager[None]:
-    """No autocast in here, a backward inside its region included: all dtypes are what they should be."""
+    """Disables autocast: inputs are cast already, also in a backward that runs inside its region."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def _can_bypass_dispatcher(tensors: Sequence[Tensor]) -> bool:
-    """Whether nobody wants to see the op or to put something in its place."""
+    """True if no compiler, dispatch mode or tensor subclass needs to intercept this op."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def _save(ctx: Any, call: GroupCall, x: Tensor, weights: list[Tensor]) -> None:
-    """Keeps what the backward reads: x for the gradients of the weights, these for that of x, else the shapes alone."""
+    """Saves x if a weight needs a gradient, the weights if x does, and all shapes."""
     ctx.call, ctx.shapes = call, (x.shape, [w.shape for w in weights])
     needs_weight = any(call.needs_weights(len(weights)))
     ctx.save_for_backward(*([x] if needs_weight else []), *(weights if call.needs[0] else []))
 
 
 def _saved(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """x and the weights; in place of what was not kept, which is not read, a number in its shape."""
+    """x and the weights; for those not saved, which are not read, an expanded scalar of the same shape."""
     saved, (shape, shapes) = list(ctx.saved_tensors), ctx.shapes
     x = saved.pop(0) if any(ctx.call.needs_weights(len(shapes))) else _shaped(grads[0], shape)
     return x, saved or [_shaped(grads[0], s) for s in shapes]
@@ -335,7 +335,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             cast = list(cast_to_autocast_dtype(torch.get_autocast_dtype(device), tensors))
         x, weights, biases = cast[0], cast[1 : 1 + len(targets)], cast[1 + len(targets) :]
-        # No tensor but what save_for_backward takes care of: the context lives as long as the loss does.
+        # No tensors on ctx except by save_for_backward: the context lives as long as the loss.
         ctx.op, ctx.targets, ctx.deferred = op, targets, deferred
         ctx.dtypes = [t.dtype for t in tensors]
         _save(ctx, call, x, weights)
@@ -380,7 +380,7 @@ def _later(
     def compute() -> None:
         if backward is not None and (now := torch.cuda.current_stream(x.device)) != backward:
             now.wait_stream(backward)
-            for t in (x, *grads):  # else their memory could be given away on the stream that they come from
+            for t in (x, *grads):  # else their memory could be reused on their own stream
                 t.record_stream(now)
         op.gradients(call, grads, x, weights, targets)
 
