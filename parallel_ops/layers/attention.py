@@ -159,7 +159,7 @@ class ParallelSelfAttention(ShardedModule):
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask or an
-            option that the core attention does not take, angles, positions or a mask that do not fit.
+                option that the core attention does not take, angles, positions or a mask that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``; angles, positions and mask
         replicated (a mask that differs by heads: this rank's).

@@ -32,16 +32,20 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window, core_attention, attention_dropout,
-            qkv_bias: see ``ParallelSelfAttention``. ffn_hidden_size, activation: as of ``ParallelMLP``.
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window: see ``ParallelSelfAttention``.
+        core_attention, attention_dropout: see ``ParallelSelfAttention``.
+        ffn_hidden_size, activation: see ``ParallelMLP``.
         mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
-        bias: of all linears; qkv_bias: of queries, keys and values, where it differs.
-        sequence_parallel: the residual stream is sharded by tokens over the mesh.
-        overlap: see ``all_gather_linear``.
-        init_method, output_init_method: fill tiles of the weights, and of those of the two projections into the
-            residual stream.
+        bias: whether the linears have biases.
+        qkv_bias: the same for queries, keys and values; ``None`` for ``bias``.
+        sequence_parallel: shard the residual stream by tokens over the mesh.
+        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
+            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.
+        output_init_method: the same for the two projections into the residual stream.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Raises:
         TypeError, ValueError: an unknown norm or activation, dropout outside 0 to 1, sizes that do not fit the mesh.
@@ -126,7 +130,7 @@ class ParallelTransformerLayer(ShardedModule):
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the norm, angles that do not
-            fit: on every rank.
+                fit: on every rank.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``. Gradients of all parameters are
         complete.

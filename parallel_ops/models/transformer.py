@@ -181,7 +181,7 @@ class Transformer(PretrainedModel):
 
         Raises:
             ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not divisible by the ranks of
-            ``sequence_parallel``; targets or positions of another shape.
+                ``sequence_parallel``; targets or positions of another shape.
             TypeError: ``cu_seqlens`` for a core attention that does not take it.
 
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.

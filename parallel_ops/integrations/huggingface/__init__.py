@@ -112,7 +112,7 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
 
     Raises:
         TypeError: a model of another family, or a module that contains one. ValueError: an unknown op, a model to which
-        ops are applied already, or one in which nothing can be replaced. The model is then unchanged.
+            ops are applied already, or one in which nothing can be replaced. The model is then unchanged.
     """
     names = OPS if ops == "all" else (ops,) if isinstance(ops, str) else tuple(ops)
     for name in names:

@@ -124,7 +124,7 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
 
     Raises:
         ValueError: unknown ops. RuntimeError: applied already and not undone; or this version of Megatron-core lacks a
-        name that the ops replace. Then nothing is replaced.
+            name that the ops replace. Then nothing is replaced.
     """
     chosen = OPS if ops == "all" else ([ops] if isinstance(ops, str) else list(ops))
     unknown = [op for op in chosen if op not in _REPLACEMENTS]

@@ -81,7 +81,7 @@ class PretrainedModel(ShardedModule):
 
         Raises:
             FileNotFoundError, ValueError: missing or unexpected files or tensors, tensors of another shape, another
-            family or configuration: by name, on every rank, before the first parameter is changed.
+                family or configuration: by name, on every rank, before the first parameter is changed.
             ImportError: safetensors is not installed.
         """
         loading.load(self, Path(folder), strict=strict)
@@ -99,7 +99,7 @@ class PretrainedModel(ShardedModule):
 
         Raises:
             ValueError: a configuration that no family has (dropout aside), an incomplete model, a dtype that cannot be
-            loaded.
+                loaded.
             RuntimeError: the folder cannot be written; on every rank that shares the model.
             ImportError: safetensors is not installed.
         """

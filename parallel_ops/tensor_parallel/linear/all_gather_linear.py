@@ -107,7 +107,7 @@ def all_gather_linear(
 
     Raises:
         TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
-        or options. On CPU every call is compared, on CUDA the first one of its kind.
+            or options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(0) over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of x is
     complete and sharded like x; those of weight and bias are complete for this rank's features.

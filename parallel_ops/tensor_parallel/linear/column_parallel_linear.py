@@ -87,7 +87,7 @@ def column_parallel_linear(
 
     Raises:
         TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
-        or options. On CPU every call with a gradient of x is compared, on CUDA the first one of its kind.
+            or options. On CPU every call with a gradient of x is compared, on CUDA the first one of its kind.
 
     Sharding: x replicated over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of
     x is complete and the same on every rank; those of weight and bias are complete for this rank's features.

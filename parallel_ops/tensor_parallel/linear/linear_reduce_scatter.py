@@ -72,7 +72,7 @@ def linear_reduce_scatter(
 
     Raises:
         TypeError, ValueError: on every rank and before communication starts, also if ranks disagree on shapes, dtypes
-        or options. On CPU every call is compared, on CUDA the first one of its kind.
+            or options. On CPU every call is compared, on CUDA the first one of its kind.
 
     Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
     for this rank's features, that of bias is complete and the same on every rank, unless ``"partial"``.

@@ -73,8 +73,9 @@ def vocab_parallel_cross_entropy(
         group: the ranks that share the vocabulary; ``None`` for unsharded logits.
         class_weight: ``[V_r]``, this rank's part.
         gradient_in_forward: as in ``cross_entropy``, but only without a group.
-        label_smoothing, z_loss, softcap, ignore_index, ignore_out_of_range, reduction, inplace_backward,
-            return_statistics: see ``cross_entropy``; smoothing is over the whole vocabulary.
+        label_smoothing: as in ``cross_entropy``, over the whole vocabulary.
+        z_loss, softcap, ignore_index, ignore_out_of_range: see ``cross_entropy``.
+        reduction, inplace_backward, return_statistics: see ``cross_entropy``.
 
     Returns:
         The loss, a scalar, or ``[...]`` for ``reduction="none"``; float32, or float64 for float64 logits. With
@@ -82,8 +83,8 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options, ranks that disagree on the number
-        of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank. On CUDA, where a check
-        would synchronise with the device, rows with such a target have NaN loss and gradient.
+            of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank. On CUDA, where a
+            check would synchronise with the device, rows with such a target have NaN loss and gradient.
 
     Sharding: logits S(-1) over group, class_weight S(0), target, loss and statistics replicated, gradient of logits
     S(-1). The incoming gradient must be the same on every rank.

@@ -123,8 +123,8 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         TypeError: unsupported dtypes. ValueError: wrong shapes, devices or options, ranks that disagree on the number
-        of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank. On CUDA rows with such
-        a target have NaN loss and gradient.
+            of rows or on the options, and, on CPU, a target outside the vocabulary: on every rank. On CUDA rows with
+            such a target have NaN loss and gradient.
 
     Sharding: hidden replicated over group, or S(0) with ``sequence_parallel``; weight, bias and class_weight S(0);
     target, loss and statistics replicated. The gradient of hidden is complete on every rank, sharded as hidden is; the

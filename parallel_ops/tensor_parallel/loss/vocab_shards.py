@@ -58,7 +58,7 @@ def agreed_layout(
 
     Raises:
         ValueError: on every rank, where they make different calls or, on CPU, a target is outside the vocabulary (on
-        CUDA the loss of such a row is NaN instead).
+            CUDA the loss of such a row is NaN instead).
     """
     furthest = _furthest(target, ignore_index) if target.device.type == "cpu" else _NONE
     layouts, same = _layouts.setdefault(group, {}), (target.numel(), ignore_index, *options)
