@@ -39,7 +39,7 @@ from parallel_ops.tensor_parallel import (
     linear_reduce_scatter,
 )
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
-from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
+from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf, Target
 
 
 class LinearOptions(TypedDict):
@@ -107,7 +107,7 @@ class _Linear(ShardedModule):
     def deferred(self, value: DeferredWeightGradients | None) -> None:
         self._deferred, self._of = value, weakref.ref(self.weight)
 
-    def weight_gradient(self) -> Any:
+    def weight_gradient(self) -> Target:
         """The ``main_grad`` argument of the linear ops: where the weight's gradient goes; ``None`` for autograd.
 
         Raises:
@@ -280,7 +280,7 @@ class RowParallelLinear(_Linear):
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
     def _local_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``, and the weight's gradient where ``weight_gradient`` says."""
+        """``F.linear``, with the weight's gradient sent to ``weight_gradient()``."""
         target = self.weight_gradient()
         if target is None:
             return F.linear(x, weight, bias)

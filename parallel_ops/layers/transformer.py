@@ -125,7 +125,7 @@ class ParallelTransformerLayer(ShardedModule):
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
-            angles, mask, positions, row_offset, core_options: as of ``ParallelSelfAttention.forward``.
+            angles, mask, positions, row_offset, core_options: see ``ParallelSelfAttention.forward``.
             sizes: ``s_r`` of every rank, where they differ.
 
         Raises:

@@ -69,7 +69,7 @@ class GroupCall:
         """
         group = resolve_group(self.group)
         over = transport.capabilities.name
-        # Which parameters want gradients decides what a backward sends.
+        # What a backward sends depends on which parameters need gradients.
         options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
         measured = [tuple(w.shape) for w in weights] if self.overlap == plan.AUTO and x.is_cuda else []
 
@@ -146,7 +146,7 @@ class LinearOp:
     Args:
         name: of the op and its schema.
         forward: ``(call, x, weights, biases)`` to outputs, which are not views: a pipeline stage detaches its output.
-        gradients: ``(call, grads, x, weights, factors)`` to the gradient of x, ``None`` where it is not wanted, and
+        gradients: ``(call, grads, x, weights, factors)`` to the gradient of x, ``None`` if it is not needed, and
             the output gradients of all rows, as matrices. Calls ``factors`` once where a weight's gradient is wanted.
             It reads the weights for the gradient of x alone, and x for those of the weights.
         rows: the first dimension of the outputs.
