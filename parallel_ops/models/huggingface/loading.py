@@ -182,8 +182,10 @@ class _Files:
         first = stored.part * shape[0]
         rows = slice(first + slices[0].start, first + slices[0].stop)
         if stored.transposed:
-            return self._tensors[stored.name][(*slices[1:], rows)].t()
-        return self._tensors[stored.name][(rows, *slices[1:])]
+            index = (*slices[1:], rows)
+            return self._tensors[stored.name][index].t()
+        index = (rows, *slices[1:])
+        return self._tensors[stored.name][index]
 
     def _stored(self, parameter: str) -> Stored:
         stored = self._family.stored(parameter)
