@@ -111,24 +111,19 @@ class Settings(Section):
 
     def _size_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         config, plan, length = self.config, self.plan, self.seq_length
+        kv_heads = config.resolved_num_kv_heads
         for name, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.resolved_ffn_hidden_size)):
             if size % plan.tp:
                 yield ("model", name), f"is {size}, which tp={plan.tp} must divide"
-        if config.resolved_num_kv_heads % plan.tp and plan.tp % config.resolved_num_kv_heads:
-            yield (
-                ("model", "num_kv_heads"),
-                f"is {config.resolved_num_kv_heads}, which tp={plan.tp} must divide, or be a multiple of",
-            )
+        if kv_heads % plan.tp and plan.tp % kv_heads:
+            yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
         if length > config.seq_length:
             yield ("data", "seq_length"), f"is {length}, but the model's sequences have at most {config.seq_length}"
         tokens = length * (plan.micro_batch if self.data.apart else 1)
         if plan.tp > 1 and plan.sequence_parallel and tokens % (plan.tp * plan.cp):
             yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
-        if plan.cp_kind == "all-to-all" and plan.cp > 1 and config.resolved_num_kv_heads % (plan.tp * plan.cp):
-            yield (
-                ("model", "num_kv_heads"),
-                f"is {config.resolved_num_kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide",
-            )
+        if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
+            yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
     @cached_property
     def plan(self) -> Plan:
