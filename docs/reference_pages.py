@@ -1,15 +1,23 @@
-"""MkDocs hook: a line ``::: public PACKAGE`` of a page becomes the reference of every public name of that package.
+"""MkDocs hooks.
 
-The names are those of ``__all__``. Many are functions that share their name with the file that defines them, where
-mkdocstrings would show the file, so each is given by its full path, which the imports of the package tell. Sources are
-parsed, not imported.
+A line ``::: public PACKAGE`` of a page becomes the reference of every public name of that package: the names of
+``__all__``. Many are functions that share their name with the file that defines them, where mkdocstrings would show the
+file, so each is given by its full path, which the imports of the package tell. Sources are parsed, not imported.
+
+The pages in ``ROOT_PAGES`` lie beside docs/ in the repository and in it on the site; links to and from them follow.
 """
 
 import ast
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
+ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 INTRODUCTION = """::: {package}
     options: {{members: false, show_root_heading: false}}
 """
@@ -32,6 +40,16 @@ def public_names(package: str) -> dict[str, str]:
     return {name: imported.get(name, f"{package}.{name}") for name in names}
 
 
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    """Called by MkDocs once it has found the pages of docs/."""
+    from mkdocs.structure.files import File
+
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Called by MkDocs for every page."""
 
@@ -39,4 +57,5 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         entries = [ENTRY.format(path=path, name=name) for name, path in public_names(match[1]).items()]
         return "\n".join([INTRODUCTION.format(package=match[1]), *entries])
 
+    markdown = re.sub(rf"\]\(\.\./((?:\.\./)*(?:{'|'.join(ROOT_PAGES)}))", r"](\1", markdown)
     return re.sub(r"^::: public (\S+)$", reference, markdown, flags=re.MULTILINE)

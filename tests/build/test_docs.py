@@ -47,3 +47,10 @@ def test_the_reference_names_what_is_public(hook):
     page = hook.on_page_markdown("# Ops\n\n::: public parallel_ops.ops\n")
     assert page.startswith("# Ops\n\n::: parallel_ops.ops\n")
     assert [f"\n::: {path}\n" in page for path in names.values()] == [True] * len(names)
+
+
+def test_links_to_pages_of_the_root_stay_on_the_site(hook):
+    pages = "[a](../SECURITY.md) [b](../../CONTRIBUTING.md#tests) [c](../examples/train.toml) [d](ops.md)"
+    links = "[a](SECURITY.md) [b](../CONTRIBUTING.md#tests) [c](../examples/train.toml) [d](ops.md)"
+    assert hook.on_page_markdown(pages) == links
+    assert [name for name in hook.ROOT_PAGES if not (ROOT / name).exists()] == []
