@@ -37,7 +37,7 @@ Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int
   const auto threshold = static_cast<uint64_t>(p * 4294967296.0 + 0.5);
   STD_TORCH_CHECK(threshold > 0, op, ": p = ", p, " drops nothing, so seed must be None");
   d.on = true;
-  d.seed = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr()));
+  d.seed = static_cast<uint64_t>(*readable<int64_t>(op, "seed", *seed));
   d.index_offset = static_cast<uint64_t>(index_offset);
   d.last_dropped = static_cast<uint32_t>(threshold - 1);
   d.scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
@@ -107,10 +107,10 @@ PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
 template <class T>
 class Converted {
  public:
-  explicit Converted(const Tensor& t) {
-    dispatch("bias_dropout_add", t.scalar_type(), [&](auto tag) {
+  Converted(const char* op, const char* name, const Tensor& t) {
+    dispatch(op, t.scalar_type(), [&](auto tag) {
       using From = decltype(tag);
-      read_ = [rows = Rows<From>(t)](int64_t row, int64_t col, int64_t n, T* to) -> const T* {
+      read_ = [rows = Rows<From>(op, name, t)](int64_t row, int64_t col, int64_t n, T* to) -> const T* {
         Scratch<From> scratch;
         const From* from = rows.tile(row, col, n, scratch.data);
         if constexpr (std::is_same_v<From, T>) {
@@ -130,12 +130,12 @@ class Converted {
 
 // x and residual give tiles of T, whatever their dtypes; y is of T, and may be x itself.
 template <class T, class Reader>
-void add(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, const Dropout& drop,
-         T* out) {
-  const Reader xs(x);
+void add(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+         const Dropout& drop, T* out) {
+  const Reader xs(op, "x", x);
   std::optional<Reader> residuals;
-  if (residual) residuals.emplace(*residual);
-  const Bias<acc_t<T>> biases(bias);
+  if (residual) residuals.emplace(op, "residual", *residual);
+  const Bias<acc_t<T>> biases(op, bias);
   const bool flat = !bias && x.is_contiguous() && (!residual || residual->is_contiguous());
   const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
   for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
@@ -158,9 +158,9 @@ void add_to(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
     using T = decltype(tag);
     T* out = static_cast<T*>(y.mutable_data_ptr());
     if (x.scalar_type() == dtype && (!residual || residual->scalar_type() == dtype)) {
-      add<T, Rows<T>>(x, bias, residual, drop, out);
+      add<T, Rows<T>>(op, x, bias, residual, drop, out);
     } else {
-      add<T, Converted<T>>(x, bias, residual, drop, out);
+      add<T, Converted<T>>(op, x, bias, residual, drop, out);
     }
   });
 }
@@ -201,7 +201,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, ScalarType dtype, std::opt
   const bool same = dtype == dy.scalar_type();
   dispatch("bias_dropout_add_backward", dy.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> dys(dy);
+    const Rows<T> dys("bias_dropout_add_backward", "grad", dy);
     T* out = same ? static_cast<T*>(dx.mutable_data_ptr()) : nullptr;
     const auto tile = [&](int64_t row, int64_t col, int64_t n, acc_t<T>* sum) {
       Scratch<T> sdy, sdx;

@@ -106,7 +106,7 @@ std::vector<int64_t> angle_rows(const char* op, const Tokens& x, const Angles& a
     const bool per_batch = positions.dim() == 2;
     STD_TORCH_CHECK((positions.dim() == 1 || (per_batch && positions.size(1) == x.b)) && positions.size(0) == x.s, op,
                     ": positions must be [s], [s, b] or [t]");
-    const auto* p = static_cast<const int64_t*>(positions.const_data_ptr());
+    const auto* p = readable<int64_t>(op, "positions", positions);
     const int64_t stride_s = positions.stride(0), stride_b = per_batch ? positions.stride(1) : 0;
     for (int64_t i = 0; i < x.s * x.b; ++i) rows[i] = p[(i / x.b) * stride_s + (i % x.b) * stride_b];
   } else if (a.cu_seqlens) {
@@ -115,7 +115,7 @@ std::vector<int64_t> angle_rows(const char* op, const Tokens& x, const Angles& a
                         (starts.scalar_type() == ScalarType::Int || starts.scalar_type() == ScalarType::Long),
                     op, ": cu_seqlens must be contiguous int32 or int64 of one dimension, and x packed");
     const bool wide = starts.scalar_type() == ScalarType::Long;
-    const void* p = starts.const_data_ptr();
+    const void* p = readable<void>(op, "cu_seqlens", starts);
     const auto at = [&](int64_t i) {
       return wide ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
     };
@@ -168,14 +168,14 @@ void rotate(const char* op, const Tensor& q, Tensor& to_q, const std::optional<T
   dispatch(op, q.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const T* in_q = static_cast<const T*>(q.const_data_ptr());
+    const T* in_q = readable<T>(op, inverse ? "grad_q" : "q", q);
     T* out_q = static_cast<T*>(to_q.mutable_data_ptr());
-    const T* in_k = k ? static_cast<const T*>(k->const_data_ptr()) : nullptr;
+    const T* in_k = k ? readable<T>(op, inverse ? "grad_k" : "k", *k) : nullptr;
     T* out_k = k ? static_cast<T*>(to_k->mutable_data_ptr()) : nullptr;
     dispatch(op, a.cos.scalar_type(), [&](auto angle_tag) {
       using C = decltype(angle_tag);
       const bool per_token = a.cos.dim() == 3;
-      const Rows<C> cos_rows(a.cos), sin_rows(a.sin);
+      const Rows<C> cos_rows(op, "cos", a.cos), sin_rows(op, "sin", a.sin);
       const auto angle_row = [&](int64_t token) { return per_token ? token : rows[static_cast<size_t>(token)]; };
       // Whole heads are read and written where they are, unless columns lie apart or an input is the output.
       const bool direct = in_q != out_q && (!k || in_k != out_k) && xq.stride_d == 1 && yq.stride_d == 1 &&

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "dtype.h"
+#include "memory.h"
 
 namespace parallel_ops::cpu {
 
@@ -25,11 +26,12 @@ constexpr int64_t kGrain = 32768;
 template <class T>
 class Rows {
  public:
-  explicit Rows(const Tensor& t) : Rows(t, t.sizes().begin(), t.dim(), t.strides().begin()) {}
+  Rows(const char* op, const char* name, const Tensor& t)
+      : Rows(op, name, t, t.sizes().begin(), t.dim(), t.strides().begin()) {}
 
   // `strides` may differ from the tensor's own: zeros broadcast it to `sizes`.
-  Rows(const Tensor& t, const int64_t* sizes, int64_t dim, const int64_t* strides)
-      : base_(static_cast<const T*>(t.const_data_ptr())) {
+  Rows(const char* op, const char* name, const Tensor& t, const int64_t* sizes, int64_t dim, const int64_t* strides)
+      : base_(readable<T>(op, name, t)) {
     inner_stride_ = dim > 0 ? strides[dim - 1] : 1;
     for (int64_t d = 0; d + 1 < dim; ++d) {
       if (sizes[d] == 1) continue;
@@ -88,15 +90,15 @@ inline Shape2d rows_and_cols(const Tensor& t) {
 template <class A>
 class Values {
  public:
-  explicit Values(const Tensor& t) {
+  Values(const char* op, const char* name, const Tensor& t) {
     if (t.scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) && t.is_contiguous()) {
-      data_ = static_cast<const A*>(t.const_data_ptr());
+      data_ = readable<A>(op, name, t);
       return;
     }
     copy_.resize(static_cast<size_t>(t.numel()));
-    dispatch("values", t.scalar_type(), [&](auto tag) {
+    dispatch(op, t.scalar_type(), [&](auto tag) {
       using T = decltype(tag);
-      const Rows<T> rows(t);
+      const Rows<T> rows(op, name, t);
       const int64_t cols = last_dim(t);
       T element;
       for (int64_t i = 0; i < t.numel(); ++i) {
@@ -131,8 +133,8 @@ inline const Scratch<T> kZeroTile{};
 template <class A>
 class Bias {
  public:
-  explicit Bias(const std::optional<Tensor>& bias) {
-    if (bias) values_.emplace(*bias);
+  Bias(const char* op, const std::optional<Tensor>& bias) {
+    if (bias) values_.emplace(op, "bias", *bias);
   }
   const A* tile(int64_t col) const { return values_ ? values_->data() + col : kZeroTile<A>.data; }
 

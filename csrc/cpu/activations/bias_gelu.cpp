@@ -53,8 +53,8 @@ Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
   Tensor y = empty_output(x, x.sizes());
   dispatch("bias_gelu", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> xs(x);
-    const Bias<acc_t<T>> biases(bias);
+    const Rows<T> xs("bias_gelu", "x", x);
+    const Bias<acc_t<T>> biases("bias_gelu", bias);
     T* out = static_cast<T*>(y.mutable_data_ptr());
     // Contiguous rows without a bias are one long row, so that a narrow last dimension costs nothing.
     const Shape2d shape = !bias && x.is_contiguous() ? Shape2d{1, x.numel()} : rows_and_cols(x);
@@ -77,8 +77,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& x, const std
   Tensor dbias = empty_tensor({bias ? shape.cols : 0}, bias ? bias->scalar_type() : x.scalar_type());
   dispatch("bias_gelu_backward", x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> dys(dy), xs(x);
-    const Bias<acc_t<T>> biases(bias);
+    const Rows<T> dys("bias_gelu_backward", "grad", dy), xs("bias_gelu_backward", "x", x);
+    const Bias<acc_t<T>> biases("bias_gelu_backward", bias);
     T* out = static_cast<T*>(dx.mutable_data_ptr());
     const auto tile = [&](int64_t row, int64_t col, int64_t n, acc_t<T>* sum) {
       Scratch<T> sdy, sx;

@@ -141,6 +141,8 @@ struct Operands {
   std::optional<Tensor> bias;  // of gate, then up
   std::optional<Tensor> weights;
   SwishOptions swish;
+  const char* of_gate = "gate";  // the arguments that gate and up are, for error messages
+  const char* of_up = "up";
 };
 
 Act silu_or_swish(const SwishOptions& o) {
@@ -166,10 +168,10 @@ Tensor forward(const Operands& in) {
   Tensor y = empty_output(in.gate, in.gate.sizes());
   dispatch(in.op, in.gate.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const Rows<T> gates(in.gate), ups(in.up);
-    const Bias<acc_t<T>> biases(in.bias);
+    const Rows<T> gates(in.op, in.of_gate, in.gate), ups(in.op, in.of_up, in.up);
+    const Bias<acc_t<T>> biases(in.op, in.bias);
     std::optional<Values<acc_t<T>>> weights;
-    if (in.weights) weights.emplace(*in.weights);
+    if (in.weights) weights.emplace(in.op, "weights", *in.weights);
     const Swish<acc_t<T>> swish(in.swish);
     T* out = static_cast<T*>(y.mutable_data_ptr());
     for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
@@ -205,10 +207,10 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
   dispatch(in.op, in.gate.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const Rows<T> dys(dy), gates(in.gate), ups(in.up);
-    const Bias<A> biases(in.bias);
+    const Rows<T> dys(in.op, "grad", dy), gates(in.op, in.of_gate, in.gate), ups(in.op, in.of_up, in.up);
+    const Bias<A> biases(in.op, in.bias);
     std::optional<Values<A>> weights;
-    if (in.weights) weights.emplace(*in.weights);
+    if (in.weights) weights.emplace(in.op, "weights", *in.weights);
     const Swish<A> swish(in.swish);
     std::vector<A> tile_sums(static_cast<size_t>(in.weights ? shape.rows * per_row : 0));
     const auto tile = [&](int64_t row, int64_t col, int64_t n, A* sum) {
@@ -258,6 +260,7 @@ Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bi
                 const std::optional<Tensor>& weights, const SwishOptions& swish) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
   check_bias(op, x, bias);
+  check_memory(op, "x", x);  // before views are made of it
   const int64_t cols = last_dim(x) / 2, last = x.dim() - 1;
   Tensor whole = x;
   return {op,
@@ -266,7 +269,9 @@ Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bi
           torch::stable::narrow(whole, last, cols, cols),
           bias,
           weights,
-          swish};
+          swish,
+          "x",
+          "x"};
 }
 
 Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& weights,

@@ -24,8 +24,8 @@ constexpr int64_t kTaskRows = 1024, kEnoughTasks = 16;
 
 // A tensor [s, b, h, d] of any strides.
 struct Operand {
-  explicit Operand(const Tensor& t)
-      : data(const_cast<void*>(t.const_data_ptr())),
+  Operand(const char* op, const char* name, const Tensor& t)
+      : data(const_cast<void*>(readable<void>(op, name, t))),
         dtype(t.scalar_type()),
         s(t.stride(0)),
         b(t.stride(1)),
@@ -36,7 +36,7 @@ struct Operand {
   int64_t s, b, h, d;
 };
 
-// One value for each batch, head and query, of any strides.
+// One value for each batch, head and query, of any strides. Its memory was checked where the op took the tensor.
 template <class A>
 struct RowValues {
   explicit RowValues(const Tensor& t)

@@ -45,14 +45,29 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
   STD_TORCH_CHECK(k.size(1) == q.size(1) && k.size(3) == q.size(3) && kv_heads > 0 && heads % kv_heads == 0, op,
                   ": k must have the batch and d of q, and heads that divide its");
   check_shape(op, "v", v, k);
-  BlockCall call{Operand(q), Operand(k), Operand(v), q.size(0), k.size(0), q.size(1), heads, kv_heads, q.size(3),
-                 scale,      softcap,    {},         {},        {},        0,         0,     0};
+  BlockCall call{Operand(op, "q", q),
+                 Operand(op, "k", k),
+                 Operand(op, "v", v),
+                 q.size(0),
+                 k.size(0),
+                 q.size(1),
+                 heads,
+                 kv_heads,
+                 q.size(3),
+                 scale,
+                 softcap,
+                 {},
+                 {},
+                 {},
+                 0,
+                 0,
+                 0};
   const int32_t* bounds = nullptr;
   if (spans) {
     STD_TORCH_CHECK(spans->is_cpu() && spans->scalar_type() == ScalarType::Int && spans->is_contiguous() &&
                         spans->dim() == 2 && spans->size(0) == 2 && spans->size(1) == call.sq,
                     op, ": spans must be contiguous int32 [2, sq]");
-    bounds = static_cast<const int32_t*>(spans->const_data_ptr());
+    bounds = readable<int32_t>(op, "spans", *spans);
   }
   call.first.resize(static_cast<size_t>(call.sq));
   call.last.resize(static_cast<size_t>(call.sq));
@@ -68,7 +83,7 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
     STD_TORCH_CHECK(places.size() == 6, op, ": places must be start and step of queries and keys, first head, batch");
     call.dropout = {static_cast<uint64_t>(p * 4294967296.0 + 0.5),
                     p < 1 ? 1 / (1 - p) : 0.0,
-                    static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())),
+                    static_cast<uint64_t>(*readable<int64_t>(op, "seed", *seed)),
                     places[0],
                     places[1],
                     places[2],
@@ -90,6 +105,7 @@ void check_rows(const char* op, const char* name, const Tensor& t, const BlockCa
   STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == acc_dtype(call.q.dtype) && t.dim() == 3 && t.size(0) == call.batch &&
                       t.size(1) == call.heads && t.size(2) == call.sq,
                   op, ": ", name, " must be [b, heads, sq] in the dtype of the arithmetic");
+  check_memory(op, name, t);
 }
 
 void check_result(const char* op, const char* name, const Tensor& t, const Tensor& like, bool arithmetic) {
@@ -103,8 +119,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optio
              std::optional<int64_t> left, std::optional<int64_t> right, double scale, double softcap, double p,
              const std::optional<Tensor>& seed, std::vector<int64_t> places, Tensor out, Tensor lse, bool merge) {
   constexpr const char* kOp = "block_attention";
-  ForwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places), Operand(out), lse,
-                   merge};
+  ForwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places),
+                   Operand(kOp, "out", out), lse, merge};
   check_result(kOp, "out", out, q, merge);
   check_rows(kOp, "lse", lse, call);
   run_forward(call);
@@ -116,12 +132,12 @@ void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Te
               std::vector<int64_t> places, Tensor dq, Tensor dk, Tensor dv, bool accumulate) {
   constexpr const char* kOp = "block_attention_backward";
   BackwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places),
-                    Operand(grad_out),
+                    Operand(kOp, "grad_out", grad_out),
                     lse,
                     delta,
-                    Operand(dq),
-                    Operand(dk),
-                    Operand(dv),
+                    Operand(kOp, "dq", dq),
+                    Operand(kOp, "dk", dk),
+                    Operand(kOp, "dv", dv),
                     accumulate,
                     1,
                     nullptr};
@@ -142,7 +158,8 @@ void delta(const Tensor& grad_out, const Tensor& out, Tensor delta) {
                       delta.dim() == 3 && delta.size(0) == grad_out.size(1) && delta.size(1) == grad_out.size(2) &&
                       delta.size(2) == grad_out.size(0),
                   kOp, ": delta must be [b, heads, s] for grad_out [s, b, heads, d], in the dtype of the arithmetic");
-  const Operand grads(grad_out), outs(out);
+  const Operand grads(kOp, "grad_out", grad_out), outs(kOp, "out", out);
+  check_memory(kOp, "delta", delta);
   const int64_t rows = delta.numel();
   torch::stable::parallel_for(0, rows, ceil_div(kGrain, grad_out.size(3) + 1), [&](int64_t begin, int64_t end) {
     if (grad_out.scalar_type() == ScalarType::Double) {

@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const Logits<T> in(logits, target, class_weight, options.softcap, smooth);
+    const Logits<T> in(op, logits, target, class_weight, options.softcap, smooth);
     A* kept = static_cast<A*>(saved.mutable_data_ptr());
     std::vector<A> losses(static_cast<size_t>(rows)), target_weights(static_cast<size_t>(weighted ? rows : 0));
     for (int64_t row = 0; row < rows; ++row) {
@@ -144,9 +144,9 @@ void scale_inplace(const Tensor& gradient, const Tensor& factor) {
   check_like_loss(op, factor, gradient.scalar_type());
   dispatch(op, gradient.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    const auto by = *static_cast<const acc_t<T>*>(factor.const_data_ptr());
+    const auto by = *readable<acc_t<T>>(op, "factor", factor);
     if (by == acc_t<T>(1)) return;
-    T* data = static_cast<T*>(gradient.mutable_data_ptr());
+    T* data = writable<T>(op, "gradient", gradient);
     for_each_tile({1, gradient.numel()}, [&](int64_t, int64_t col, int64_t n) {
       for (int64_t i = col; i < col + n; ++i) data[i] = from_acc<T>(to_acc(data[i]) * by);
     });

@@ -34,11 +34,15 @@ class Logits {
  public:
   using A = acc_t<T>;
 
-  Logits(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& class_weight, double cap, bool smooth)
-      : rows_(logits), cols_(last_dim(logits)), cap_(static_cast<A>(cap)), smooth_(smooth || class_weight.has_value()) {
-    if (class_weight) weights_.emplace(*class_weight);
+  Logits(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& class_weight,
+         double cap, bool smooth)
+      : rows_(op, "logits", logits),
+        cols_(last_dim(logits)),
+        cap_(static_cast<A>(cap)),
+        smooth_(smooth || class_weight.has_value()) {
+    if (class_weight) weights_.emplace(op, "class_weight", *class_weight);
     wide_ = target.scalar_type() == ScalarType::Long;
-    target_ = target.const_data_ptr();
+    target_ = readable<void>(op, "target", target);
   }
 
   // Where the target of a row is: a column of the shard that starts at `start`, or one of the constants.

@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& logits, const Tensor& target
   Tensor column = empty_tensor({rows}, ScalarType::Long);
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
-    all_statistics<T>({logits, target, class_weight, softcap, smoothing}, rows, start, vocab, ignore_index,
+    all_statistics<T>({op, logits, target, class_weight, softcap, smoothing}, rows, start, vocab, ignore_index,
                       ignore_invalid, width, static_cast<acc_t<T>*>(out.mutable_data_ptr()),
                       static_cast<int64_t*>(column.mutable_data_ptr()));
   });
@@ -46,8 +46,8 @@ std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& colum
   const LossOptions options{label_smoothing, z_loss, 0.0};
   dispatch(op, statistics.scalar_type(), [&](auto tag) {
     using A = acc_t<decltype(tag)>;
-    const A* in = static_cast<const A*>(statistics.const_data_ptr());
-    const int64_t* columns = static_cast<const int64_t*>(column.const_data_ptr());
+    const A* in = readable<A>(op, "statistics", statistics);
+    const int64_t* columns = readable<int64_t>(op, "column", column);
     A* losses = static_cast<A*>(loss.mutable_data_ptr());
     A* kept = static_cast<A*>(saved.mutable_data_ptr());
     torch::stable::parallel_for(0, rows, kGrain / 16, [&](int64_t begin, int64_t end) {
@@ -79,7 +79,8 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const Logits<T> in(logits, column, class_weight, options.softcap, false);
+    const int64_t* columns = readable<int64_t>(op, "column", column);
+    const Logits<T> in(op, logits, column, class_weight, options.softcap, false);
     const std::vector<int64_t> sizes = [&] {  // grad as a column: rows of one element
       std::vector<int64_t> s(grad.sizes().begin(), grad.sizes().end());
       s.push_back(1);
@@ -87,10 +88,9 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
     }();
     std::vector<int64_t> strides(grad.strides().begin(), grad.strides().end());
     strides.push_back(1);
-    const Rows<A> grads(grad, sizes.data(), grad.dim() + 1, strides.data());
-    const A shared = divisor ? *grads.row(0) / *static_cast<const A*>(divisor->const_data_ptr()) : A(0);
-    const int64_t* columns = static_cast<const int64_t*>(column.const_data_ptr());
-    const A* kept = static_cast<const A*>(saved.const_data_ptr());
+    const Rows<A> grads(op, "grad", grad, sizes.data(), grad.dim() + 1, strides.data());
+    const A shared = divisor ? *grads.row(0) / *readable<A>(op, "divisor", *divisor) : A(0);
+    const A* kept = readable<A>(op, "saved", saved);
     const Shape2d shape{rows, in.cols()};
     for_each_tile(shape, [&](int64_t r, int64_t col, int64_t n) {
       T* dx = static_cast<T*>(out) + r * shape.cols + col;

@@ -97,7 +97,7 @@ std::vector<A> widened(const char* op, const std::optional<Tensor>& parameter, i
   dispatch(op, parameter->scalar_type(), [&](auto tag) {
     using P = decltype(tag);
     if constexpr (std::is_same_v<acc_t<P>, A>) {
-      const Rows<P> rows(*parameter);
+      const Rows<P> rows(op, "weight", *parameter);
       Scratch<P> scratch;
       for_each_tile_of_row(cols, [&](int64_t col, int64_t n) {
         widen(rows.tile(0, col, n, scratch.data), offset, out.data() + col, n);
@@ -157,10 +157,11 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std:
     using T = decltype(tag);
     using S = decltype(stream_tag);
     using A = acc_t<T>;
-    const Rows<T> xs(x);
-    const std::optional<Rows<S>> residuals = residual ? std::optional<Rows<S>>(*residual) : std::nullopt;
+    const Rows<T> xs(options.op, "x", x);
+    std::optional<Rows<S>> residuals;
+    if (residual) residuals.emplace(options.op, "residual", *residual);
     const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
-    const Bias<A> biases(bias);
+    const Bias<A> biases(options.op, bias);
     T* y = static_cast<T*>(out.y.mutable_data_ptr());
     S* sum = residual ? static_cast<S*>(out.sum.mutable_data_ptr()) : nullptr;
     A* mean = static_cast<A*>(out.mean.mutable_data_ptr());
@@ -221,11 +222,11 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
     using T = decltype(tag);
     using S = decltype(stream_tag);
     using A = acc_t<T>;
-    const Rows<T> dys(grad);
-    const Rows<S> dsums(grad_sum ? *grad_sum : x), xs(x);
+    const Rows<T> dys(options.op, "grad", grad);
+    const Rows<S> dsums(options.op, grad_sum ? "grad_sum" : "x", grad_sum ? *grad_sum : x), xs(options.op, "x", x);
     const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
-    const A* means = mean ? static_cast<const A*>(mean->const_data_ptr()) : nullptr;
-    const A* rstds = static_cast<const A*>(rstd.const_data_ptr());
+    const A* means = mean ? readable<A>(options.op, "mean", *mean) : nullptr;
+    const A* rstds = readable<A>(options.op, "rstd", rstd);
     S* dx = static_cast<S*>(out.dx.mutable_data_ptr());
     T* narrow_dx = narrow ? static_cast<T*>(out.narrow_dx.mutable_data_ptr()) : nullptr;
     const A scale = A(1) / static_cast<A>(shape.cols);

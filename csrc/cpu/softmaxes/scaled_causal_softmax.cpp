@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>&
   dispatch(kOp, x.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const PaddedRows<T> xs(x);
+    const PaddedRows<T> xs(kOp, "scores", x);
     const Sinks<A> sinks(kOp, sink, x);
     A* shares = sink ? static_cast<A*>(share.mutable_data_ptr()) : nullptr;
     for_each_query(shape, rows_and_cols(x).rows, window, static_cast<T*>(y.mutable_data_ptr()), [&] {
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& y, const std
   dispatch(kOp, y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const PaddedRows<T> dys(dy), ys(y);
+    const PaddedRows<T> dys(kOp, "grad", dy), ys(kOp, "y", y);
     const SinkShares<A> shares(kOp, share, y);
     A* sink_grads = share ? static_cast<A*>(sink_grad.mutable_data_ptr()) : nullptr;
     for_each_query(shape, rows_and_cols(y).rows, window, static_cast<T*>(dx.mutable_data_ptr()), [&] {

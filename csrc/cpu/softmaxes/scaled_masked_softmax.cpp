@@ -48,7 +48,7 @@ PaddedRows<M> mask_rows(const Tensor& mask, const Tensor& scores) {
   std::vector<int64_t> strides(static_cast<size_t>(dim), 0);
   for (int64_t d = 0; d < mask.dim(); ++d)
     if (mask.size(d) != 1) strides[static_cast<size_t>(missing + d)] = mask.stride(d);
-  return PaddedRows<M>(mask, scores.sizes().begin(), dim, strides.data());
+  return PaddedRows<M>("scaled_masked_softmax", "mask", mask, scores.sizes().begin(), dim, strides.data());
 }
 
 // A row that holds NaN is NaN throughout, save where it is masked.
@@ -74,7 +74,7 @@ struct Call {
 
 template <class T>
 void forward_unmasked(const Call<T>& call) {
-  const PaddedRows<T> xs(call.x);
+  const PaddedRows<T> xs("scaled_masked_softmax", "scores", call.x);
   const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
     const RowScratch<T> sx(shape.cols);
@@ -90,7 +90,7 @@ void forward_unmasked(const Call<T>& call) {
 
 template <class T>
 void forward_bool(const Call<T>& call, const Tensor& mask) {
-  const PaddedRows<T> xs(call.x);
+  const PaddedRows<T> xs("scaled_masked_softmax", "scores", call.x);
   const auto masks = mask_rows<uint8_t>(mask, call.x);
   const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
@@ -111,7 +111,7 @@ void forward_bool(const Call<T>& call, const Tensor& mask) {
 template <class M, class T>
 void forward_additive(const Call<T>& call, const Tensor& mask) {
   using A = acc_t<T>;
-  const PaddedRows<T> xs(call.x);
+  const PaddedRows<T> xs("scaled_masked_softmax", "scores", call.x);
   const auto masks = mask_rows<M>(mask, call.x);
   const Shape2d shape = rows_and_cols(call.x);
   for_each_range_of_rows(shape, [&](int64_t begin, int64_t end) {
@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, const Tensor& y, const std
   dispatch(kOp, y.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
-    const PaddedRows<T> dys(dy), ys(y);
+    const PaddedRows<T> dys(kOp, "grad", dy), ys(kOp, "y", y);
     const SinkShares<A> shares(kOp, share, y);
     const Shape2d shape = rows_and_cols(y);
     T* out = static_cast<T*>(dx.mutable_data_ptr());

@@ -179,9 +179,12 @@ class RowScratch {
 template <class T>
 class PaddedRows {
  public:
-  PaddedRows(const Tensor& t, const int64_t* sizes, int64_t dim, const int64_t* strides)
-      : rows_(t, sizes, dim, strides), end_(static_cast<const T*>(t.const_data_ptr()) + extent(sizes, dim, strides)) {}
-  explicit PaddedRows(const Tensor& t) : PaddedRows(t, t.sizes().begin(), t.dim(), t.strides().begin()) {}
+  PaddedRows(const char* op, const char* name, const Tensor& t, const int64_t* sizes, int64_t dim,
+             const int64_t* strides)
+      : rows_(op, name, t, sizes, dim, strides),
+        end_(static_cast<const T*>(t.const_data_ptr()) + extent(sizes, dim, strides)) {}
+  PaddedRows(const char* op, const char* name, const Tensor& t)
+      : PaddedRows(op, name, t, t.sizes().begin(), t.dim(), t.strides().begin()) {}
 
   const T* read(int64_t row, int64_t col, int64_t n, T* scratch) const {
     const T* p = rows_.tile(row, col, n, scratch);
@@ -213,7 +216,7 @@ class Sinks {
     STD_TORCH_CHECK(heads_ == 1 || (scores.dim() >= 3 && heads_ == scores.size(scores.dim() - 3)), op,
                     ": sink must have one element, or one for each head (the last dimension of scores but two)");
     queries_ = scores.dim() >= 2 ? std::max<int64_t>(1, scores.size(scores.dim() - 2)) : 1;
-    sinks_ = static_cast<const A*>(sink->const_data_ptr());
+    sinks_ = readable<A>(op, "sink", *sink);
   }
   A operator()(int64_t row) const { return sinks_ ? sinks_[row / queries_ % heads_] : kMasked<A>; }
 
@@ -238,7 +241,7 @@ class SinkShares {
                         shares->scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) &&
                         shares->is_contiguous() && shares->numel() == rows_and_cols(y).rows,
                     op, ": sink_share must be what the forward returned");
-    shares_ = static_cast<const A*>(shares->const_data_ptr());
+    shares_ = readable<A>(op, "sink_share", *shares);
   }
   A operator()(int64_t row) const { return shares_ ? shares_[row] : A(0); }
 
