@@ -100,13 +100,14 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
-      " Tensor rstd, bool zero_centered) -> (Tensor dx, Tensor narrow_dx, Tensor dweight, Tensor dbias)");
+      " Tensor rstd, bool zero_centered, bool needs_x=True, bool needs_parameters=True)"
+      " -> (Tensor dx, Tensor narrow_dx, Tensor dweight, Tensor dbias)");
   m.def(
       "rms_norm(Tensor x, Tensor? weight, Tensor? residual, float eps, bool zero_centered)"
       " -> (Tensor y, Tensor sum, Tensor rstd)");
   m.def(
-      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd, bool zero_centered)"
-      " -> (Tensor dx, Tensor narrow_dx, Tensor dweight)");
+      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd, bool zero_centered, bool"
+      " needs_x=True, bool needs_weight=True) -> (Tensor dx, Tensor narrow_dx, Tensor dweight)");
   m.def(
       "rotary_embedding(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, bool "
       "interleaved, bool heads_first) -> (Tensor, Tensor)");

@@ -26,6 +26,7 @@ from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
 from parallel_ops._internal.registration import register
+from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.transport.exchange import in_flight
@@ -264,6 +265,8 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
         return nothing
     *inputs, sink, out, lse, seed, cu_seqlens = ctx.saved_tensors
     q, k, v = inputs if ctx.call.ulysses_degree == 1 else inputs[0].split(ctx.heads, dim=2)
+    if sink is not None:
+        sink = kept_parameter(ctx, NAME, "sink", sink, 3, requested(ctx))
     dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, lse, seed, cu_seqlens, *ctx.call)
     return dq, dk, dv, None if sink is None else dsink, *nothing[4:]
 

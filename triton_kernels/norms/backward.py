@@ -166,7 +166,10 @@ def _wide_backward_kernel(
     dbias_ptr, rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns a program: with the rows' dot products known, nothing ties columns together any more."""
+    """A block of columns a program: with the rows' dot products known, nothing ties columns together any more.
+
+    Without ``dx_ptr`` the parameters' gradients alone, which need neither the weight nor the dot products.
+    """
     cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
     grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
     split = tl.program_id(0)
@@ -188,16 +191,17 @@ def _wide_backward_kernel(
         if mean_ptr is not None:
             xhat -= tl.load(mean_ptr + row, mask=in_rows, other=0.0)
         xhat *= rstd
-        g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
-        dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
-        if mean_ptr is not None:
-            dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
-        dx *= rstd
-        if grad_sum_ptr is not None:
-            dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
-        tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if narrow_dx_ptr is not None:
-            tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
+        if dx_ptr is not None:
+            g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
+            dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
+            if mean_ptr is not None:
+                dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
+            dx *= rstd
+            if grad_sum_ptr is not None:
+                dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
+            tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if narrow_dx_ptr is not None:
+                tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
         dweight += grad * xhat
         dbias += grad
     offset = split.to(tl.int64) * cols + col
@@ -228,11 +232,11 @@ def _stages(tile_bytes: int, programs: int) -> int:
 
 def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
+    dx: Tensor | None, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
     """Gradients of what was normalised, of the weight and of the bias; without a ``mean``, RMSNorm.
 
-    ``narrow_dx``, where there is one, gets what ``dx`` gets in its own dtype.
+    ``narrow_dx``, where there is one, gets what ``dx`` gets in its own dtype. Without ``dx`` the weight is not read.
     """
     if x.numel() == 0:
         for parameter in (dweight, dbias):
@@ -242,6 +246,8 @@ def backward(
     x, rows, cols, x_stride = as_rows(x)
     grad, _, _, grad_stride = as_rows(grad)
     grad_sum_stride = 0
+    if dx is None:
+        grad_sum = weight = None
     if grad_sum is not None:
         grad_sum, _, _, grad_sum_stride = as_rows(grad_sum)
     weight = None if weight is None else weight.contiguous()
@@ -252,7 +258,7 @@ def backward(
         return None if gradient is None else partial_sums(cols, x, splits)
 
     staged = (
-        x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
+        dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
         and fits(cols, flags["UNIT"], x, grad, grad_sum)
     )  # fmt: skip
     if staged:
@@ -261,8 +267,10 @@ def backward(
         staged_backward(
             splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
         )
-    elif cols * x.dtype.itemsize <= MAX_BACKWARD and (
-        dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS
+    elif (
+        dx is not None
+        and cols * x.dtype.itemsize <= MAX_BACKWARD
+        and (dbias is None or x.dtype.itemsize > 2 or cols <= MAX_BACKWARD_BIAS)
     ):
         config = tile(cols)
         programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
@@ -278,12 +286,14 @@ def backward(
         block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
         splits = row_splits(rows, block_rows)
         partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
-        dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
-        launch(
-            _wide_dots_kernel, (rows,),
-            grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,
-            BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
-        )  # fmt: skip
+        dots = None
+        if dx is not None:
+            dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
+            launch(
+                _wide_dots_kernel, (rows,),
+                grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,
+                BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
+            )  # fmt: skip
         launch(
             _wide_backward_kernel, (splits, cdiv(cols, block_cols)),
             grad, grad_sum, x, weight, mean, rstd, dots, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,

@@ -16,9 +16,12 @@ def forward(
 
 def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
-    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
+    dx: Tensor | None, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the given parameters."""
+    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the given parameters.
+
+    Without ``dx`` those of the parameters alone, whose values are not read then.
+    """
     _norm_backward.backward(
         grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, dweight, dbias, zero_centered=zero_centered
     )

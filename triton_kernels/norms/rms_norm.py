@@ -16,9 +16,12 @@ def forward(
 
 def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor,
-    dx: Tensor, narrow_dx: Tensor | None, dweight: Tensor | None, *, zero_centered: bool,
+    dx: Tensor | None, narrow_dx: Tensor | None, dweight: Tensor | None, *, zero_centered: bool,
 ) -> None:  # fmt: skip
-    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the weight if given."""
+    """Gradients of the normalised tensor, a second copy in a narrower dtype if given, and of the weight if given.
+
+    Without ``dx`` that of the weight alone, whose value is not read then.
+    """
     _norm_backward.backward(
         grad, grad_sum, x, weight, None, rstd, dx, narrow_dx, dweight, None, zero_centered=zero_centered
     )

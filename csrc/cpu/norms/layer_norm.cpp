@@ -20,9 +20,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Option
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad, const Optional& grad_sum, const Tensor& x,
                                                     const Optional& weight, const Optional& bias, const Tensor& mean,
-                                                    const Tensor& rstd, bool zero_centered) {
-  const auto out =
-      norm_backward({"layer_norm_backward", true, zero_centered}, grad, grad_sum, x, weight, bias, mean, rstd);
+                                                    const Tensor& rstd, bool zero_centered, bool needs_x,
+                                                    bool needs_parameters) {
+  const auto out = norm_backward({"layer_norm_backward", true, zero_centered}, {needs_x, needs_parameters}, grad,
+                                 grad_sum, x, weight, bias, mean, rstd);
   return {out.dx, out.narrow_dx, out.dweight, out.dbias};
 }
 

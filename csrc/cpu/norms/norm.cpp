@@ -61,6 +61,14 @@ PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
                                           const Row<acc_t<T>>& row, S* dx, T* ndx, acc_t<T>* dw, acc_t<T>* db,         \
                                           int64_t n) {                                                                 \
     gradient_loop<2>(dy, x, w, dsum, row, dx, ndx, dw, db, n);                                                         \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void sums(const T* dy, const S* x, const Row<acc_t<T>>& row, acc_t<T>* dw, int64_t n) {    \
+    acc_t<T>* none = nullptr;                                                                                          \
+    sums_loop<1>(dy, x, row, dw, none, n);                                                                             \
+  }                                                                                                                    \
+  PARALLEL_OPS_MULTIVERSION void sums(const T* dy, const S* x, const Row<acc_t<T>>& row, acc_t<T>* dw, acc_t<T>* db,   \
+                                      int64_t n) {                                                                     \
+    sums_loop<2>(dy, x, row, dw, db, n);                                                                               \
   }
 DEFINE_STREAM_TILES(float, float)
 DEFINE_STREAM_TILES(double, double)
@@ -202,29 +210,32 @@ NormOutputs norm_forward(const NormOptions& options, const Tensor& x, const std:
   return out;
 }
 
-NormGradients norm_backward(const NormOptions& options, const Tensor& grad, const std::optional<Tensor>& grad_sum,
-                            const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                            const std::optional<Tensor>& mean, const Tensor& rstd) {
+NormGradients norm_backward(const NormOptions& options, const NormNeeds& needs, const Tensor& grad,
+                            const std::optional<Tensor>& grad_sum, const Tensor& x, const std::optional<Tensor>& weight,
+                            const std::optional<Tensor>& bias, const std::optional<Tensor>& mean, const Tensor& rstd) {
   const Shape2d shape = norm_shape(x);
   check_parameters(options.op, x, weight, bias);
   check_shape(options.op, "grad", grad, x);
   if (grad_sum) check_like(options.op, "grad_sum", *grad_sum, x);
   if (mean) check_statistics(options.op, "mean", *mean, x, shape.rows);
   check_statistics(options.op, "rstd", rstd, x, shape.rows);
-  const bool narrow = grad.scalar_type() != x.scalar_type();
-  const auto like = [&](const std::optional<Tensor>& parameter) {
-    return parameter ? empty_tensor({shape.cols}, parameter->scalar_type()) : empty_tensor({0}, x.scalar_type());
+  const bool narrow = needs.x && grad.scalar_type() != x.scalar_type();
+  const bool sum_weight = weight && needs.parameters, sum_bias = bias && needs.parameters;
+  const auto none = [&] { return empty_tensor({0}, x.scalar_type()); };
+  const auto sums_like = [&](bool wanted, const std::optional<Tensor>& parameter) {
+    return wanted ? empty_tensor({shape.cols}, parameter->scalar_type()) : none();
   };
-  NormGradients out{empty_output(x, x.sizes()),
-                    narrow ? empty_output(grad, x.sizes()) : empty_tensor({0}, x.scalar_type()), like(weight),
-                    like(bias)};
+  NormGradients out{needs.x ? empty_output(x, x.sizes()) : none(), narrow ? empty_output(grad, x.sizes()) : none(),
+                    sums_like(sum_weight, weight), sums_like(sum_bias, bias)};
+  if (!needs.x && !sum_weight && !sum_bias) return out;
   dispatch_stream(options.op, grad.scalar_type(), x.scalar_type(), [&](auto tag, auto stream_tag) {
     using T = decltype(tag);
     using S = decltype(stream_tag);
     using A = acc_t<T>;
     const Rows<T> dys(options.op, "grad", grad);
     const Rows<S> dsums(options.op, grad_sum ? "grad_sum" : "x", grad_sum ? *grad_sum : x), xs(options.op, "x", x);
-    const auto weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
+    std::vector<A> weights;
+    if (needs.x) weights = widened<A>(options.op, weight, shape.cols, options.zero_centered ? A(1) : A(0));
     const A* means = mean ? readable<A>(options.op, "mean", *mean) : nullptr;
     const A* rstds = readable<A>(options.op, "rstd", rstd);
     S* dx = static_cast<S*>(out.dx.mutable_data_ptr());
@@ -237,6 +248,25 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
       Scratch<S> sx, sdsum;
       alignas(64) A unread[kTileCols];
       Row<A> row{means ? means[r] : A(0), rstds[r], A(0), A(0)};
+      // Without a weight, its sums go where nothing reads them: the loops have one form for a bias, with both.
+      const auto weight_sums = [&](int64_t col, int64_t n) {
+        if (sum_weight) return acc + col;
+        std::fill_n(unread, n, A(0));
+        return unread;
+      };
+      const auto bias_sums = [&](int64_t col) { return acc + (sum_weight ? shape.cols : 0) + col; };
+      if (!needs.x) {
+        for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
+          const T* dyt = dys.tile(r, col, n, sdy.data);
+          const S* xt = xs.tile(r, col, n, sx.data);
+          if (sum_bias) {
+            sums(dyt, xt, row, weight_sums(col, n), bias_sums(col), n);
+          } else {
+            sums(dyt, xt, row, weight_sums(col, n), n);
+          }
+        });
+        return;
+      }
       for_each_tile_of_row(shape.cols, [&](int64_t col, int64_t n) {
         const T* dyt = dys.tile(r, col, n, sdy.data);
         const A* wt = weights.data() + col;
@@ -252,11 +282,9 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
         const S* dsumt = grad_sum ? dsums.tile(r, col, n, sdsum.data) : kZeroTile<S>.data;
         S* dxt = dx + r * shape.cols + col;
         T* ndxt = narrow ? narrow_dx + r * shape.cols + col : nullptr;
-        if (bias) {
-          if (!weight) std::fill_n(unread, n, A(0));
-          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, weight ? acc + col : unread,
-                   acc + (weight ? shape.cols : 0) + col, n);
-        } else if (weight) {
+        if (sum_bias) {
+          gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, weight_sums(col, n), bias_sums(col), n);
+        } else if (sum_weight) {
           gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, acc + col, n);
         } else {
           gradient(dyt, xt, wt, dsumt, row, dxt, ndxt, n);
@@ -267,10 +295,10 @@ NormGradients norm_backward(const NormOptions& options, const Tensor& grad, cons
     dispatch(options.op, parameters, [&](auto parameter_tag) {
       using P = decltype(parameter_tag);
       if constexpr (std::is_same_v<acc_t<P>, A>) {
-        std::vector<P*> sums;
-        if (weight) sums.push_back(static_cast<P*>(out.dweight.mutable_data_ptr()));
-        if (bias) sums.push_back(static_cast<P*>(out.dbias.mutable_data_ptr()));
-        for_each_row_summing_columns(shape, sums, row_gradient);
+        std::vector<P*> totals;
+        if (sum_weight) totals.push_back(static_cast<P*>(out.dweight.mutable_data_ptr()));
+        if (sum_bias) totals.push_back(static_cast<P*>(out.dbias.mutable_data_ptr()));
+        for_each_row_summing_columns(shape, totals, row_gradient);
       }
     });
   });

@@ -27,6 +27,13 @@ NormOutputs norm_forward(const NormOptions& options, const torch::stable::Tensor
                          const std::optional<torch::stable::Tensor>& bias,
                          const std::optional<torch::stable::Tensor>& residual, double eps);
 
+// Which gradients are computed; the others are empty. Those of the parameters need no value of a parameter, so that
+// their half of a split backward reads neither.
+struct NormNeeds {
+  bool x;
+  bool parameters;
+};
+
 struct NormGradients {
   torch::stable::Tensor dx;         // in the dtype of x: also the gradient of the residual
   torch::stable::Tensor narrow_dx;  // the same in the dtype of grad, empty where that is the dtype of x
@@ -35,7 +42,7 @@ struct NormGradients {
 };
 
 // `x` is what was normalised: the input, or its sum with the residual, whose own gradient is then `grad_sum`.
-NormGradients norm_backward(const NormOptions& options, const torch::stable::Tensor& grad,
+NormGradients norm_backward(const NormOptions& options, const NormNeeds& needs, const torch::stable::Tensor& grad,
                             const std::optional<torch::stable::Tensor>& grad_sum, const torch::stable::Tensor& x,
                             const std::optional<torch::stable::Tensor>& weight,
                             const std::optional<torch::stable::Tensor>& bias,

@@ -77,4 +77,15 @@ PARALLEL_OPS_INLINE void gradient_loop(const T* __restrict dy, const S* __restri
   }
 }
 
+// The sums alone, which need no weight.
+template <int kSums, class T, class S>
+PARALLEL_OPS_INLINE void sums_loop(const T* __restrict dy, const S* __restrict x, Row<acc_t<T>> row,
+                                   acc_t<T>* __restrict dweight, acc_t<T>* __restrict dbias, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const acc_t<T> d = to_acc(dy[i]);
+    dweight[i] += d * ((to_acc(x[i]) - row.mean) * row.rstd);
+    if constexpr (kSums > 1) dbias[i] += d;
+  }
+}
+
 }  // namespace parallel_ops::cpu

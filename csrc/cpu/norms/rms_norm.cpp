@@ -19,9 +19,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Optional& weig
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Optional& grad_sum, const Tensor& x,
-                                            const Optional& weight, const Tensor& rstd, bool zero_centered) {
-  const auto out = norm_backward({"rms_norm_backward", false, zero_centered}, grad, grad_sum, x, weight, std::nullopt,
-                                 std::nullopt, rstd);
+                                            const Optional& weight, const Tensor& rstd, bool zero_centered,
+                                            bool needs_x, bool needs_weight) {
+  const auto out = norm_backward({"rms_norm_backward", false, zero_centered}, {needs_x, needs_weight}, grad, grad_sum,
+                                 x, weight, std::nullopt, std::nullopt, rstd);
   return {out.dx, out.narrow_dx, out.dweight};
 }
 

@@ -7,8 +7,9 @@
     gelu(z) = z Phi(z), Phi the normal distribution function           approximate="none"
             ~ z sigmoid(2 sqrt(2/pi) (z + 0.044715 z^3))               approximate="tanh"
 
-Saved for backward: x and b, nothing else. The unfused composite writes x + b to memory, saves it, and reads dx
-once more to sum it. Source: Hendrycks and Gimpel, arXiv:1606.08415; the fusion is Megatron-LM's (arXiv:2104.04473).
+Saved for backward: x and b, nothing else; the input half of a split backward copies b, which db needs too. The unfused
+composite writes x + b to memory, saves it, and reads dx once more to sum it. Source: Hendrycks and Gimpel,
+arXiv:1606.08415; the fusion is Megatron-LM's (arXiv:2104.04473).
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from parallel_ops._internal.checks import check_bias, check_rows, empty_like_or_none
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.split_backward import kept_parameter, requested
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -84,10 +86,11 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, bool], output:
     ctx.save_for_backward(x, bias)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, bias = ctx.saved_tensors
-    dx, dbias = _backward(grad, x, bias, ctx.tanh)
-    return dx, None if bias is None else dbias, None
+    for_x, for_bias = now = requested(ctx)[:2]
+    dx, dbias = _backward(grad, x, kept_parameter(ctx, "bias_gelu", "bias", bias, 1, now), ctx.tanh)
+    return dx if for_x else None, dbias if for_bias else None, None
 
 
 _backward = register("bias_gelu_backward", fake=_fake_backward, cuda=_cuda_backward)

@@ -9,8 +9,9 @@
 
 w is one weight a row, 1 where there are none: the router's probability of the expert that the token went to. With the
 options of ``gated.py`` silu has a factor in its sigmoid, g and u are clamped, and u has an offset.
-Saved for backward: x, b and w, nothing else. Both halves are read in place and both halves of dx are written in place:
-no chunk, no cat. The unfused composite saves x + b and silu(g), and joins dg and du by a copy.
+Saved for backward: x, b and w, nothing else; the input half of a split backward copies b, which db needs too. Both
+halves of x are read in place and both halves of dx are written in place: no chunk, no cat. The unfused composite saves
+x + b and silu(g), and joins dg and du by a copy.
 Source: Shazeer, arXiv:2002.05202.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from parallel_ops._internal.checks import check_bias, check_row_weights, check_rows, empty_like_or_none
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops.ops.activations.gated import silu_mul_reference, swiglu_options
 
 
@@ -117,8 +119,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, weights = ctx.saved_tensors
+    for_x, for_bias, for_weights = now = requested(ctx)[:3]
+    bias = kept_parameter(ctx, "bias_swiglu", "bias", bias, 1, now)
     dx, dbias, dweights = _backward(grad, x, bias, weights, *ctx.options)
-    return dx, None if bias is None else dbias, None if weights is None else dweights, None, None, None
+    of_parameters = dbias if for_bias else None, dweights if for_weights else None
+    return dx if for_x else None, *of_parameters, None, None, None
 
 
 def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

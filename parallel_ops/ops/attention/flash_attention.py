@@ -20,6 +20,7 @@ from torch import Tensor
 from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.philox import kept_scale
 from parallel_ops._internal.registration import register
+from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops.ops.attention.block import (
     Dropout,
     Tokens,
@@ -204,6 +205,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, sink, *rest = ctx.saved_tensors
+    if sink is not None:
+        sink = kept_parameter(ctx, "flash_attention", "sink", sink, 3, requested(ctx))
     dq, dk, dv, dsink = _backward(grad, q, k, v, out, lse, sink, *rest, *ctx.options)
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
 

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops._internal.registration import register
+from parallel_ops._internal.split_backward import requested
 from parallel_ops.ops.norms.shared import (
     check_eps,
     check_norm,
+    empty_gradients,
     empty_like_parameter,
-    empty_narrow,
     empty_statistic,
     empty_sum,
     in_dtype_of_stream,
@@ -132,9 +133,11 @@ def _fake_backward(
     mean: Tensor,
     rstd: Tensor,
     zero_centered: bool,
+    needs_x: bool = True,
+    needs_parameters: bool = True,
 ) -> _Four:
-    dweight, dbias = empty_like_parameter(weight, x), empty_like_parameter(bias, x)
-    return x.new_empty(x.shape), empty_narrow(grad, x), dweight, dbias
+    dweight, dbias = (empty_like_parameter(p, x, needs_parameters) for p in (weight, bias))
+    return *empty_gradients(grad, x, needs_x), dweight, dbias
 
 
 def _cuda(
@@ -156,13 +159,18 @@ def _cuda_backward(
     mean: Tensor,
     rstd: Tensor,
     zero_centered: bool,
+    needs_x: bool = True,
+    needs_parameters: bool = True,
 ) -> _Four:
     from parallel_ops.triton_kernels.norms import layer_norm as kernels
 
-    dx, narrow, dweight, dbias = out = _fake_backward(grad, grad_sum, x, weight, bias, mean, rstd, zero_centered)
-    narrow_dx = present(narrow, grad.dtype != x.dtype)
-    sums = present(dweight, weight is not None), present(dbias, bias is not None)
-    kernels.backward(grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, *sums, zero_centered=zero_centered)
+    dx, narrow, dweight, dbias = out = _fake_backward(
+        grad, grad_sum, x, weight, bias, mean, rstd, zero_centered, needs_x, needs_parameters
+    )
+    dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
+    of_weight, of_bias = (needs_parameters and p is not None for p in (weight, bias))
+    sums = present(dweight, of_weight), present(dbias, of_bias)
+    kernels.backward(grad, grad_sum, x, weight, mean, rstd, *dxs, *sums, zero_centered=zero_centered)
     return out
 
 
@@ -179,12 +187,14 @@ def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) 
     x, weight, bias, mean, rstd = ctx.saved_tensors
     grad = unused_gradient(x, ctx.dtype) if grad is None else grad
     grad_sum = grad_sum if ctx.has_residual else None
-    dx, narrow, dweight, dbias = _backward(grad, grad_sum, x, weight, bias, mean, rstd, ctx.zero_centered)
+    for_x, for_weight, for_bias, for_residual = requested(ctx)[:4]
+    needs = for_x or for_residual, for_weight or for_bias
+    dx, narrow, dweight, dbias = _backward(grad, grad_sum, x, weight, bias, mean, rstd, ctx.zero_centered, *needs)
     return (
-        dx if x.dtype == ctx.dtype else narrow,
-        None if weight is None else dweight,
-        None if bias is None else dbias,
-        dx if ctx.has_residual else None,
+        (dx if x.dtype == ctx.dtype else narrow) if for_x else None,
+        dweight if for_weight else None,
+        dbias if for_bias else None,
+        dx if for_residual else None,
         None,
         None,
     )

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.registration import register
+from parallel_ops._internal.split_backward import requested
 from parallel_ops.ops.norms.shared import (
     check_eps,
     check_norm,
+    empty_gradients,
     empty_like_parameter,
-    empty_narrow,
     empty_statistic,
     empty_sum,
     in_dtype_of_stream,
@@ -105,9 +106,10 @@ def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float,
 
 
 def _fake_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool
-) -> _Three:
-    return x.new_empty(x.shape), empty_narrow(grad, x), empty_like_parameter(weight, x)
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool,
+    needs_x: bool = True, needs_weight: bool = True,
+) -> _Three:  # fmt: skip
+    return *empty_gradients(grad, x, needs_x), empty_like_parameter(weight, x, needs_weight)
 
 
 def _cuda(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
@@ -119,13 +121,15 @@ def _cuda(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float,
 
 
 def _cuda_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool
-) -> _Three:
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool,
+    needs_x: bool = True, needs_weight: bool = True,
+) -> _Three:  # fmt: skip
     from parallel_ops.triton_kernels.norms import rms_norm as kernels
 
-    dx, narrow, dweight = out = _fake_backward(grad, grad_sum, x, weight, rstd, zero_centered)
-    narrow_dx, sums = present(narrow, grad.dtype != x.dtype), present(dweight, weight is not None)
-    kernels.backward(grad, grad_sum, x, weight, rstd, dx, narrow_dx, sums, zero_centered=zero_centered)
+    dx, narrow, dweight = out = _fake_backward(grad, grad_sum, x, weight, rstd, zero_centered, needs_x, needs_weight)
+    dxs = present(dx, needs_x), present(narrow, needs_x and grad.dtype != x.dtype)
+    sums = present(dweight, needs_weight and weight is not None)
+    kernels.backward(grad, grad_sum, x, weight, rstd, *dxs, sums, zero_centered=zero_centered)
     return out
 
 
@@ -142,9 +146,12 @@ def _autograd(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) 
     x, weight, rstd = ctx.saved_tensors
     grad = unused_gradient(x, ctx.dtype) if grad is None else grad
     grad_sum = grad_sum if ctx.has_residual else None
-    dx, narrow, dweight = _backward(grad, grad_sum, x, weight, rstd, ctx.zero_centered)
-    dresidual = dx if ctx.has_residual else None
-    return dx if x.dtype == ctx.dtype else narrow, None if weight is None else dweight, dresidual, None, None
+    for_x, for_weight, for_residual = requested(ctx)[:3]
+    dx, narrow, dweight = _backward(
+        grad, grad_sum, x, weight, rstd, ctx.zero_centered, for_x or for_residual, for_weight
+    )
+    own = dx if x.dtype == ctx.dtype else narrow
+    return own if for_x else None, dweight if for_weight else None, dx if for_residual else None, None, None
 
 
 _backward = register("rms_norm_backward", fake=_fake_backward, cuda=_cuda_backward)

@@ -68,14 +68,16 @@ def empty_sum(x: Tensor, residual: Tensor | None) -> Tensor:
     return x.new_empty(0) if residual is None else residual.new_empty(x.shape)
 
 
-def empty_narrow(grad: Tensor, x: Tensor) -> Tensor:
-    """Where the gradient goes in the dtype of ``grad`` too, empty where ``x``, what was normalised, has the same."""
-    return x.new_empty(0) if grad.dtype == x.dtype else grad.new_empty(x.shape)
+def empty_gradients(grad: Tensor, x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
+    """Where the gradient of ``x``, what was normalised, goes in its dtype and, if that is another, in that of ``grad``;
+    empty where there is none."""
+    dx = x.new_empty(x.shape if needed else 0)
+    return dx, grad.new_empty(x.shape) if needed and grad.dtype != x.dtype else x.new_empty(0)
 
 
-def empty_like_parameter(parameter: Tensor | None, x: Tensor) -> Tensor:
+def empty_like_parameter(parameter: Tensor | None, x: Tensor, needed: bool) -> Tensor:
     """Where the gradient of a parameter goes; empty where there is none."""
-    return x.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
+    return parameter.new_empty(parameter.shape) if needed and parameter is not None else x.new_empty(0)
 
 
 def present(t: Tensor, wanted: bool) -> Tensor | None:

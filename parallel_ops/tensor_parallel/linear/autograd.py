@@ -26,6 +26,7 @@ from parallel_ops._internal.checks import check_floating, check_same_device, che
 from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, resolve_group
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.split_backward import runs
 from parallel_ops.comm.consistency import CallSignature, check_consistency, propagate_errors
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
@@ -251,12 +252,14 @@ class LinearOp:
 
     def _autograd(self, ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         x, weights = _saved(ctx, grads)
-        dx, dweights, dbiases = self._backward_op(x, grads, weights, *ctx.arguments)
+        call = dataclasses.replace(ctx.call, needs=_requested(ctx))
+        group, sizes, overlap, _, *more = ctx.arguments
+        dx, dweights, dbiases = self._backward_op(x, grads, weights, group, sizes, overlap, call.needs, *more)
         n = len(weights)
         return (
-            dx if ctx.call.needs[0] else None,
-            [d if needed else None for d, needed in zip(dweights, ctx.call.needs_weights(n), strict=True)],
-            [d if needed else None for d, needed in zip(dbiases, ctx.call.needs_biases(n), strict=True)],
+            dx if call.needs[0] else None,
+            [d if needed else None for d, needed in zip(dweights, call.needs_weights(n), strict=True)],
+            [d if needed else None for d, needed in zip(dbiases, call.needs_biases(n), strict=True)],
             *(None,) * len(ctx.arguments),
         )
 
@@ -348,8 +351,7 @@ class _Linear(torch.autograd.Function):
 
 def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
-    edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
-    needs = [needed and _runs(node) for needed, (node, _) in edges]
+    needs = _requested(ctx)
     call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
     if ctx.deferred is not None:
         n, nothing = len(weights), [False] * len(call.needs)
@@ -364,12 +366,10 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, None, None, *(d if d is None else d.to(t) for d, t in zip(gradients, ctx.dtypes, strict=True))
 
 
-def _runs(node: Any) -> bool:
-    """Whether the running graph task wants the gradient that goes to ``node``."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so it answers for a leaf whose gradient autograd.grad returns
-        return True
+def _requested(ctx: Any) -> list[bool]:
+    """``GroupCall.needs`` of the running backward."""
+    edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
+    return [needed and runs(node) for needed, (node, _) in edges]
 
 
 def _later(

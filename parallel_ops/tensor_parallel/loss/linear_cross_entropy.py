@@ -33,6 +33,7 @@ from typing_extensions import Unpack
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
 from parallel_ops.ops.cross_entropy.cross_entropy import check_target_values, cross_entropy_reference
@@ -202,7 +203,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else zeros of the size of the weight gradient, for nobody
     call = LinearCall(*ctx.arguments)
-    ctx.needs, ctx.per_row, ctx.dtype = call.needs, call.reduction == NONE, weight.dtype
+    ctx.per_row, ctx.dtype = call.reduction == NONE, weight.dtype
     kept = (hidden, weight, bias, class_weight, column, saved) if ctx.per_row else (divisor, *gradients)
     ctx.save_for_backward(*kept)
 
@@ -210,14 +211,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * (5 + len(ctx.arguments))
+    needs, scale = requested(ctx)[:3], None
     if ctx.per_row:
-        gradients, scale = _backward_op(grad, *ctx.saved_tensors, *ctx.arguments), None
+        hidden, weight, *others = ctx.saved_tensors
+        if not needs[0]:
+            check_memory(_NAME, "weight", weight)
+        gradients = _backward_op(grad, hidden, weight, *others, *ctx.arguments[:-1], needs)
     else:
         divisor, *gradients = ctx.saved_tensors
         scale = grad / divisor
-    scaled = [
-        _finished(g, scale, ctx.dtype) if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)
-    ]
+    scaled = [_finished(g, scale, ctx.dtype) if needed else None for g, needed in zip(gradients, needs, strict=True)]
     return (*scaled, *(None,) * (2 + len(ctx.arguments)))
 
 

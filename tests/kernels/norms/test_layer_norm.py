@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import torch
@@ -112,3 +113,23 @@ def test_rows_that_stay_in_shared_memory(shape, dtype, wide_weight, monkeypatch)
     apart = torch.empty(shape[0], shape[1] + 8, dtype=dtype)
     assert _norm_backward.fits(shape[1], 8, x, apart[:, 8:], None)
     assert not _norm_backward.fits(shape[1], 8, x, apart[:, 1:])  # copies of 16 bytes would be misaligned
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(("shape", "dtype"), [((37, 70), torch.bfloat16), ((3, 9000), torch.float32)], ids=str)
+@pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
+def test_parameters_gradients_alone(shape, dtype, centred):
+    """The weight half of a split backward: what the whole backward sums, and the weight's values are not read."""
+    from parallel_ops.triton_kernels.norms import backward
+
+    x, g = (randn(*shape, dtype=dtype, seed=i).detach() for i in (0, 1))
+    mean, rstd = (randn(shape[0], dtype=torch.float32, seed=i).detach() for i in (2, 3))
+    weight = torch.full(shape[1:], math.nan)
+
+    def sums(dx):
+        made = [poisoned(shape[1:], weight) for _ in range(2 if centred else 1)]
+        totals = made if centred else [*made, None]
+        backward.backward(g, None, x, weight, mean if centred else None, rstd, dx, None, *totals, zero_centered=False)
+        return made
+
+    torch.testing.assert_close(sums(None), sums(torch.empty_like(x)), rtol=1e-5, atol=1e-4)
