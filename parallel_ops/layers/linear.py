@@ -141,12 +141,16 @@ def column_linears(
     """
     first = linears[0]
     check_input(type(first).__name__, x, first.weight)
-    owners = [linear for linear in linears for _ in range(2)]
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
     # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
-    handed = to_local(first, *parameters, partial=[linear.rows is not None for linear in owners])
-    used = [t if t is None or linear.rows is None else t[linear.rows] for t, linear in zip(handed, owners, strict=True)]
-    weights, biases = [w for w in used[::2] if w is not None], used[1::2]
+    partial = [linear.rows is not None for linear in linears]
+    both = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    if add_bias:
+        handed = to_local(first, *both[0], *both[1], partial=partial * 2)
+    else:  # apart, since different ops use them (see to_local)
+        handed = *to_local(first, *both[0], partial=partial), *to_local(first, *both[1], partial=partial)
+    rows = [linear.rows for linear in linears] * 2
+    used = [t if t is None or r is None else t[r] for t, r in zip(handed, rows, strict=True)]
+    weights, biases = [w for w in used[: len(linears)] if w is not None], used[len(linears) :]
     added = biases if add_bias else [None] * len(linears)
     targets = [linear.weight_gradient() for linear in linears]
     if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
@@ -312,7 +316,10 @@ class RowParallelLinear(_Linear):
         Sharding: x S(-1); the result (and residual) replicated, or S(0) with ``sequence_parallel``.
         """
         check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
-        weight, bias = to_local(self, self.weight, self.bias)
+        if self.sequence_parallel:
+            weight, bias = to_local(self, self.weight, self.bias)
+        else:  # apart, since the bias is added behind the all-reduce (see to_local)
+            (weight,), (bias,) = to_local(self, self.weight), to_local(self, self.bias)
         assert weight is not None
         if self.sequence_parallel:
             y = linear_reduce_scatter(

@@ -109,6 +109,10 @@ def to_local(
 ) -> tuple[Tensor | None, ...]:
     """This rank's part of each parameter, for ops; its gradient becomes that of the parameter.
 
+    Parameters of one call should be read by one op, or by ops none of which reads what another computed. A backward
+    that torch.distributed.pipelining splits runs these ops as one group: if one leads to another, the second also
+    gets the gradient that the first computes.
+
     Args:
         partial: which of them, whole on every rank, get gradients of this rank's tokens or heads alone; these are
             summed over the ranks, in rank order in fp32.
@@ -125,7 +129,7 @@ def to_local(
                 f"{type(module).__name__}: a parameter is still sharded over {of}; give fully_shard the layer, the "
                 "attention or the MLP, not a linear inside of it"
             )
-    if mesh is None:
+    if mesh is None or not there:
         return parameters
     summed = [part for part, p in zip(partial or (), parameters, strict=False) if p is not None]
     local: Sequence[Tensor]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input
 
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.layers import ParallelTransformerLayer
@@ -15,6 +16,10 @@ from support.layers import mesh_of, set_handles
 
 SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
 STAGES, BATCH, MICRO_BATCHES = 4, 8, 4
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True},
+    "gpt": {},
+}
 
 
 class Stage(nn.Module):
@@ -29,13 +34,14 @@ class Stage(nn.Module):
         return out.contiguous()
 
 
-def step(rank: int, schedule: str, deferred: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
+def step(
+    rank: int, schedule: str, deferred: bool, kind: str = "llama"
+) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
     """(this rank's gradients, losses of the micro-batches, exchanges by op) of one step of sequence-parallel layers."""
     mesh = mesh_of(pp=2, tp=2)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True}
     layers = [
-        ParallelTransformerLayer(32, 4, mesh=mesh["tp"], sequence_parallel=True, **options) for _ in range(STAGES)
+        ParallelTransformerLayer(32, 4, mesh=mesh["tp"], sequence_parallel=True, **LAYERS[kind]) for _ in range(STAGES)
     ]
     stages = []
     for index in range(mesh.rank("pp"), STAGES, 2):
@@ -63,6 +69,28 @@ def step(rank: int, schedule: str, deferred: bool) -> tuple[dict[str, Tensor], l
         for name, p in stage.submod.named_parameters()
     }
     return grads, [loss.item() for loss in losses], dict(exchanges.made)
+
+
+def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[str]]:
+    """Parameters that a split backward computes together although one of the ops that read them leads to another."""
+    layer = ParallelTransformerLayer(
+        32, 4, mesh=mesh_of(tp=2)["tp"], sequence_parallel=sequence_parallel, **LAYERS[kind]
+    )
+    x = torch.randn(4, 2, 32, requires_grad=True)
+    y = layer(x)
+    names = {_get_grad_fn_or_grad_acc(p): name for name, p in layer.named_parameters()}
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], layer.parameters())
+    chained = []
+    for group in groups:
+        reached, waiting = set(), [n for node in group["intermediates"] for n, _ in node.next_functions]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in reached:
+                reached.add(node)
+                waiting += [n for n, _ in node.next_functions]
+        if reached & set(group["intermediates"]):
+            chained.append(sorted(names[p] for p in group["params"]))
+    return chained
 
 
 class Exchanges:
