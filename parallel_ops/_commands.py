@@ -93,7 +93,7 @@ def train_command(
         raise ValueError("train needs a file: parallel-ops train run.toml; examples/train.toml is one")
     from parallel_ops.train.launch import cli as command
     from parallel_ops.train.launch import start as launch
-    from parallel_ops.train.launch.worker import Start
+    from parallel_ops.train.launch.options import Start
 
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]

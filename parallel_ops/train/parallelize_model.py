@@ -87,7 +87,7 @@ def parallelize(
 
 
 def _plan_of(mesh: ParallelMesh) -> Plan:
-    sizes = {name: mesh.size(name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
+    sizes: dict[str, Any] = {name: mesh.size(name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")}
     return Plan(**sizes, global_batch=sizes["dp"], dtype="fp32")
 
 

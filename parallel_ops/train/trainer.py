@@ -78,7 +78,10 @@ class Trainer:
         with comparison_of_world(longest(settings.run.timeout)) as compare:
             self.mesh = ParallelMesh() if mesh is None else mesh
             self.device, self.samples = self._device_and_samples(stream)
-            own = {"data.tokens": len(self.samples.stream), "data.documents": self.samples.stream.documents}
+            own: dict[str, Any] = {
+                "data.tokens": len(self.samples.stream),
+                "data.documents": self.samples.stream.documents,
+            }
             own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
             compare(values_of(settings) | own)
         self.activity("building the model", slow=True)

@@ -25,9 +25,10 @@ from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import name_of_start
 from parallel_ops.train.launch.start import fitted
-from parallel_ops.train.launch.worker import Start, backend_of
+from parallel_ops.train.launch.worker import backend_of
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from support import trainer as runs
 from support.distributed import ranks

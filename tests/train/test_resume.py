@@ -17,8 +17,8 @@ from parallel_ops.train import CheckpointError
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.launch import cli
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.resuming import source_of
-from parallel_ops.train.launch.worker import Start
 from support import trainer as runs
 
 ONE = ["--set", "parallel=global_batch=4", "--set", "checkpoint.every=2", "--set", "run.device=cpu"]

@@ -18,8 +18,8 @@ from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import under_torchrun
-from parallel_ops.train.launch.worker import Start
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
 
 

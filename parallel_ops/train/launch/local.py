@@ -31,9 +31,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost, longest
-from parallel_ops.train.launch.worker import Start, train
+from parallel_ops.train.launch.worker import train
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import NotFinite, Result
 

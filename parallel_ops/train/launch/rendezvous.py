@@ -32,7 +32,7 @@ def meet(seconds: float) -> tuple[Any, int, int]:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         # Not by torch's rendezvous: there rank 0 waits for as many clients, and cannot name those that do not come.
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=rank == 0 and not agent_has_store(), timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from parallel_ops.train.checkpoint import checkpoints, resume
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
+from parallel_ops.train.launch.options import Start
 
 if TYPE_CHECKING:
-    from parallel_ops.train.launch.worker import Start
     from parallel_ops.train.trainer import Trainer
 
 
@@ -22,7 +22,7 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def check(settings: Settings, start: "Start") -> None:
+def check(settings: Settings, start: Start) -> None:
     """Looks at what a run would go on from, and where it would save, before any process group.
 
     Raises:
@@ -54,7 +54,7 @@ def check(settings: Settings, start: "Start") -> None:
         )
 
 
-def source_of(settings: Settings, start: "Start") -> Path | None:
+def source_of(settings: Settings, start: Start) -> Path | None:
     """The checkpoint that a run goes on from; ``None`` where it begins. A restart goes on from what the run has saved
     since it was started."""
     folder = settings.checkpoint.folder
@@ -68,7 +68,7 @@ def source_of(settings: Settings, start: "Start") -> Path | None:
     return checkpoints.newest(start.path)
 
 
-def go_on(trainer: "Trainer", start: "Start") -> Path | None:
+def go_on(trainer: "Trainer", start: Start) -> Path | None:
     """Goes on from a checkpoint, or begins where there is none; all ranks call it.
 
     Returns:
@@ -104,7 +104,7 @@ def go_on(trainer: "Trainer", start: "Start") -> Path | None:
 
 
 @contextlib.contextmanager
-def advised(start: "Start") -> Iterator[None]:
+def advised(start: Start) -> Iterator[None]:
     """Adds to the error of a damaged checkpoint the command that goes on from another one."""
     try:
         yield

@@ -20,10 +20,11 @@ from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost
-from parallel_ops.train.launch.worker import Start, announce, train
+from parallel_ops.train.launch.worker import announce, train
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
 
 # Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.

@@ -4,8 +4,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.config_sections import RunSettings
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.consistency import Comparison, values_of
+from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import meet, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, Watch, group_timeout, longest
@@ -23,25 +22,6 @@ from parallel_ops.train.optimizer import hide_hint
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import Result
 from parallel_ops.train.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run is started.
-
-    Attributes:
-        resume: go on from a checkpoint: that of ``path``, or the newest in ``checkpoint.folder`` if there is one.
-        path: a checkpoint, or a folder of them; ``None`` for ``checkpoint.folder``.
-        elastic: where there are other ranks than the plan has, it is chosen anew for them.
-        max_restarts: how often processes that are started here begin again, from the last checkpoint, after one failed.
-        command: the command line without ``--resume``, for messages; empty where there is none.
-    """
-
-    resume: bool = False
-    path: Path | None = None
-    elastic: bool = False
-    max_restarts: int = 0
-    command: str = ""
 
 
 def train(settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None]) -> Result:
@@ -91,7 +71,12 @@ def joined(
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+        sizes: dict[str, Any] = {
+            "dp_replicate": plan.dp_replicate,
+            "dp_shard": plan.dp_shard,
+            "cp": plan.cp,
+            "tp": plan.tp,
+        }
         yield ParallelMesh(**sizes, timeout=limit), watch.activity
         watch.activity("ending", slow=True)
         dist.destroy_process_group()
