@@ -101,7 +101,10 @@ def announced() -> Iterator[None]:
 def _report(message: str) -> None:
     """What ends this process, for the user and for torchrun."""
     print(f"error: {message}", file=sys.stderr)
-    get_error_handler().record_exception(Failure(message))
+    try:
+        raise Failure(message)
+    except Failure as failure:
+        get_error_handler().record_exception(failure)
 
 
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
