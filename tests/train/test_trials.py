@@ -17,10 +17,10 @@ from parallel_ops.train.launch.watch import SLOW
 from support import processes
 from support import trainer as runs
 
-TIMEOUT = 10
+TIMEOUT = 20
 # What a run may take to end after a signal: the longest timeout, and what a busy machine adds.
 END = SLOW * TIMEOUT + 60
-START = 300
+START = 900
 
 
 class Trial:
