@@ -71,13 +71,10 @@ def joined(
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-        sizes: dict[str, Any] = {
-            "dp_replicate": plan.dp_replicate,
-            "dp_shard": plan.dp_shard,
-            "cp": plan.cp,
-            "tp": plan.tp,
-        }
-        yield ParallelMesh(**sizes, timeout=limit), watch.activity
+        mesh = ParallelMesh(
+            dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, timeout=limit
+        )
+        yield mesh, watch.activity
         watch.activity("ending", slow=True)
         dist.destroy_process_group()
     except Exception as error:
