@@ -42,7 +42,7 @@ class RunSettings(Section):
     """How long, on what.
 
     Attributes:
-        steps: optimizer steps in all, those before a resume included. seed: of weights, order of documents and dropout.
+        steps: optimizer steps in all, those before a resume included. seed: of weights, order of the data and dropout.
         device: ``"auto"`` is CUDA where there is a GPU. compile: each block by ``torch.compile``.
         on_nan: what a loss or gradient norm that is not finite does: end the run, or leave the step out.
         timeout: seconds after which a rank that does not go on ends the run, with an error that names it; six times as
@@ -112,7 +112,8 @@ class DataSettings(Section):
         column: of a dataset, the one that has the tokens of a document.
         dtype: of raw tokens, as NumPy names it. end: the token that ends a document where nothing else says so.
         seq_length: tokens of a sequence; that of the model by default.
-        apart: no token sees one of another document.
+        apart: no token sees one of another document. shuffle: sequences are taken in an order drawn from seed and
+            epoch, not as they lie in the packed documents.
     """
 
     paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)]
@@ -121,6 +122,7 @@ class DataSettings(Section):
     end: Count | None = None
     seq_length: Positive | None = None
     apart: bool = False
+    shuffle: bool = True
 
 
 class OptimizerSettings(Section):

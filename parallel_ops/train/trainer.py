@@ -120,7 +120,8 @@ class Trainer:
         device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
         if stream is None:
             stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
-        return device, Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
+        options: Any = {"seed": settings.run.seed, "apart": data.apart, "shuffle": data.shuffle}
+        return device, Samples(stream, seq_length=settings.seq_length, **options)
 
     def _built(self, given: nn.Module | None) -> nn.Module:
         settings = self.settings

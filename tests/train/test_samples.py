@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.packing import Samples, shares
+from parallel_ops.train.data.permutation import Permutation
 from parallel_ops.train.data.tokens import TokenStream
 
 
@@ -54,25 +55,124 @@ def test_an_epoch_has_every_token_once(tmp_path_factory, data):
     ends = np.cumsum(lengths)
     documents = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     samples = Samples(
-        stream(tmp_path_factory.mktemp("data"), documents), seq_length=3, seed=data.draw(st.integers(0, 9))
-    )
-    epochs = []
+        stream(tmp_path_factory.mktemp("data"), documents), seq_length=3, seed=data.draw(st.integers(0, 9)),
+        shuffle=data.draw(st.booleans()),
+    )  # fmt: skip
     for epoch in range(2):
-        found = [samples.sample(epoch * samples.in_epoch + i) for i in range(samples.in_epoch)]
+        found = samples.samples(range(epoch * samples.in_epoch, (epoch + 1) * samples.in_epoch))
         inputs = np.concatenate([tokens[:-1] for tokens, _ in found])
         assert len(set(inputs.tolist())) == len(inputs) == samples.in_epoch * 3
         for tokens, begins in found:  # a document begins where the next token is not the next number, or is a first one
             firsts = {int(end - length) for end, length in zip(ends, lengths, strict=True) if length}
             assert begins.tolist() == [i for i, t in enumerate(tokens) if i == 0 or int(t) in firsts]
-        epochs.append(inputs.tolist())
-    again = Samples(samples.stream, seq_length=3, seed=samples.seed)
-    assert again.sample(0)[0].tolist() == samples.sample(0)[0].tolist()  # also after a later epoch
+
+
+@given(st.data())
+def test_a_sample_is_the_same_in_any_batch(tmp_path_factory, data):
+    """Also in one that goes over the ends of epochs, on a run that begins there, and after a later epoch."""
+    length = data.draw(st.integers(2, 40))
+    file = tmp_path_factory.mktemp("data") / "tokens.npy"
+    np.save(file, np.arange(length))
+    read = TokenStream([file])
+    options = {"seq_length": data.draw(st.integers(1, min(4, length - 1))), "seed": data.draw(st.integers(0, 99))}
+    whole = [tokens.tolist() for tokens, _ in Samples(read, **options).samples(range(60))]
+    first, size = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 20))
+    later = Samples(read, **options)
+    assert [tokens.tolist() for tokens, _ in later.samples(range(first, first + size))] == whole[first : first + size]
+    replicas = data.draw(st.sampled_from([r for r in (1, 2, 4) if size % r == 0]))
+    sizes = {"global_batch": size, "micro_batch": 1, "replicas": replicas}
+    parts = [numbers for replica in range(replicas) for numbers in shares(first, replica=replica, **sizes)]
+    assert [later.batch(numbers).tokens[:, 0].tolist() for numbers in parts] == [
+        tokens[:-1] for tokens in whole[first : first + size]
+    ]
+
+
+def test_a_batch_is_drawn_from_the_whole_corpus(tmp_path):
+    """One document, as a raw file is: its sequences are neighbours in no batch, and in another order in each epoch."""
+    np.arange(16001, dtype="uint16").tofile(tmp_path / "raw.bin")
+    samples = Samples(TokenStream([tmp_path / "raw.bin"]), seq_length=16, seed=0)
+    epochs = [[int(tokens[0]) // 16 for tokens, _ in samples.samples(range(1000 * e, 1000 * e + 1000))] for e in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1000))
+    for order in epochs:
+        batches = np.array(order).reshape(10, 100)
+        # Of a hundred samples from all the corpus, the mean is within four standard errors of the middle.
+        assert (np.abs(batches.mean(1) - 499.5) < 4 * 289 / 10).all() and (batches.std(1) > 200).all()
+        assert sum(later - earlier == 1 for earlier, later in itertools.pairwise(order)) < 10
+    assert sum(a == b for a, b in zip(*epochs, strict=True)) < 10
+    as_they_lie = Samples(samples.stream, seq_length=16, seed=0, shuffle=False)
+    assert [int(tokens[0]) for tokens, _ in as_they_lie.samples(range(990, 1010))] == [
+        *range(15840, 16000, 16), *range(0, 160, 16)
+    ]  # fmt: skip
+
+
+class TestPermutation:
+    @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
+    def test_it_is_a_bijection(self, size, seed, epoch):
+        found = Permutation(size, seed=seed, epoch=epoch)(np.arange(size))
+        assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(size))
+
+    @given(st.integers(1, 2**62), st.data())
+    def test_it_holds_no_table(self, size, data):
+        """Of any size, item by item; the same alone and among others."""
+        items = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
+        order = Permutation(size, seed=1, epoch=2)
+        found = order(np.array(items))
+        assert len(set(found.tolist())) == len(items) and found.min() >= 0 and found.max() < size
+        assert [int(order(np.array([item]))[0]) for item in items] == found.tolist()
+        assert sum(np.asarray(value).nbytes for value in vars(order).values()) < 500
+
+    def test_seeds_and_epochs_have_other_orders(self):
+        keys = [(seed, epoch) for seed in range(8) for epoch in range(8)]
+        orders = {tuple(Permutation(50, seed=s, epoch=e)(np.arange(50)).tolist()) for s, e in keys}
+        assert len(orders) == len(keys)
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+    def test_all_orders_of_a_few_are_as_likely(self, size):
+        every = dict.fromkeys(itertools.permutations(range(size)), 0)
+        draws = 30 * len(every)
+        for seed in range(draws):
+            every[tuple(Permutation(size, seed=seed, epoch=0)(np.arange(size)).tolist())] += 1
+        assert chi_square(every.values(), 30) < limit(len(every) - 1)
+
+    @pytest.mark.parametrize("size", [8, 100, 5000])
+    def test_an_item_goes_anywhere(self, size):
+        """Over seeds and over epochs, an eighth of the items to an eighth of the places."""
+        cells = np.zeros((2, 8, 8))
+        eighth = np.arange(size) * 8 // size
+        draws = 8000 // size + 40
+        for draw in range(draws):
+            for kind, key in enumerate(({"seed": draw, "epoch": 3}, {"seed": 3, "epoch": draw})):
+                np.add.at(cells[kind], (eighth, eighth[Permutation(size, **key)(np.arange(size))]), 1)
+        parts = np.bincount(eighth)
+        for found in cells:
+            assert chi_square(found.ravel(), np.outer(parts, parts).ravel() * draws / size) < limit(49)
+
+    def test_neighbours_part(self):
+        """The distance between where neighbours go is as likely to be any."""
+        size = 10**12 + 7
+        found = Permutation(size, seed=5, epoch=1)(np.arange(50000))
+        steps = np.histogram(np.diff(found) % size, 100, (0, size))[0]
+        assert chi_square(steps, 499.99) < limit(99)
+
+    def test_of_nothing_there_is_none(self):
+        with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+            Permutation(0, seed=0, epoch=0)
+
+
+def chi_square(found, expected):
+    found, expected = np.fromiter(found, float), np.asarray(expected)
+    return float(((found - expected) ** 2 / expected).sum())
+
+
+def limit(freedom):
+    """Five standard deviations of chi-square above its mean."""
+    return freedom + 5 * np.sqrt(2 * freedom) + 1
 
 
 def test_documents_apart_are_one_packed_row(tmp_path):
     samples = Samples(stream(tmp_path), seq_length=6, seed=3, apart=True)
     batch = samples.batch(range(2))
-    rows = [samples.sample(i) for i in range(2)]
+    rows = samples.samples(range(2))
     assert batch.tokens.shape == (12, 1)
     assert batch.tokens[:, 0].tolist() == [*rows[0][0][:-1], *rows[1][0][:-1]]
     starts = batch.cu_seqlens.tolist()

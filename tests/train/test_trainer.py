@@ -253,7 +253,9 @@ def test_half_precision_finds_a_scale(data):
     outcomes = ranks(4).run(runs.scales_of, settings)
     scales, skipped = outcomes[0]
     assert all(outcome == outcomes[0] for outcome in outcomes)
-    assert skipped[0] and not skipped[-1]
+    # Once it is found, the scale grows beyond the limit now and then: one step is left out, and the next is taken.
+    found = skipped[skipped.index(False) :]
+    assert skipped[0] and not any(step and following for step, following in itertools.pairwise(found))
     assert scales[0] == 2.0**21 and max(scales[6:]) >= 2 * min(scales)
 
 
@@ -320,6 +322,22 @@ def test_a_token_that_the_model_does_not_know(tmp_path):
     np.full(200, 77, "uint16").tofile(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="token 77, in samples 0 to 0, is outside the model's vocabulary of 31"):
         Trainer(runs.settings_of(tmp_path / "a.bin")).step()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_of_samples_is_part_of_the_data(data, tmp_path, shuffle):
+    """A run goes on in the order it had; another order begins with its first sample."""
+
+    def trainer(**more):
+        return Trainer(runs.settings_of(data, data={"shuffle": shuffle, **more}, checkpoint={"folder": str(tmp_path)}))
+
+    first = trainer()
+    first.step()
+    first.save()
+    again, other = trainer(), trainer(shuffle=not shuffle)
+    for resumed in (again, other):
+        resumed.resume()
+    assert (again.taken, other.taken, other.done) == (BATCH, 0, 1)
 
 
 def test_a_checkpoint_of_another_model(data, tmp_path):

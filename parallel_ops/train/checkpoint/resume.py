@@ -104,4 +104,5 @@ def _data_of(trainer: "Trainer") -> dict[str, Any]:
         "seq_length": samples.seq_length,
         "seed": samples.seed,
         "apart": samples.apart,
+        "shuffle": samples.shuffle,
     }

@@ -1,9 +1,13 @@
-"""Which tokens a step trains on: sequences cut from shuffled, packed documents, the same whatever the ranks.
+"""Which tokens a step trains on: shuffled sequences of shuffled, packed documents, the same whatever the ranks.
 
-An epoch is every document once, in an order drawn from seed and epoch, one behind the other, cut into sequences of
-``seq_length`` tokens and one more, the last target. Sample n is the n-th of these, epoch after epoch. A step takes the
-next ``global_batch`` samples, and a data-parallel rank its share of them: so where a run is says one number, how many
-samples it has taken, and a run that goes on with other ranks sees the same samples.
+    documents    in an order drawn from seed and epoch, one behind the other
+    sequences    ``seq_length`` tokens and one more, the last target, cut from these; a shorter rest at the end is left
+                 out, other tokens in each epoch if there are several documents
+    samples      the sequences in an order drawn from seed and epoch (``permutation``), epoch after epoch
+
+A step takes the next ``global_batch`` samples, and a data-parallel rank its share of them; a batch may go over the end
+of an epoch, or over several. So the position of a run is one number, how many samples it has taken, and a run that goes
+on with other ranks sees the same samples.
 """
 
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.train.data.permutation import Permutation
 from parallel_ops.train.data.tokens import TokenStream
 
 
@@ -49,27 +54,42 @@ class Samples:
 
     Args:
         seq_length: tokens of a sequence.
-        seed: of the order of documents. apart: no token sees one of another document, and none is trained to predict
-            the first token of the next; a micro-batch is then one row of all its sequences.
+        seed: of the orders of documents and of sequences. apart: no token sees one of another document, and none is
+            trained to predict the first token of the next; a micro-batch is then one row of all its sequences.
+        shuffle: ``False`` takes the sequences as they lie in the packed documents, whose order is drawn all the same.
+
+    Attributes:
+        in_epoch: samples of an epoch.
 
     Raises:
         ValueError: a stream that is shorter than one sequence and its last target.
     """
 
-    def __init__(self, stream: TokenStream, *, seq_length: int, seed: int, apart: bool = False) -> None:
+    def __init__(
+        self, stream: TokenStream, *, seq_length: int, seed: int, apart: bool = False, shuffle: bool = True
+    ) -> None:
         if len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
-        self.stream, self.seq_length, self.seed, self.apart = stream, seq_length, seed, apart
+        self.stream, self.seq_length, self.seed, self.apart, self.shuffle = stream, seq_length, seed, apart, shuffle
         self.in_epoch = (len(stream) - 1) // seq_length
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
 
-    def sample(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``seq_length + 1`` tokens, and where documents begin among them, from 0 on."""
-        epoch, own = divmod(number, self.in_epoch)
-        self._shuffle(epoch)
-        start, left = own * self.seq_length, self.seq_length + 1
+    def samples(self, numbers: range) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each sample its ``seq_length + 1`` tokens, and where documents begin among them, from 0 on."""
+        found = []
+        while numbers:
+            epoch, first = divmod(numbers[0], self.in_epoch)
+            here, numbers = numbers[: self.in_epoch - first], numbers[self.in_epoch - first :]
+            self._draw(epoch)
+            sequences = np.arange(first, first + len(here))
+            found += [self._sequence(int(n)) for n in (self._permuted(sequences) if self.shuffle else sequences)]
+        return found
+
+    def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """One sequence of the epoch that was drawn last."""
+        start, left = number * self.seq_length, self.seq_length + 1
         place = int(np.searchsorted(self._ends, start, side="right"))
         pieces, begins, done = [], [], 0
         while left:
@@ -85,7 +105,7 @@ class Samples:
 
     def batch(self, numbers: range) -> Batch:
         """Samples of these numbers as one micro-batch."""
-        found = [self.sample(number) for number in numbers]
+        found = self.samples(numbers)
         rows = torch.from_numpy(np.stack([tokens for tokens, _ in found], axis=1))
         tokens, targets = rows[:-1], rows[1:].clone()
         if not self.apart:
@@ -100,12 +120,13 @@ class Samples:
         tokens, targets = (t.t().reshape(-1, 1) for t in (tokens, targets))
         return Batch(tokens, targets, positions, bounds.to(torch.int32))
 
-    def _shuffle(self, epoch: int) -> None:
+    def _draw(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
         self._epoch = epoch
         self._order = np.random.default_rng([self.seed, epoch]).permutation(self.stream.documents)
         self._ends = np.cumsum(self.stream.lengths[self._order])
+        self._permuted = Permutation(self.in_epoch, seed=self.seed, epoch=epoch)
 
 
 def shares(taken: int, *, global_batch: int, micro_batch: int, replicas: int, replica: int) -> list[range]:

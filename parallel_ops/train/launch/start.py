@@ -66,7 +66,7 @@ def check(settings: Settings, start: Start) -> None:
     data = settings.data
     uses_cuda(settings)
     stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
-    Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed, apart=data.apart)
+    Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed)
     metrics.check(settings.logging)
     resuming.check(settings, start)
 
