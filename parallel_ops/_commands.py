@@ -1,7 +1,6 @@
 """The commands of ``parallel-ops``: the planner's, and ``train``. Until something trains, nothing loads torch."""
 
 import contextlib
-import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from parallel_ops._internal.command_line import fail
+from parallel_ops._internal.command_line import require
 from parallel_ops.planner.cli.app import app, main
 
 __all__ = ["main"]
@@ -82,8 +81,7 @@ def train_command(
     Ctrl-C ends the step under way and saves a checkpoint, as SIGTERM does; a second one ends at once. Exit codes: 0
     done, or stopped by SIGTERM; 1 failed; 2 wrong settings or files; 130 stopped by Ctrl-C.
     """
-    if importlib.util.find_spec("pydantic") is None:
-        fail("needs pydantic; run: pip install 'parallel_ops[train]'")
+    require("train")
     if schema:
         from parallel_ops.train.config import json_schema
 

@@ -1,6 +1,8 @@
 """What all command lines share: the one line that bad input gets, exit codes, missing packages."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +30,21 @@ def test_what_is_missing_is_named(monkeypatch, capsys, module, extra):
     with pytest.raises(SystemExit, match="2"):
         command_line.start(f"parallel_ops.{module}.cli", extra=extra)
     assert capsys.readouterr().err == f"error: needs rich; run: pip install 'parallel_ops[{extra}]'\n"
+
+
+@pytest.mark.parametrize(
+    ("blocked", "command", "message"),
+    [
+        ("pydantic", ["train", "run.toml"], "needs pydantic; run: pip install 'parallel_ops[train]'"),
+        ("rich", ["train"], "needs rich; run: pip install 'parallel_ops[train]'"),
+        ("typer", ["plan"], "needs typer; run: pip install 'parallel_ops[plan]'"),
+    ],
+)
+def test_the_extra_that_is_missing(blocked, command, message):
+    code = f"import sys; sys.modules[{blocked!r}] = None; sys.argv[1:] = {command}; "
+    call = [sys.executable, "-c", code + "from parallel_ops.__main__ import main; main()"]
+    ended = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"error: {message}\n")
 
 
 def test_usage_errors_are_one_line(monkeypatch, capsys):

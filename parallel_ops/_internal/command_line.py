@@ -10,17 +10,23 @@ import os
 import sys
 from typing import Any, NoReturn
 
-# Of the extras, which are the same for all command lines.
+# What the extras install: ``plan`` and ``bench`` the same, ``train`` more.
 PACKAGES = ("typer", "rich", "matplotlib")
+_MORE = {"train": ("pydantic",) if sys.version_info >= (3, 11) else ("pydantic", "tomli")}
 INTERRUPTED = 130
 
 
 def start(module: str, *, extra: str) -> None:
     """Calls ``main`` of ``module``, or says which packages of ``extra`` are missing."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    require(extra)
+    importlib.import_module(module).main()
+
+
+def require(extra: str) -> None:
+    """Ends the process with a line that names the packages of ``extra`` that are missing, if there are some."""
+    missing = [name for name in (*PACKAGES, *_MORE.get(extra, ())) if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"needs {', '.join(missing)}; run: pip install 'parallel_ops[{extra}]'")
-    importlib.import_module(module).main()
 
 
 def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> NoReturn:
