@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 4 examples/quick_start.py         # gloo on CPUs, NCCL on GPUs
 """
 
+import logging
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -10,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 
+# A hint of torch, on each rank, that the gradient norm takes a sum over each of two mesh dimensions.
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 dist.init_process_group()
 mesh = ParallelMesh(dp_shard=2, tp=2)
 torch.manual_seed(0)
