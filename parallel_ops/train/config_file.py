@@ -111,6 +111,8 @@ def _describe(found: Any) -> str:
     message = found["msg"]
     if found["type"] == "parallel_ops":
         return f"{name} {message}" if len(place) > 1 else str(message)
+    if found["type"] == "tuple_type":
+        return f"{name}: must be a list: {place[-1]} = {json.dumps([found['input']], default=str)}"
     given = "" if isinstance(found["input"], dict) else f", got {found['input']!r}"
     return f"{name}: {message[:1].lower()}{message[1:]}{given}"
 

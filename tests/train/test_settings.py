@@ -85,6 +85,8 @@ def test_the_text_of_a_plan():
         ("model.folder=nowhere", "model has a folder, which says what it is; hidden_size, num_heads"),
         ("data.seq_length=64", "data.seq_length is 64, but the model's sequences have at most 32"),
         ("data.paths=[]", "data.paths"),
+        ("data.paths=README.md", r"data\.paths: must be a list: paths = \[\"README\.md\"\]$"),
+        ("optimizer.betas=0.9", r"optimizer\.betas: must be a list: betas = \[0\.9\]"),
         ("checkpoint.every=5", "checkpoint.folder is needed with checkpoint.every"),
         ("run=3", "--set takes section.key=value, got 'run=3'"),
     ],
