@@ -220,11 +220,26 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
         TokenStream([index])
     assert len(TokenStream([index], dtype="uint8")) == len(whole)  # the bytes of any file
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no \.bin"):
+    (tmp_path / "empty" / "a.txt").write_text("text")
+    with pytest.raises(
+        ValueError, match=r"no \.bin .*; with the dtype uint8 the bytes of any file are tokens, where its"
+    ):
         TokenStream([tmp_path / "empty"])
     np.save(tmp_path / "short.npy", np.arange(4))
     with pytest.raises(ValueError, match="4 tokens, but a sequence needs 5"):
         Samples(TokenStream([tmp_path / "short.npy"]), seq_length=4, seed=0)
+
+
+def test_files_of_a_folder_that_are_not_read(tmp_path):
+    """Text beside tokens; not the index of Megatron-LM's format, nor what is hidden."""
+    path = megatron(tmp_path, DOCUMENTS)
+    assert TokenStream([tmp_path]).skipped == []
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "more").mkdir()
+    for name in ("a.txt", "alone.idx", ".hidden"):
+        (tmp_path / name).write_text("text")
+    assert [found.name for found in TokenStream([tmp_path]).skipped] == ["a.txt", "alone.idx", "more"]
+    assert TokenStream([path]).skipped == []
 
 
 def test_a_dataset_on_disk_is_read_like_files(tmp_path):
@@ -240,6 +255,8 @@ def test_a_dataset_on_disk_is_read_like_files(tmp_path):
     for number, expected in enumerate([*DOCUMENTS, DOCUMENTS[3], DOCUMENTS[1]]):
         assert read.document(number).tolist() == expected.tolist()
     assert read.document(2, 3, 2).tolist() == [23, 24]
+    assert read.files[0].dtype == np.int64 and read.sizes == [18, 4]
+    assert np.concatenate(list(read.files[0].blocks())).tolist() == np.concatenate(DOCUMENTS).tolist()
     with pytest.raises(ValueError, match="has no column 'ids'; it has input_ids, n"):
         TokenStream([tmp_path / "rows"], column="ids")
     with pytest.raises(ValueError, match="column 'n' must have lists of integers, got int64"):

@@ -320,8 +320,19 @@ def test_a_mesh_that_is_not_the_plan(data):
 
 def test_a_token_that_the_model_does_not_know(tmp_path):
     np.full(200, 77, "uint16").tofile(tmp_path / "a.bin")
-    with pytest.raises(ValueError, match="token 77, in samples 0 to 0, is outside the model's vocabulary of 31"):
-        Trainer(runs.settings_of(tmp_path / "a.bin")).step()
+    known = np.zeros(200, "uint16")
+    known[50] = 7  # the token that ends a document
+    known.tofile(tmp_path / "b.bin")
+    data = {"paths": [str(tmp_path / "b.bin"), str(tmp_path / "a.bin")], "end": 7}
+    trainer = Trainer(runs.settings_of(tmp_path, data=data))
+    message = r"data: \S*a\.bin has token 77, in its document 0, outside the model's vocabulary of 31; is"
+
+    def epoch():
+        while trainer.taken < trainer.samples.in_epoch:
+            trainer.step()
+
+    with pytest.raises(ValueError, match=message):
+        epoch()
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

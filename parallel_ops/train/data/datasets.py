@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ class Dataset:
         if column not in rows.column_names:
             raise ValueError(f"{path} has no column {column!r}; it has {', '.join(rows.column_names)}")
         self.path, self.column = path, column
-        self.lengths = self._lengths(rows.select_columns(column).with_format("arrow"))
+        self._tables = rows.select_columns(column).with_format("arrow")
+        self.dtype: np.dtype[np.integer]
+        self.lengths = self._lengths(self._tables)
         self._rows = rows.select_columns(column).with_format("numpy")
         self._last: tuple[int, NDArray[np.integer]] | None = None
 
@@ -72,6 +75,7 @@ class Dataset:
         lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
         if not (lists and pyarrow.types.is_integer(kind.value_type)):
             raise ValueError(f"{self.path}: column {self.column!r} must have lists of integers, got {kind}")
+        self.dtype = np.dtype(kind.value_type.to_pandas_dtype())
         found = [
             pyarrow.compute.list_value_length(table[self.column]).fill_null(0).to_numpy()
             for table in rows.iter(batch_size=_ROWS)
@@ -80,6 +84,14 @@ class Dataset:
         if not lengths.sum():
             raise ValueError(f"{self.path} has no tokens in it")
         return lengths
+
+    def blocks(self) -> Iterator[NDArray[np.integer]]:
+        """The tokens of some thousand rows each, without copies where no row is missing."""
+        import pyarrow.compute
+
+        for table in self._tables.iter(batch_size=_ROWS):
+            for chunk in pyarrow.compute.list_flatten(table[self.column]).chunks:
+                yield chunk.to_numpy(zero_copy_only=False)
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """Tokens of a document, from ``start`` on, at most ``length``."""

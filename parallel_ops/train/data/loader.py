@@ -3,6 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from parallel_ops.train.data.packing import Batch, Samples, shares
+from parallel_ops.train.data.vocabulary import outside
 
 
 class Loader:
@@ -28,7 +29,7 @@ class Loader:
         """Those of the step after ``taken`` samples; the next step's are read from now on.
 
         Raises:
-            ValueError: a token that the model does not know. OSError: as the file system says.
+            ValueError: a token that the model does not know, with its file. OSError: as the file system says.
         """
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader")
@@ -47,16 +48,18 @@ class Loader:
     def _read(self, taken: int) -> list[Batch]:
         return [self._batch(numbers) for numbers in shares(taken, **self._sizes)]
 
+    def _unknown(self, token: int, numbers: range) -> str:
+        number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0][0])
+        file, document = self.samples.stream.place(self.samples.document_of(number, token))
+        return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
+
     def _batch(self, numbers: range) -> Batch:
         batch = self.samples.batch(numbers)
         if self.vocabulary is not None:
             # The targets of a batch may all be ignored.
             for found in (int(batch.tokens.min()), max(int(batch.tokens.max()), int(batch.targets.max()))):
                 if not 0 <= found < self.vocabulary:
-                    raise ValueError(
-                        f"data: token {found}, in samples {numbers[0]} to {numbers[-1]}, is outside the model's "
-                        f"vocabulary of {self.vocabulary}"
-                    )
+                    raise ValueError(self._unknown(found, numbers))
         if not self.pinned:
             return batch
         return batch.pinned()

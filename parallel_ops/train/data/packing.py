@@ -10,7 +10,7 @@ of an epoch, or over several. So the position of a run is one number, how many s
 on with other ranks sees the same samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,25 +83,37 @@ class Samples:
             epoch, first = divmod(numbers[0], self.in_epoch)
             here, numbers = numbers[: self.in_epoch - first], numbers[self.in_epoch - first :]
             self._draw(epoch)
-            sequences = np.arange(first, first + len(here))
-            found += [self._sequence(int(n)) for n in (self._permuted(sequences) if self.shuffle else sequences)]
+            found += [self._sequence(int(n)) for n in self._order_of(np.arange(first, first + len(here)))]
         return found
+
+    def document_of(self, number: int, token: int) -> int:
+        """The document of the stream that a sample has a token from."""
+        epoch, own = divmod(number, self.in_epoch)
+        self._draw(epoch)
+        sequence = int(self._order_of(np.array([own]))[0])
+        return next(document for document, piece in self._pieces(sequence) if token in piece)
+
+    def _order_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which sequences of the epoch that was drawn last are its samples of these numbers."""
+        return self._permuted(sequences) if self.shuffle else sequences
 
     def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """One sequence of the epoch that was drawn last."""
+        pieces = [piece.astype(np.int64) for _, piece in self._pieces(number)]
+        begins = np.cumsum([0, *map(len, pieces[:-1])])
+        return np.concatenate(pieces), begins.astype(np.int64)
+
+    def _pieces(self, number: int) -> Iterator[tuple[int, NDArray[np.integer]]]:
+        """The documents of a sequence, and what it has of each."""
         start, left = number * self.seq_length, self.seq_length + 1
         place = int(np.searchsorted(self._ends, start, side="right"))
-        pieces, begins, done = [], [], 0
         while left:
             document = int(self._order[place])
             length = int(self.stream.lengths[document])
-            inside = start + done - (int(self._ends[place]) - length)
-            piece = self.stream.document(document, inside, left)
+            piece = self.stream.document(document, max(0, start - (int(self._ends[place]) - length)), left)
             if len(piece):
-                begins.append(done)
-            pieces.append(piece.astype(np.int64))
-            done, left, place = done + len(piece), left - len(piece), place + 1
-        return np.concatenate(pieces), np.array(begins, np.int64)
+                yield document, piece
+            left, place = left - len(piece), place + 1
 
     def batch(self, numbers: range) -> Batch:
         """Samples of these numbers as one micro-batch."""

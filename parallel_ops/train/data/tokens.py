@@ -9,7 +9,7 @@ Another folder stands for all of these files in it, in sorted order.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,20 +23,31 @@ from parallel_ops.train.data import datasets
 _CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MAGIC = b"MMIDIDX\x00\x00"
 _SUFFIXES = (".bin", ".npy")
+_BLOCK = 1 << 20
 
 
 class Documents(Protocol):
     """Documents that are read one at a time.
 
     Attributes:
+        path: of the file or folder. dtype: of the tokens.
         lengths: of every document, int64 ``[documents]``.
     """
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]: ...
 
     @property
     def lengths(self) -> NDArray[np.int64]: ...
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """Tokens of a document, from ``start`` on, at most ``length``."""
+
+    def blocks(self) -> Iterator[NDArray[np.integer]]:
+        """All tokens, in arrays of some megabytes that are not read until they are used."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,15 @@ class TokenFile:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.ends, prepend=0)
 
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        return self.tokens.dtype
+
+    def blocks(self) -> Iterator[NDArray[np.integer]]:
+        """Views of the file."""
+        for start in range(0, len(self.tokens), _BLOCK):
+            yield self.tokens[start : start + _BLOCK]
+
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """A view of the file."""
         begin, last = (int(self.ends[number - 1]) if number else 0) + start, int(self.ends[number])
@@ -71,6 +91,10 @@ class TokenStream:
             its last; ``None`` for one document a file.
         column: of datasets, the one that has the tokens.
 
+    Attributes:
+        files: in order. sizes: the tokens of each.
+        skipped: files in the folders of ``paths`` that are not read: hidden ones and indices left out.
+
     Raises:
         FileNotFoundError, PermissionError: as the file system says. ValueError: a file that is not what its name says,
         is cut off, or has no tokens; each names the file. ImportError: see ``datasets.Dataset``.
@@ -80,20 +104,25 @@ class TokenStream:
         self, paths: Sequence[Path], *, dtype: str = "uint16", end: int | None = None, column: str = "input_ids"
     ) -> None:
         self.files: list[Documents] = []
+        self.skipped: list[Path] = []
         for path in paths:
             if datasets.is_dataset(path):
                 self.files.append(datasets.Dataset(path, column))
             else:
                 self.files += [_open(file, dtype, end) for file in _files(path, dtype)]
+                self.skipped += _skipped(path)
         if not self.files:
-            raise ValueError(f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}")
+            raise ValueError(
+                f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}; with the dtype "
+                "uint8 the bytes of any file are tokens, where its own path is given"
+            )
         self._index()
 
     @classmethod
     def of(cls, files: Sequence[Documents]) -> "TokenStream":
         """Of what is open already."""
         stream = cls.__new__(cls)
-        stream.files = list(files)
+        stream.files, stream.skipped = list(files), []
         stream._index()
         return stream
 
@@ -101,7 +130,8 @@ class TokenStream:
         each = [file.lengths for file in self.files]
         self._firsts = np.cumsum([0, *map(len, each)])
         self.lengths: NDArray[np.int64] = np.concatenate(each)
-        self._tokens = int(self.lengths.sum())
+        self.sizes = [int(lengths.sum()) for lengths in each]
+        self._tokens = sum(self.sizes)
 
     @property
     def documents(self) -> int:
@@ -113,8 +143,13 @@ class TokenStream:
 
     def document(self, number: int, start: int = 0, length: int | None = None) -> NDArray[np.integer]:
         """Tokens of a document, from ``start`` on, at most ``length``."""
+        file, own = self.place(number)
+        return file.document(own, start, length)
+
+    def place(self, number: int) -> tuple[Documents, int]:
+        """The file that has a document, and its number there."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return self.files[which].document(number - int(self._firsts[which]), start, length)
+        return self.files[which], number - int(self._firsts[which])
 
 
 def _files(path: Path, dtype: str) -> list[Path]:
@@ -127,6 +162,14 @@ def _files(path: Path, dtype: str) -> list[Path]:
             f"{path} must end in {' or '.join(_SUFFIXES)}; with the dtype uint8 the bytes of any file are tokens"
         )
     return [path]
+
+
+def _skipped(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return []
+    there = sorted(found for found in path.iterdir() if found.is_dir() or found.suffix not in _SUFFIXES)
+    indices = {found for found in there if found.suffix == ".idx" and found.with_suffix(".bin").exists()}
+    return [found for found in there if found not in indices and not found.name.startswith(".")]
 
 
 def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
