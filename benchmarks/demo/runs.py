@@ -16,7 +16,7 @@ from benchmarks.demo.matmul_floor import Products
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.data.tokens import TokenFile, TokenStream
-from parallel_ops.train.metrics import peak_memory
+from parallel_ops.train.progress import peak_memory
 from parallel_ops.train.trainer import Trainer
 
 # The models that train on one process: plain PyTorch and this package, each as it is and compiled whole.
@@ -68,7 +68,7 @@ class DemoTrainer:
         return Step(step.loss, step.seconds)
 
     def peak_memory(self) -> int | None:
-        """See ``metrics.peak_memory``."""
+        """See ``progress.peak_memory``."""
         return peak_memory(self.trainer.device)
 
 

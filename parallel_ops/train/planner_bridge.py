@@ -12,9 +12,11 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.memory.memory import memory
+from parallel_ops.planner.memory.states import element_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, Estimate, StageMemory
+from parallel_ops.tensor_parallel.loss.linear_cross_entropy import CHUNK_BYTES
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import settings_of
 
@@ -82,16 +84,19 @@ def uses_cuda(settings: Settings) -> bool:
     return there and settings.run.device != "cpu"
 
 
-def rank_memory(settings: Settings, plan: Plan | None = None) -> StageMemory:
-    """What the planner counts on each rank, with ``plan`` in the place of the settings' own."""
-    return memory(model_of(settings), plan or settings.plan)[0]
+def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
+    """What the planner counts on each rank, a GPU or a process on CPUs, beside Python and torch themselves."""
+    model, plan = model_of(settings), settings.plan
+    if gpu:
+        return memory(model, plan)[0]
+    whole = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.vocab_size / plan.tp
+    return memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0)[0]
 
 
-def memory_problem(settings: Settings, device: Device, plan: Plan | None = None) -> str | None:
+def memory_problem(settings: Settings, device: Device) -> str | None:
     """Why a plan does not fit in a rank's memory by the planner's count, in numbers; ``None`` if it does."""
-    found = rank_memory(settings, plan)
-    needed = found.total if device.gpu else found.total - found.runtime  # drivers and NCCL
-    needed += 0.0 if device.gpu else found.host
+    found = rank_memory(settings, gpu=device.gpu)
+    needed = found.total + (0.0 if device.gpu else found.host)
     if needed <= device.memory:
         return None
     more = (needed - device.memory) / GIB
@@ -143,21 +148,27 @@ def replan(settings: Settings, ranks: int, device: Device) -> Settings:
     the number of ranks that share a replica's shards. Where that does not fit in memory, ZeRO goes up.
 
     Raises:
-        ValueError: no plan of so many ranks can run, with a reason for each that was tried.
+        ValueError: no plan of so many ranks can run, with the plans that were tried by reason.
     """
-    reasons = []
+    tried: dict[str, dict[str, list[int]]] = {}
     for changes in _candidates(settings.plan, ranks):
-        text = ", ".join(f"{name}={value}" for name, value in changes.items())
         try:
             found = changed(settings, changes)
         except ValueError as error:
-            reasons.append(f"{text}: {error}")
-            continue
-        if (reason := memory_problem(found, device)) is not None:
-            reasons.append(f"{text}: {reason}")
+            reason: str | None = str(error).removeprefix("plan: ").removeprefix("Plan: ")
         else:
+            reason = memory_problem(found, device)
+        if reason is None:
             return found
+        sizes = ", ".join(f"{name}={changes[name]}" for name in ("dp", "cp", "tp"))
+        tried.setdefault(reason, {}).setdefault(sizes, []).append(int(changes["zero"]))
+    reasons = [f"{_alternatives(plans)}: {reason}" for reason, plans in tried.items()]
     raise ValueError(f"no plan like {settings.plan.text} runs on {ranks} ranks: {'; '.join(reasons)}")
+
+
+def _alternatives(plans: dict[str, list[int]]) -> str:
+    """Sizes, each with the ZeRO stages that were tried with it."""
+    return " or ".join(f"{sizes}, zero={'/'.join(map(str, stages))}" for sizes, stages in plans.items())
 
 
 def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, int | bool]]:

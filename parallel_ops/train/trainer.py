@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.train import outputs
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
@@ -35,6 +36,7 @@ from parallel_ops.train.launch.watch import Activity, group_timeout, longest
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch, parallelize
+from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
 
 if TYPE_CHECKING:
@@ -147,21 +149,27 @@ class Trainer:
 
         Raises:
             NotFinite: with ``on_nan`` of ``"stop"``. CheckpointError: a checkpoint cannot be written.
-            ValueError, OSError: data that cannot be read.
+            ValueError, OSError: data that cannot be read, files that cannot be written. ImportError: TensorBoard or
+            matplotlib is wanted, and not installed.
         """
         settings, loss = self.settings, math.nan
         stopped: str | None = None
+        outputs.check(settings)
         store = self._store()
         if store is not None:
             store.begin(self.done)
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(Stopping() if stopping is None else stopping)
+            progress = stack.enter_context(Progress(self))
             metrics = stack.enter_context(Metrics(self))
             try:
                 while self.done < settings.run.steps:
                     step = self.step(asked=lambda: signals.asked)
+                    problem = self._problem(step)
                     metrics.add(step)
-                    self._judge(step)
+                    progress.add(step, stops=problem is not None)
+                    if problem is not None:
+                        raise problem
                     loss = step.loss
                     stopped = step.stop
                     if stopped is not None:
@@ -177,7 +185,9 @@ class Trainer:
                     store.wait()
             self.activity("writing what was measured", slow=True)
         found = {} if store is None else checkpoints.steps_in(store.folder)
-        return Result(self.done, loss, stopped, found[max(found)] if found else None)
+        result = Result(self.done, loss, stopped, found[max(found)] if found else None)
+        progress.end(result)
+        return result
 
     def step(self, *, asked: Callable[[], str | None] = lambda: None) -> Step:
         """Takes one step; all ranks call it.
@@ -310,20 +320,21 @@ class Trainer:
         # The ranks that share weights or a sequence have the same loss each.
         return loss / (self.mesh.size("tp") * self.mesh.size("cp")), grad_norm, stop
 
-    def _judge(self, step: Step) -> None:
-        """What a step that is not finite means."""
+    def _problem(self, step: Step) -> NotFinite | None:
+        """Why a step that is not finite ends the run; ``None`` if the run goes on."""
         finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
         where = f"step {step.number}, samples {self.taken - self.settings.plan.global_batch} to {self.taken - 1}"
         # In fp16 gradients that overflow are no news; a loss that does is.
         if not finite and not (self.scale.growth_interval and math.isfinite(step.loss)):
             if self.settings.run.on_nan == "stop":
                 kept = "; no parameter was changed" if step.skipped else ""
-                raise NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
-            return
+                return NotFinite(f"{where}: loss {step.loss}, gradient norm {step.grad_norm}{kept}")
+            return None
         try:
             self.scale.update(finite)
         except FloatingPointError as error:
-            raise NotFinite(f"{where}: {error}") from None
+            return NotFinite(f"{where}: {error}")
+        return None
 
     def _store(self) -> Checkpoints | None:
         own = self.settings.checkpoint

@@ -200,7 +200,7 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
     scales, skipped = [], []
     while trainer.done < settings.run.steps:
         step = trainer.step()
-        trainer._judge(step)
+        trainer._problem(step)
         scales.append(trainer.scale.scale)
         skipped.append(step.skipped)
     trainer.loader.close()

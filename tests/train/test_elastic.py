@@ -77,7 +77,7 @@ def test_nodes_go_and_come(tmp_path, request):
         wait(lambda: last() > 60)
         nodes[1].kill()
         resumed(1)
-        assert "plan for 1 ranks: dp1, zero3, b1 x 4 in the place of dp2, zero3, b1 x 2" in nodes[0].said()
+        assert "plan for 1 rank: dp1, zero3, b1 x 4 in the place of dp2, zero3, b1 x 2" in nodes[0].said()
         nodes.append(Node(tmp_path, port))
         resumed(2)
         nodes[2].agent.send_signal(signal.SIGTERM)

@@ -1,7 +1,9 @@
 """Starting a run: plans for other ranks, what is refused before anything starts, Ctrl-C and going on."""
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from parallel_ops._internal.groups import device_types_of
 from parallel_ops.planner.cli.app import app
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_file import read_settings, settings_of
+from parallel_ops.train.data import vocabulary
+from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.options import Start
@@ -70,6 +74,14 @@ def test_a_plan_that_no_ranks_can_run_says_why(folder):
         replan(settings(folder, "dp=4,global_batch=8"), 2, Device("a thimble", 1e6, True))
 
 
+def test_a_reason_is_given_once(folder):
+    """Whatever is tried has the same one."""
+    with pytest.raises(ValueError, match="no plan like") as raised:
+        replan(settings(folder, "dp=2,tp=2,global_batch=8"), 3, ROOM)
+    assert str(raised.value).count("global_batch must be a multiple of dp * micro_batch (3), got 8") == 1
+    assert "runs on 3 ranks: dp=3, cp=1, tp=1, zero=0/1/2/3: global_batch must be" in str(raised.value)
+
+
 def test_ranks_that_do_not_fit_are_an_error_unless_the_plan_may_change(folder):
     given = settings(folder, "dp=2,global_batch=8")
     with pytest.raises(ValueError, match=r"dp=2 \* cp=1 \* tp=1 is 2 ranks, but there are 4; .*--elastic"):
@@ -84,10 +96,78 @@ def test_a_plan_beyond_the_memory_is_a_warning_or_an_error(folder, monkeypatch, 
     monkeypatch.setattr(Device, "here", classmethod(lambda *_: Device("a thimble", 1e6, True)))
     command.dry_run(given, None, strict=False)
     said = capsys.readouterr()
-    assert "mesh   dp_shard 2: 2 ranks" in said.out and "tokens/s" in said.out
+    assert "2: dp_shard 2, neighbours" in said.out and "tokens/s" in said.out
     assert "warning: each rank needs" in said.err and "a thimble has 0.00" in said.err
     with pytest.raises(ValueError, match=r"each rank needs .* \(--strict\)"):
         command.dry_run(given, None, strict=True)
+
+
+def test_a_dry_run_counts_the_memory_of_what_the_run_is_on(folder, capsys):
+    """On CPUs there is no driver, and the logits are those of its own loss; of a named cluster the GPUs count."""
+    given = settings(folder, "dp=2,global_batch=8", run={"device": "cpu"}, precision={"dtype": "fp32"})
+
+    def held(cluster):
+        command.dry_run(given, cluster, strict=False)
+        said = capsys.readouterr().out
+        return said, {name: int(size.replace(",", "")) for name, size in re.findall(r"^(\w+) +([\d,]+)$", said, re.M)}
+
+    said, cpu = held(None)
+    assert "runtime" not in cpu and cpu["logits"] == 4 * 32 * 64 + 4 * 32 * 64 and cpu["all"] < 2**20
+    assert "in the last dimension; CPU\n" in said and "on h100x2 (no GPU is here; --cluster names others)" in said
+    said, gpu = held("a100-80")
+    assert gpu["runtime"] > 2**30 and gpu["logits"] > 2**28 and "CPU" not in said and "no GPU is here" not in said
+
+
+@pytest.mark.parametrize("key", ["checkpoint.folder", "logging.tensorboard", "logging.jsonl", "logging.picture"])
+def test_what_cannot_be_written_is_named_with_its_key(folder, monkeypatch, key):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if tensorboard were there
+    section, name = key.split(".")
+    is_folder = key in ("checkpoint.folder", "logging.tensorboard")
+
+    def check(path):
+        launch.check(settings(folder, "dp=2,global_batch=8", **{section: {name: str(path)}}), Start())
+
+    (folder / "file").touch()
+    (folder / "folder.png").mkdir()
+    with pytest.raises(OSError, match=rf"{key}: .*file is a file, where a folder is needed"):
+        check(folder / "file" / "in" / "it.png")
+    if is_folder:
+        with pytest.raises(OSError, match=rf"{key}: .*file is a file, where a folder is needed"):
+            check(folder / "file")
+    else:
+        with pytest.raises(OSError, match=rf"{key}: .*folder.png is a folder; name a file in it"):
+            check(folder / "folder.png")
+    with pytest.raises(OSError, match=rf"{key}: /proc/\S+ cannot be written: "):
+        check("/proc/nothing/can/be/made/here.png")
+    before = sorted(folder.rglob("*"))
+    check(folder / "new" / "path.png")
+    made = set(folder.rglob("*")) - set(before)
+    assert made == {folder / "new", folder / "new" / "path.png"} if is_folder else {folder / "new"}
+
+
+def test_tokens_outside_the_vocabulary_are_found_before_the_start(folder):
+    np.full(100, 63, np.uint16).tofile(folder / "b.bin")
+    paths = {"paths": [str(folder / "tokens.bin"), str(folder / "b.bin")]}
+    given = settings_of({"model": MODEL, "data": paths})
+    assert launch.check(given, Start()) == 1
+    np.array([0] * 99 + [64], np.uint16).tofile(folder / "b.bin")
+    with pytest.raises(ValueError, match=r"data: \S*b\.bin has token 64, outside the model's vocabulary of 64; is"):
+        launch.check(given, Start())
+
+
+def test_of_much_data_a_part_is_read_before_the_start(tmp_path):
+    """Blocks at even distances; none of files whose type has no token outside."""
+    np.zeros(16 << 20, np.int8).tofile(tmp_path / "a.bin")
+    small = TokenStream([tmp_path / "a.bin"], dtype="uint8")
+    assert vocabulary.check(small, 256, most=1) == 1
+    signed = TokenStream([tmp_path / "a.bin"], dtype="int8")
+    assert vocabulary.check(signed, 256) == 1
+    assert vocabulary.check(signed, 256, most=4 << 20) == 0.25
+    wrong = np.memmap(tmp_path / "a.bin", np.int8, "r+")
+    wrong[5 << 20] = -1
+    assert vocabulary.check(signed, 256, most=4 << 20) == 0.25  # between two blocks that are read
+    with pytest.raises(ValueError, match="has token -1, outside"):
+        vocabulary.check(signed, 256, most=16 << 20)
 
 
 def test_what_is_looked_at_before_anything_starts(folder):

@@ -81,7 +81,7 @@ def test_a_step_sends_what_the_planner_says(folder, number):
 @pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_a_rank_holds_what_the_planner_says(folder, number):
     settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
-    planned = rank_memory(settings)
+    planned = rank_memory(settings, gpu=True)
     plan, ranked = settings.plan, settings.plan.dp_shard * settings.plan.cp
     for _, samples in steps(folder, number):
         parameters, gradients, optimizer = map(max, zip(*samples, strict=True))

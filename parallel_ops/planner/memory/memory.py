@@ -35,7 +35,9 @@ _LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
 FUSED_LOSS_BYTES = 256 * 2**20
 
 
-def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
+def memory(
+    model: Model, plan: Plan, *, logit_chunk: float = FUSED_LOSS_BYTES, runtime: float = RUNTIME_BYTES
+) -> tuple[StageMemory, ...]:
     """Peak memory of one GPU of each pipeline stage, the first stage first.
 
     The formulas and their sources are at the top of ``parallel_ops/planner/memory/memory.py``.
@@ -43,8 +45,10 @@ def memory(model: Model, plan: Plan) -> tuple[StageMemory, ...]:
     Args:
         model: the model; ``seq_length`` is the length of a training sequence.
         plan: a plan that ``parallel_ops.planner.feasibility.problem`` accepts for this model.
+        logit_chunk, runtime: bytes of the chunk of logits of a fused loss, and of the driver and NCCL; those of a GPU
+            by default.
     """
-    found = PlanMemory(model, plan)
+    found = PlanMemory(model, plan, logit_chunk=logit_chunk, runtime=runtime)
     return tuple(found.stage(stage) for stage in range(plan.pp))
 
 
@@ -76,8 +80,11 @@ class PlanMemory:
     ``total`` takes recomputation and offload as arguments, since a search varies these for one plan.
     """
 
-    def __init__(self, model: Model, plan: Plan) -> None:
+    def __init__(
+        self, model: Model, plan: Plan, *, logit_chunk: float = FUSED_LOSS_BYTES, runtime: float = RUNTIME_BYTES
+    ) -> None:
         self.model, self.plan = model, plan
+        self._logit_chunk, self._runtime = logit_chunk, runtime
         self._tokens = model.seq_length * plan.micro_batch / plan.cp
         self._layout = stage_layout(plan)
         self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
@@ -100,7 +107,7 @@ class PlanMemory:
             activations=activations * resident + found.embedding + found.head,
             logits=found.logits,
             buffers=found.buffers,
-            runtime=RUNTIME_BYTES + (total - RUNTIME_BYTES) * self._fragmentation / (1 + self._fragmentation),
+            runtime=self._runtime + (total - self._runtime) * self._fragmentation / (1 + self._fragmentation),
             host=(found.optimizer if offloaded else 0.0) + activations * (1 - resident),
             in_flight=found.held,
         )
@@ -115,7 +122,7 @@ class PlanMemory:
         activations, resident = self._activations(found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
         activations = activations * resident + found.embedding + found.head
-        return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + RUNTIME_BYTES
+        return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + self._runtime
 
     def fixed(self, stage: int) -> FixedMemory:
         """The memory of a stage that does not depend on recomputation and offload."""
@@ -129,7 +136,7 @@ class PlanMemory:
         if stage == self._head:
             head = 2 * width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
             if plan.fused_loss:
-                logits = FUSED_LOSS_BYTES + 4.0 * model.hidden_size * model.vocab_size / plan.tp
+                logits = self._logit_chunk + 4.0 * model.hidden_size * model.vocab_size / plan.tp
             else:
                 each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
                 logits = each * tokens * model.vocab_size / plan.tp

@@ -53,7 +53,7 @@ from parallel_ops.tensor_parallel.loss.logit_chunks import LinearCall
 # Each chunk reads the weight twice and reads and writes its gradient; it needs enough rows to hide that behind the
 # products: on a GPU 1,024 rows of 131,072 bf16 logits, on a CPU 524 rows of 32,000 fp32 ones (2026-11, two cores of a
 # Xeon, 2,048 rows, hidden size 512: 64 MiB as fast as the whole logits at once, 16 MiB 25% slower, in bf16 2x).
-_CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
 class LinearCrossEntropyArguments(LossArguments, total=False):
@@ -191,7 +191,7 @@ def _check(
     check_same_device(_NAME, "target", target, "hidden", hidden)
     check_class_weight(_NAME, class_weight, weight.shape[:1], "one element for each row of weight", "hidden", hidden)
     check_reduction(_NAME, reduction)
-    size = _CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "cuda"] if chunk_bytes is None else chunk_bytes
+    size = CHUNK_BYTES["cpu" if hidden.device.type == "cpu" else "cuda"] if chunk_bytes is None else chunk_bytes
     if size < 1:
         raise ValueError(f"{_NAME}: chunk_bytes must be at least 1, got {chunk_bytes}")
     return parts, size

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from parallel_ops._internal.command_line import fail
 from parallel_ops.planner.results import DEVICE_MEMORY
+from parallel_ops.train import description
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import read_toml, settings_of, with_changes
@@ -19,7 +20,7 @@ from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.consistency import Disagreement
 from parallel_ops.train.launch.local import FAILED, PLAIN, Failure
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import under_torchrun
+from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
 
 
@@ -55,27 +56,37 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     try:
         with launch.announced():
             _check_memory(settings, Device.here(settings, ranks), strict)
-            launch.check(settings, start)
+            share = launch.check(settings, start)
             if under_torchrun():
                 given, settings = settings, launch.fitted(settings, int(os.environ["WORLD_SIZE"]), start)
-                if settings is not given and _first():
+                if settings is not given and first_rank():
                     _say(launch.described_change(given, settings))
     except (CheckpointError, ImportError) as error:
         fail(error)
+    if share < 1:
+        _say(
+            f"note: {share:.1%} of the data were compared with the vocabulary before the start, the rest are when read"
+        )
     try:
         stopped = launch.run(settings, start)
     except Disagreement:
         raise
     except Failure as failure:
+        _clear_line()
         print(failure.trace, end="", file=sys.stderr)
         fail(failure, FAILED)
     except PLAIN as error:
+        _clear_line()
         fail(error, FAILED)
     code = launch.exit_code(stopped)
     result = stopped.result
-    if stopped.signal and _first():
+    if stopped.signal and first_rank():
         saved = f"; {result.checkpoint} has it, go on with --resume" if result and result.checkpoint else ""
-        _say(f"stopped by {stopped.signal}" + (f" after step {result.step}{saved}" if result else " before it began"))
+        _clear_line()
+        _say(
+            f"stopped by {stopped.signal}"
+            + (f" after step {result.step}{saved}" if result else " at once, without a checkpoint")
+        )
     return code
 
 
@@ -85,39 +96,34 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     Raises:
         ValueError: an unknown cluster, a plan that cannot run there, or with ``strict`` one that does not fit here.
     """
-    plan, config = settings.plan, settings.config
+    plan = settings.plan
     machine = cluster_of(cluster, plan)
     expected = forecast(settings, machine)
     console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
-    console.print(f"plan   {plan.text or 'one rank'}", highlight=False)
-    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
-    shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    console.print(f"mesh   {shape or '1'}: {plan.gpus} ranks, neighbours in the last dimension", highlight=False)
-    console.print(
-        f"step   {plan.global_batch} x {settings.seq_length:,} tokens: {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch} on each of {plan.dp} data-parallel ranks", highlight=False,
-    )  # fmt: skip
-    console.print(
-        f"model  {config.num_layers} layers, hidden {config.hidden_size}, {expected.model.parameters:,} parameters\n",
-        highlight=False,
-    )
-    found = rank_memory(settings)
+    # The run itself would be on CPUs where there is no GPU, but not that of another cluster.
+    device = Device.here(settings, plan.gpus)
+    gpu = cluster is not None or device.gpu
+    where = machine.gpu.name if cluster is not None else device.name if gpu else "CPU"
+    lines = description.plan_lines(settings, where, expected.model.parameters)
+    console.print(f"{description.text(lines)}\n", highlight=False)
+    found = rank_memory(settings, gpu=gpu)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("each rank holds")
     table.add_column("bytes", justify="right")
     for name in DEVICE_MEMORY:
         if size := getattr(found, name):
-            table.add_row(name, f"{size:,.0f}")
+            table.add_row(name if gpu or name != "runtime" else "allocator", f"{size:,.0f}")
     table.add_row("all", f"{found.total:,.0f}")
     if found.host:
         table.add_row("in host memory", f"{found.host:,.0f}")
     console.print(table)
+    assumed = "" if gpu else " (no GPU is here; --cluster names others)"
     console.print(
-        f"\non {machine.name} the planner expects a step of {expected.step:.4g} s, {expected.tokens_per_second:,.0f} "
-        f"tokens/s, MFU {expected.mfu:.1%}; {expected.error_band.sentence()}",
+        f"\non {machine.name}{assumed} the planner expects a step of {expected.step:.4g} s, "
+        f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}; {expected.error_band.sentence()}",
         highlight=False,
     )
-    _check_memory(settings, Device.here(settings, plan.gpus), strict)
+    _check_memory(settings, device, strict)
 
 
 def _check_memory(settings: Settings, device: Device, strict: bool) -> None:
@@ -125,12 +131,14 @@ def _check_memory(settings: Settings, device: Device, strict: bool) -> None:
         return
     if strict:
         raise ValueError(f"{reason} (--strict)")
-    if _first():
+    if first_rank():
         _say(f"warning: {reason}")
 
 
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _clear_line() -> None:
+    """Of a terminal, where a process that was killed may have left the bar of ``progress``."""
+    if sys.stdout.isatty():
+        print("\r\x1b[K", end="", flush=True)
 
 
 def _say(text: str) -> None:

@@ -19,6 +19,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def first_rank() -> bool:
+    """True in the process that starts the others, and in rank 0 under torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def meet(seconds: float) -> tuple[Any, int, int]:
     """The store of this start, the rank and the number of ranks; all ranks call it.
 

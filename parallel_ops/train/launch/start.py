@@ -14,14 +14,15 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from parallel_ops._internal.command_line import INTERRUPTED
-from parallel_ops.train import metrics
+from parallel_ops.train import outputs
 from parallel_ops.train.config import Settings
+from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import under_torchrun
+from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost
 from parallel_ops.train.launch.worker import announce, train
@@ -53,22 +54,27 @@ def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
 
 def described_change(before: Settings, after: Settings) -> str:
     """What a plan that was chosen anew is, in words."""
-    return f"plan for {after.plan.gpus} ranks: {after.plan.describe()} in the place of {before.plan.describe()}"
+    ranks = f"{after.plan.gpus} rank{'s' if after.plan.gpus > 1 else ''}"
+    return f"plan for {ranks}: {after.plan.describe()} in the place of {before.plan.describe()}"
 
 
-def check(settings: Settings, start: Start) -> None:
+def check(settings: Settings, start: Start) -> float:
     """Looks at what a run would read and write, before any process group.
 
+    Returns:
+        the share of the data that was compared with the vocabulary, on the first rank; see ``vocabulary``.
+
     Raises:
-        ValueError, OSError, ImportError, CheckpointError: data that is not there or too short, files that cannot be
-        written, no such device; checkpoints that ``resuming.check`` refuses.
+        ValueError, OSError, ImportError, CheckpointError: data that is not there, too short or of tokens that the model
+        does not know, files that cannot be written, no such device; checkpoints that ``resuming.check`` refuses.
     """
     data = settings.data
     uses_cuda(settings)
     stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
     Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed)
-    metrics.check(settings.logging)
     resuming.check(settings, start)
+    outputs.check(settings)
+    return vocabulary.check(stream, settings.config.vocab_size) if first_rank() else 1.0
 
 
 def run(settings: Settings, start: Start) -> Stopped:
@@ -109,7 +115,7 @@ def _report(message: str) -> None:
 
 def _under_torchrun(settings: Settings, start: Start) -> Stopped:
     stopping = Stopping()
-    if start.elastic and os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if start.elastic and first_rank() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         print(_SHARED, file=sys.stderr, flush=True)
     try:
         result = train(settings, start, stopping, _report)

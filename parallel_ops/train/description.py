@@ -1,0 +1,118 @@
+"""What a run is, and what it reached, in labelled lines."""
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from parallel_ops.train.config import Settings
+    from parallel_ops.train.config_sections import LoggingSettings
+    from parallel_ops.train.data.tokens import TokenStream
+    from parallel_ops.train.results import Result
+    from parallel_ops.train.trainer import Trainer
+
+Line = tuple[str, str]
+# Of many files the first are named.
+_NAMED = 4
+
+
+def text(lines: Iterable[Line]) -> str:
+    """The lines, their labels in a column."""
+    return "\n".join(f"{label:12} {content}" for label, content in lines)
+
+
+def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]:
+    """Of the settings, on ranks of a kind of device."""
+    plan, config = settings.plan, settings.config
+    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    ranks = f"{plan.gpus}: {shape}, neighbours in the last dimension" if shape else "1"
+    across = f" on each of {plan.dp} data-parallel ranks" if plan.dp > 1 else ""
+    return [
+        ("plan", plan.text or "one rank"),
+        ("ranks", f"{ranks}; {device}"),
+        ("model", f"{parameters:,} parameters: {config.num_layers} layers, hidden {config.hidden_size}"),
+        ("step", f"{plan.global_batch} x {settings.seq_length:,} = {plan.global_batch * settings.seq_length:,} tokens: "
+                 f"{_count(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}{across}"),
+    ]  # fmt: skip
+
+
+def start_lines(trainer: "Trainer") -> list[Line]:
+    """What a run is, from where it begins or goes on."""
+    settings, samples = trainer.settings, trainer.samples
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    left, batch = settings.run.steps - trainer.done, settings.plan.global_batch
+    tokens = left * batch * settings.seq_length
+    span = f"steps {trainer.done + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
+    position = f", from sample {trainer.taken:,} on" if trainer.taken else ""
+    shuffled = "shuffled" if samples.shuffle else "as they lie in the shuffled documents"
+    stream = samples.stream
+    lines = [
+        *plan_lines(settings, device_name(trainer.device), parameters),
+        ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
+        ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
+        ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
+    ]
+    own = settings.checkpoint
+    when = f"every {own.every} steps and at the end" if own.every else "at the end"
+    lines += [("checkpoints", "none" if own.folder is None else f"{own.folder}, {when}; {own.keep} are kept")]
+    return lines + _logs(settings.logging)
+
+
+def warning(stream: "TokenStream") -> str | None:
+    """Files that a user may take for read; ``None`` if there are none."""
+    if not stream.skipped:
+        return None
+    named = _some([str(path) for path in stream.skipped])
+    return (
+        f"warning: not read: {named}; of a folder .bin and .npy files alone are. To train on the bytes of a text, name "
+        'its file in data.paths, with data.dtype = "uint8"'
+    )
+
+
+def end_lines(trainer: "Trainer", result: "Result", first: int, seconds: float) -> list[Line]:
+    """What a run reached.
+
+    Args:
+        first: steps that were taken before it. seconds: from its start to the end of its last step.
+    """
+    settings, steps = trainer.settings, result.step - first
+    tokens = steps * settings.plan.global_batch * settings.seq_length
+    before = f", {first:,} of them before" if first else ""
+    took = f"; {tokens:,} tokens in {timedelta(seconds=round(seconds))}, {tokens / seconds:,.0f} tokens/s; last loss "
+    reached = f"{result.step:,} of {settings.run.steps:,} steps{before}" + (f"{took}{result.loss:.4f}" if steps else "")
+    lines = [("stopped" if result.stopped else "done", reached)]
+    if result.checkpoint is not None:
+        lines += [("checkpoint", str(result.checkpoint))]
+    return lines + _logs(settings.logging)
+
+
+def device_name(device: torch.device) -> str:
+    """Of this rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {_count(torch.get_num_threads(), 'thread')} each"
+
+
+def _logs(settings: "LoggingSettings") -> list[Line]:
+    files: dict[str, Path | None] = {
+        "a line a step": settings.jsonl, "TensorBoard": settings.tensorboard, "picture": settings.picture
+    }  # fmt: skip
+    written = [f"{file} ({kind})" for kind, file in files.items() if file is not None]
+    return [("logs", ", ".join(written))] if written else []
+
+
+def _files(stream: "TokenStream") -> str:
+    return _some([f"{file.path} ({size:,})" for file, size in zip(stream.files, stream.sizes, strict=True)])
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,60 @@
+"""Whether a run can write what its settings ask for: looked at before it begins, not after hours."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallel_ops.train.config import Settings
+
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+def check(settings: "Settings") -> None:
+    """Makes the folders that are missing, and writes nothing else that stays.
+
+    Raises:
+        ImportError: TensorBoard or matplotlib is not installed, and wanted. ValueError: a picture of another format.
+        OSError: a file or folder that cannot be written, with its key.
+    """
+    logging = settings.logging
+    for package, path in (("tensorboard", logging.tensorboard), ("matplotlib", logging.picture)):
+        if path is not None and importlib.util.find_spec(package) is None:
+            raise ImportError(f"{path} needs {package}; run: pip install {package}")
+    if logging.picture is not None and logging.picture.suffix.lower() not in PICTURE_FORMATS:
+        raise ValueError(f"logging.picture must end in {', '.join(PICTURE_FORMATS)}, got {logging.picture}")
+    for key, folder in (
+        ("checkpoint.folder", settings.checkpoint.folder),
+        ("logging.tensorboard", logging.tensorboard),
+    ):
+        if folder is not None:
+            _check_folder(key, folder)
+    for key, file in (("logging.jsonl", logging.jsonl), ("logging.picture", logging.picture)):
+        if file is not None:
+            _check_file(key, file)
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (folder, *folder.parents) if path.exists() and not path.is_dir())
+        raise OSError(f"{key}: {file} is a file, where a folder is needed; name another") from None
+    except OSError as error:
+        raise OSError(f"{key}: {folder} cannot be written: {error.strerror}") from None
+
+
+def _check_file(key: str, file: Path) -> None:
+    if file.is_dir():
+        raise OSError(f"{key}: {file} is a folder; name a file in it")
+    if not file.exists():
+        _check_folder(key, file.parent)
+        return
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise OSError(f"{key}: {file} cannot be written: {error.strerror}") from None

@@ -1,0 +1,166 @@
+"""What a run prints, on rank 0: what it is, how far it is, what it reached.
+
+On a terminal a bar shows the last step, and lines above it what is out of the ordinary; into a file or a pipe goes a
+line every ``logging.every`` steps.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from datetime import timedelta
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel_ops.models import Transformer
+from parallel_ops.planner import presets
+from parallel_ops.train import description
+
+if TYPE_CHECKING:
+    from parallel_ops.train.results import Result, Step
+    from parallel_ops.train.trainer import Trainer
+
+# Steps whose median time says how long the rest will take.
+_RECENT = 50
+# Between two states of the bar, in seconds. No thread draws it: that would take turns with the one that launches work.
+_REFRESH = 0.1
+# Columns from which on the bar has room for everything that a line has.
+_WIDE = 140
+
+
+class Progress:
+    """Of a trainer, from where it is to its end."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer, self.settings = trainer, trainer.settings
+        self._seconds: list[float] = []
+        self._bar: Any = None
+        self._flops = _flops(trainer)
+        self._first, self._start = trainer.done, time.perf_counter()
+        self._since, self._drawn, self._last = (self._first, self._start), -math.inf, self._start
+
+    def __enter__(self) -> "Progress":
+        if self.trainer.rank == 0:
+            print(description.text(description.start_lines(self.trainer)), flush=True)
+            if warning := description.warning(self.trainer.samples.stream):
+                print(warning, file=sys.stderr, flush=True)
+            self._bar = _bar(self.settings.run.steps, self.trainer.done)
+        self._first, self._start = self.trainer.done, time.perf_counter()
+        self._since = self._first, self._start
+        return self
+
+    def add(self, step: "Step", *, stops: bool = False) -> None:
+        """Takes note of a step.
+
+        Args:
+            stops: it is not finite, and ends the run.
+        """
+        if self.trainer.rank:
+            return
+        self._seconds = [*self._seconds[1 - _RECENT :], step.seconds]
+        now = self._last = time.perf_counter()
+        last = step.number == self.settings.run.steps
+        if self._bar is not None and (last or now - self._drawn > _REFRESH):
+            self._drawn = now
+            parts = self._parts(step, step.tokens / median(self._seconds))
+            shown = parts if self._bar.console.width >= _WIDE else [parts[0], parts[3], parts[-1]]
+            text = "  ".join([f"step {step.number}/{self.settings.run.steps}", *shown])
+            self._bar.update(0, completed=step.number, text=text, refresh=True)
+        unusual = step.skipped or stops
+        if unusual or (self._bar is None and (step.number % self.settings.logging.every == 0 or last)):
+            self._line(step, now, unusual, stops)
+
+    def end(self, result: "Result") -> None:
+        """What the run reached; after the bar is gone and all files are written."""
+        if self.trainer.rank == 0:
+            seconds = self._last - self._start
+            print(description.text(description.end_lines(self.trainer, result, self._first, seconds)), flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, step: "Step", now: float, unusual: bool, stops: bool) -> None:
+        first, start = self._since
+        self._since = step.number, now
+        parts = [f"step {step.number}/{self.settings.run.steps}"]
+        parts += self._parts(step, step.tokens * (step.number - first) / (now - start))
+        if unusual:
+            end = self.trainer.taken
+            samples = f"samples {end - self.settings.plan.global_batch} to {end - 1}"
+            parts += [f"not finite, {'the run stops' if stops else 'skipped'}: {samples}"]
+        print("  ".join(parts), flush=True)
+
+    def _parts(self, step: "Step", rate: float) -> list[str]:
+        left = timedelta(seconds=round((self.settings.run.steps - step.number) * median(self._seconds)))
+        parts = [f"loss {step.loss:.4f}", f"norm {step.grad_norm:.3g}", f"lr {step.lr:.2e}", f"{rate:,.0f} tokens/s"]
+        parts += [f"MFU {rate * self._flops:.1%}"] if self._flops else []
+        memory = peak_memory(self.trainer.device)
+        parts += [] if memory is None else [f"{memory / 2**30:.2f} GiB"]
+        return [*parts, f"{left} left"]
+
+
+def _bar(steps: int, done: int) -> Any:
+    """A bar on the terminal; ``None`` where stdout is none."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console, ConsoleDimensions
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    class Terminal(Console):
+        """Leaves the cursor as it is: a process that is killed could not show it again. The terminal's ^C has room on
+        the line of the bar, which is not erased from the next one."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+        @property  # type: ignore[misc]
+        def size(self) -> ConsoleDimensions:
+            width, height = super().size
+            return ConsoleDimensions(max(1, width - 5), height)
+
+    console = Terminal()
+    if console.is_dumb_terminal:
+        return None
+    columns = (BarColumn(None), TextColumn("{task.fields[text]}", markup=False))
+    bar = Bar(*columns, console=console, auto_refresh=False, transient=True, expand=True)
+    bar.add_task("", total=steps, completed=done, text=f"step {done}/{steps}")
+    bar.start()
+    bar.refresh()
+    return bar
+
+
+def _flops(trainer: "Trainer") -> float:
+    """The share of all ranks' peak that one token a second takes; 0 where that is not known."""
+    from parallel_ops.train.planner_bridge import gpu_here, model_of
+
+    name = torch.cuda.get_device_name(trainer.device).lower() if trainer.device.type == "cuda" else ""
+    gpu = gpu_here() if name and isinstance(trainer.model, Transformer) else None
+    # The figures are those of the fastest variant.
+    if gpu is None or "pcie" in name or "nvl" in name:
+        return 0.0
+    peak = presets.gpu(gpu).peak(trainer.settings.precision.dtype) * trainer.world
+    return 3 * model_of(trainer.settings).forward_flops / peak
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most memory held so far, in bytes: of tensors on a GPU, of the whole process on a CPU.
+
+    ``None`` where the operating system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # On Linux not getrusage's ru_maxrss, which a child process inherits from its parent.
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None
