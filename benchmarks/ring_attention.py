@@ -138,8 +138,8 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     shares = torch.zeros((2, *k.shape), dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def both() -> object:
-        out, lse, _ = attention.forward(q, k, v, None)
-        return attention.backward(grad, q, k, v, None, out, lse)
+        out, statistics, _ = attention.forward(q, k, v, None)
+        return attention.backward(grad, q, k, v, None, out, statistics)
 
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:

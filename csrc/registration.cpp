@@ -9,13 +9,13 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)");
   m.def(
       "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, ScalarType dtype, float p, Tensor? seed, SymInt "
-      "index_offset) -> Tensor");
+      "index_offset, Tensor? row_positions) -> Tensor");
   m.def(
-      "bias_dropout_add_(Tensor(a!) x, Tensor? bias, Tensor? residual, float p, Tensor? seed, SymInt index_offset)"
-      " -> ()");
+      "bias_dropout_add_(Tensor(a!) x, Tensor? bias, Tensor? residual, float p, Tensor? seed, SymInt index_offset, "
+      "Tensor? row_positions) -> ()");
   m.def(
       "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, SymInt "
-      "index_offset) -> (Tensor, Tensor)");
+      "index_offset, Tensor? row_positions) -> (Tensor, Tensor)");
   m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
   m.def(
       "bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float "
@@ -120,18 +120,19 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def(
       "block_attention_(Tensor q, Tensor k, Tensor v, Tensor? spans, int? left, int? right, float scale, float "
       "softcap, "
-      "float p, Tensor? seed, int[] places, Tensor(a!) out, Tensor(b!) lse, bool merge) -> ()");
-  m.def("attention_delta_(Tensor grad_out, Tensor out, Tensor(a!) delta) -> ()");
+      "float p, Tensor? seed, int[] places, Tensor(a!) out, Tensor(b!) statistics, bool merge) -> ()");
+  m.def("attention_gradient_rows_(Tensor grad_out, Tensor out, Tensor statistics, Tensor(a!) rows) -> ()");
   m.def(
-      "block_attention_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor? "
+      "block_attention_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? "
       "spans, int? left, int? right, float scale, float softcap, float p, Tensor? seed, int[] places, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, bool accumulate) -> ()");
   m.def(
       "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? seed, bool causal, "
       "float "
-      "scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor out, Tensor lse)");
+      "scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor out, Tensor statistics)");
   m.def(
-      "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sink, "
+      "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? "
+      "sink, "
       "Tensor? "
       "cu_seqlens, Tensor? seed, bool causal, float scale, int? window, float softcap, float dropout_p, int "
       "first_head) -> (Tensor dq, "
@@ -140,9 +141,9 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, SymInt "
       "length, SymInt held, str layout, int ulysses_degree, bool gathered, bool causal, float scale, int? window, "
       "float "
-      "softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor lse, Tensor kept)");
+      "softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor statistics, Tensor kept)");
   m.def(
-      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, "
+      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor statistics, "
       "Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool gathered, bool "
       "causal, float scale, int? window, float softcap, float dropout_p, int first_head)"
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");

@@ -11,6 +11,7 @@ import triton.language as tl
 from parallel_ops.triton_kernels._common import COMPILED
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

@@ -37,10 +37,20 @@ SHIFTED_ROWS = 1
 _UNSPECIALISED = ["scale", "last_dropped", "index_offset"]
 
 
+@triton.jit
+def _first_index(index_offset, row, rows, cols, start, positions_ptr, rows_each):
+    """The index in the whole tensor of column ``start`` of rows; ``rows_each`` adjacent ones share a position."""
+    if positions_ptr is not None:
+        number = row.to(tl.uint32) // tl.cast(rows_each, tl.uint32)
+        within = row - number.to(tl.int64) * rows_each
+        row = tl.load(positions_ptr + number, mask=row < rows, other=0) * rows_each + within
+    return index_offset + row * cols + start
+
+
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _forward_kernel(
-    x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, rows, cols, col_blocks, x_stride, residual_stride,
-    scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
+    x_ptr, bias_ptr, residual_ptr, y_ptr, seed_ptr, positions_ptr, rows, cols, col_blocks, x_stride, residual_stride,
+    rows_each, scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr,
     BY_FOUR: tl.constexpr, CARRY: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -62,7 +72,7 @@ def _forward_kernel(
     if HAS_BIAS:
         z += tl.load(bias_ptr + col, mask=in_cols).to(acc)
     if DROPOUT:
-        first = index_offset + row * cols + start
+        first = _first_index(index_offset, row, rows, cols, start, positions_ptr, rows_each)
         keep = keep_block(tl.load(seed_ptr), index_offset, first, last_dropped, BLOCK_COLS, BY_FOUR, CARRY, VECTOR)
         # Chosen, not multiplied by zero: a dropped element is the residual whatever x holds.
         y = tl.where(keep, y + z * tl.cast(scale, acc), y)
@@ -73,7 +83,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _backward_kernel(
-    grad_ptr, dx_ptr, partial_ptr, seed_ptr, rows, cols, col_blocks, splits, grad_stride,
+    grad_ptr, dx_ptr, partial_ptr, seed_ptr, positions_ptr, rows, cols, col_blocks, splits, grad_stride, rows_each,
     scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr, CARRY: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
@@ -86,8 +96,8 @@ def _backward_kernel(
         total = tl.zeros((GROUPS, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
         for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
             dx = _backward_tile(
-                grad_ptr, dx_ptr, seed, first, start, rows, cols, grad_stride, scale, last_dropped, index_offset,
-                DROPOUT, BY_FOUR, CARRY, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
+                grad_ptr, dx_ptr, seed, positions_ptr, first, start, rows, cols, grad_stride, rows_each,
+                scale, last_dropped, index_offset, DROPOUT, BY_FOUR, CARRY, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
             total += sum_within_threads(dx.to(total.dtype), GROUPS)
         col = start + tl.arange(0, BLOCK_COLS)[None, :]
@@ -95,14 +105,15 @@ def _backward_kernel(
         tl.store(partial_ptr + col, tl.sum(total, axis=0, keep_dims=True), mask=(col >= 0) & (col < cols))
     else:
         _backward_tile(
-            grad_ptr, dx_ptr, seed, split.to(tl.int64) * BLOCK_ROWS, start, rows, cols, grad_stride,
-            scale, last_dropped, index_offset, DROPOUT, BY_FOUR, CARRY, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
+            grad_ptr, dx_ptr, seed, positions_ptr, split.to(tl.int64) * BLOCK_ROWS, start, rows, cols, grad_stride,
+            rows_each, scale, last_dropped, index_offset, DROPOUT, BY_FOUR, CARRY, VECTOR, UNIT, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_tile(
-    grad_ptr, dx_ptr, seed, first, start, rows, cols, grad_stride, scale, last_dropped, index_offset,
+    grad_ptr, dx_ptr, seed, positions_ptr, first, start, rows, cols, grad_stride, rows_each,
+    scale, last_dropped, index_offset,
     DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, CARRY: tl.constexpr, VECTOR: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -112,19 +123,23 @@ def _backward_tile(
     mask = (row < rows) & (col >= 0) & (col < cols)
     dx = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask, other=0.0))
     if DROPOUT:
-        start_of_rows = index_offset + row * cols + start
+        start_of_rows = _first_index(index_offset, row, rows, cols, start, positions_ptr, rows_each)
         keep = keep_block(seed, index_offset, start_of_rows, last_dropped, BLOCK_COLS, BY_FOUR, CARRY, VECTOR)
         dx = tl.where(keep, dx * tl.cast(scale, dx.dtype), 0.0)
         tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     return dx
 
 
-def _dropout(p: float, seed: Tensor | None, index_offset: int, rows: int, cols: int) -> dict[str, object]:
+def _dropout(
+    p: float, seed: Tensor | None, index_offset: int, row_positions: Tensor | None, rows: int, cols: int
+) -> dict[str, object]:
     """What both kernels need to draw: words up to ``last_dropped`` are dropped, four columns drawn for at a time."""
     threshold = int(p * 2.0**32 + 0.5)
     dropout = seed is not None
     if dropout and threshold == 0:
         raise ValueError(f"bias_dropout_add: p = {p} drops nothing, so seed must be None")
+    if row_positions is not None and rows >= 2**32:
+        raise ValueError(f"bias_dropout_add: row_positions are for fewer than 2^32 rows, got {rows}")
     by_four = cols % 4 == 0
     return {
         "scale": 1.0 / (1.0 - p) if p < 1.0 else 0.0,
@@ -134,14 +149,16 @@ def _dropout(p: float, seed: Tensor | None, index_offset: int, rows: int, cols: 
         # Blocks start where four elements share a draw, even when the tensor does not.
         "SHIFT": index_offset % 4 if dropout and by_four else 0,
         "BY_FOUR": by_four,
-        # Of tensors that reach over a multiple of 2^34 elements.
-        "CARRY": dropout and index_offset >> 34 != (index_offset + rows * cols - 1) >> 34,
+        # Of tensors that reach over a multiple of 2^34 elements, as any positions may.
+        "CARRY": dropout
+        and (row_positions is not None or index_offset >> 34 != (index_offset + rows * cols - 1) >> 34),
+        "rows_each": 1 if row_positions is None else rows // row_positions.shape[0],
     }
 
 
 def forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, *, p: float, seed: Tensor | None,
-    index_offset: int,
+    index_offset: int, row_positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``y = residual + dropout(x + bias)``; ``y`` is contiguous, and may be x; no ``seed``, no dropout."""
     if x.numel() == 0:
@@ -154,20 +171,23 @@ def forward(
     dtypes = (x.dtype, y.dtype, *(() if residual is None else (residual.dtype,)))
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     block_cols = vector_cols(narrow, NUM_WARPS)
-    dropout = _dropout(p, seed, index_offset, rows, cols)
+    dropout = _dropout(p, seed, index_offset, row_positions, rows, cols)
     one_by_one = dropout["DROPOUT"] and not dropout["BY_FOUR"] and not has_residual
     block_rows = SHIFTED_ROWS if dropout["SHIFT"] or one_by_one else FORWARD_ROWS
     col_blocks = cdiv(cols + dropout["SHIFT"], block_cols)
     launch(
         _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
-        x, bias, residual, y, seed, rows, cols, col_blocks, x_stride, residual_stride,
+        x, bias, residual, y, seed, row_positions, rows, cols, col_blocks, x_stride, residual_stride,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=has_residual, VECTOR=16 // narrow.itemsize,
         UNIT=unit_of(cols, x_stride, residual_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
         num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
 
 
-def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor | None, index_offset: int) -> None:
+def backward(
+    grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor | None, index_offset: int,
+    row_positions: Tensor | None = None,
+) -> None:  # fmt: skip
     """``dx`` (left alone without a ``seed``; contiguous) and, if ``dbias`` has elements, its sum over rows."""
     if grad.numel() == 0:
         dbias.zero_()
@@ -176,7 +196,7 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
     if seed is None and not has_bias:
         return
     grad, rows, cols, grad_stride = as_rows(grad)
-    dropout = _dropout(p, seed, index_offset, rows, cols)
+    dropout = _dropout(p, seed, index_offset, row_positions, rows, cols)
     narrow = grad.dtype if seed is None else min(grad.dtype, dx.dtype, key=lambda dtype: dtype.itemsize)
     widest = vector_cols(narrow, NUM_WARPS)
     block_cols = bias_gradient_cols(cols, narrow, NUM_WARPS) if has_bias else widest
@@ -187,7 +207,7 @@ def backward(grad: Tensor, dx: Tensor, dbias: Tensor, *, p: float, seed: Tensor 
     partial = partial_sums(cols, grad, splits) if has_bias else None
     launch(
         _backward_kernel, (col_blocks * splits,),
-        grad, dx, partial, seed, rows, cols, col_blocks, splits, grad_stride,
+        grad, dx, partial, seed, row_positions, rows, cols, col_blocks, splits, grad_stride,
         HAS_BIAS=has_bias, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, grad_stride),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip

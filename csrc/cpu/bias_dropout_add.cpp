@@ -24,9 +24,18 @@ struct Dropout {
   uint64_t index_offset = 0;
   uint32_t last_dropped = 0;
   double scale = 1.0;
+  const int64_t* positions = nullptr;  // of x[t] in the whole tensor; null where x is one part of it
+  int64_t rows_each = 1;               // rows of cols elements in x[t]
+
+  // The index of the first element of a row, but for index_offset.
+  uint64_t index_of(int64_t row, int64_t cols) const {
+    if (positions) row = positions[row / rows_each] * rows_each + row % rows_each;
+    return static_cast<uint64_t>(row) * static_cast<uint64_t>(cols);
+  }
 };
 
-Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int64_t index_offset) {
+Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int64_t index_offset,
+                const std::optional<Tensor>& positions, const Tensor& x) {
   STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": p must be between 0 and 1, got ", p);
   STD_TORCH_CHECK(index_offset >= 0, op, ": index_offset must not be negative");
   Dropout d;
@@ -41,6 +50,13 @@ Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int
   d.index_offset = static_cast<uint64_t>(index_offset);
   d.last_dropped = static_cast<uint32_t>(threshold - 1);
   d.scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
+  if (positions && x.numel() > 0) {
+    STD_TORCH_CHECK(positions->is_cpu() && positions->scalar_type() == ScalarType::Long && positions->dim() == 1 &&
+                        positions->is_contiguous() && x.dim() > 1 && positions->size(0) == x.size(0),
+                    op, ": row_positions must be contiguous int64 [", x.size(0), "], one for each x[t]");
+    d.positions = static_cast<const int64_t*>(positions->const_data_ptr());
+    d.rows_each = x.numel() / x.size(0) / x.size(x.dim() - 1);
+  }
   return d;
 }
 
@@ -136,7 +152,7 @@ void add(const char* op, const Tensor& x, const std::optional<Tensor>& bias, con
   std::optional<Reader> residuals;
   if (residual) residuals.emplace(op, "residual", *residual);
   const Bias<acc_t<T>> biases(op, bias);
-  const bool flat = !bias && x.is_contiguous() && (!residual || residual->is_contiguous());
+  const bool flat = !bias && !drop.positions && x.is_contiguous() && (!residual || residual->is_contiguous());
   const Shape2d shape = flat ? Shape2d{1, x.numel()} : rows_and_cols(x);
   for_each_tile(shape, [&](int64_t row, int64_t col, int64_t n) {
     Scratch<T> sx, sr;
@@ -144,15 +160,17 @@ void add(const char* op, const Tensor& x, const std::optional<Tensor>& bias, con
     const T* from = xs.tile(row, col, n, sx.data);
     if (from == out + index) from = std::copy_n(from, n, sx.data) - n;  // the loop's pointers must not alias
     const T* added = residuals ? residuals->tile(row, col, n, sr.data) : kZeroTile<T>.data;
-    forward_tile(from, biases.tile(col), added, out + index, n, drop, static_cast<uint64_t>(index));
+    forward_tile(from, biases.tile(col), added, out + index, n, drop,
+                 drop.index_of(row, shape.cols) + static_cast<uint64_t>(col));
   });
 }
 
 void add_to(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-            double p, const std::optional<Tensor>& seed, int64_t index_offset, Tensor& y) {
+            double p, const std::optional<Tensor>& seed, int64_t index_offset, const std::optional<Tensor>& positions,
+            Tensor& y) {
   check_bias(op, x, bias);
   if (residual) check_shape(op, "residual", *residual, x);
-  const Dropout drop = dropout(op, p, seed, index_offset);
+  const Dropout drop = dropout(op, p, seed, index_offset, positions, x);
   const ScalarType dtype = y.scalar_type();
   dispatch(op, dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -167,17 +185,18 @@ void add_to(const char* op, const Tensor& x, const std::optional<Tensor>& bias, 
 
 // y has the wider dtype of x and residual, as their sum in PyTorch.
 Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-               ScalarType dtype, double p, const std::optional<Tensor>& seed, int64_t index_offset) {
+               ScalarType dtype, double p, const std::optional<Tensor>& seed, int64_t index_offset,
+               const std::optional<Tensor>& positions) {
   Tensor y = empty_output(dtype, x.sizes());
-  add_to("bias_dropout_add", x, bias, residual, p, seed, index_offset, y);
+  add_to("bias_dropout_add", x, bias, residual, p, seed, index_offset, positions, y);
   return y;
 }
 
 void inplace(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double p,
-             const std::optional<Tensor>& seed, int64_t index_offset) {
+             const std::optional<Tensor>& seed, int64_t index_offset, const std::optional<Tensor>& positions) {
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous(), "bias_dropout_add_: x must be contiguous");
   Tensor y = x;
-  add_to("bias_dropout_add_", x, bias, residual, p, seed, index_offset, y);
+  add_to("bias_dropout_add_", x, bias, residual, p, seed, index_offset, positions, y);
 }
 
 // Writes n elements of T to a contiguous tensor of any floating-point dtype, from `index` on.
@@ -192,10 +211,11 @@ void convert(const T* from, int64_t n, const Tensor& out, int64_t index) {
 
 // Without dropout dx is dy, which the caller has: an empty tensor stands for it. Without a bias, dbias is empty.
 std::tuple<Tensor, Tensor> backward(const Tensor& dy, ScalarType dtype, std::optional<ScalarType> bias_dtype, double p,
-                                    const std::optional<Tensor>& seed, int64_t index_offset) {
-  const Dropout drop = dropout("bias_dropout_add_backward", p, seed, index_offset);
+                                    const std::optional<Tensor>& seed, int64_t index_offset,
+                                    const std::optional<Tensor>& positions) {
+  const Dropout drop = dropout("bias_dropout_add_backward", p, seed, index_offset, positions, dy);
   const bool bias = bias_dtype.has_value();
-  const Shape2d shape = !bias && dy.is_contiguous() ? Shape2d{1, dy.numel()} : rows_and_cols(dy);
+  const Shape2d shape = !bias && !drop.positions && dy.is_contiguous() ? Shape2d{1, dy.numel()} : rows_and_cols(dy);
   Tensor dx = seed ? empty_output(dtype, dy.sizes()) : empty_tensor({0}, dtype);
   Tensor dbias = empty_tensor({bias ? shape.cols : 0}, bias ? *bias_dtype : dtype);
   const bool same = dtype == dy.scalar_type();
@@ -207,7 +227,8 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy, ScalarType dtype, std::opt
       Scratch<T> sdy, sdx;
       const int64_t index = row * shape.cols + col;
       T* to = same && drop.on ? out + index : sdx.data;
-      backward_tile(dys.tile(row, col, n, sdy.data), to, sum, n, drop, static_cast<uint64_t>(index));
+      backward_tile(dys.tile(row, col, n, sdy.data), to, sum, n, drop,
+                    drop.index_of(row, shape.cols) + static_cast<uint64_t>(col));
       if (!same && drop.on) convert(to, n, dx, index);
     };
     for_each_tile_summing_columns_if<T>(bias, shape, dbias, tile);

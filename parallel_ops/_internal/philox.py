@@ -39,9 +39,16 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def keep_mask(shape: torch.Size, p: float, seed: Tensor, index_offset: int) -> Tensor:
-    """True where an element is kept; ``shape[...]`` counted in contiguous order from ``index_offset``."""
-    index = index_offset + torch.arange(shape.numel(), device=seed.device)
+def keep_mask(
+    shape: torch.Size, p: float, seed: Tensor, index_offset: int, row_positions: Tensor | None = None
+) -> Tensor:
+    """True where an element is kept; ``shape[...]`` counted in contiguous order from ``index_offset``, with
+    ``row_positions`` as that many rows ``shape[1:]`` of a larger tensor."""
+    index = torch.arange(shape.numel(), device=seed.device)
+    if row_positions is not None:
+        width = shape[1:].numel()
+        index = (row_positions[:, None] * width + index[:width]).flatten()
+    index = index + index_offset
     counter, zero = index >> 2, torch.zeros_like(index)
     seed = seed.reshape(())
     words = philox4x32((counter & _MASK, counter >> 32, zero, zero), (seed & _MASK, (seed >> 32) & _MASK))

@@ -221,12 +221,12 @@ def _forward(
 
 @communicates
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cu_seqlens: Tensor | None, *arguments: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, statistics: Tensor,
+    seed: Tensor | None, cu_seqlens: Tensor | None, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     attention = _Call(*arguments).attention(seed, cu_seqlens)
-    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, lse)
-    return *gradients, lse.new_empty(0) if dsink is None else dsink
+    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
+    return *gradients, statistics.new_empty(0) if dsink is None else dsink
 
 
 def _fake(
@@ -234,40 +234,41 @@ def _fake(
     length: int, held: int, layout: str, ulysses_degree: int, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s, b, h, d = q.shape
-    lse = q.new_empty((b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
+    statistics = q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
     kept = q.new_empty((held, b, (h + 2 * k.shape[2]) // ulysses_degree, d) if ulysses_degree > 1 else 0)
-    return q.new_empty(q.shape), lse, kept
+    return q.new_empty(q.shape), statistics, kept
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cu_seqlens: Tensor | None, group: str, length: int, layout: str, ulysses_degree: int, *arguments: Any,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, statistics: Tensor,
+    seed: Tensor | None, cu_seqlens: Tensor | None, group: str, length: int, layout: str, ulysses_degree: int,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     s, b, _, d = grad.shape
     gradients = (t.new_empty((s, b, t.shape[2] * ulysses_degree, d)) for t in (q, k, v))
-    return *gradients, lse.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *gradients, statistics.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, seed, cu_seqlens, group, length, _, *arguments, _ = inputs
-    out, lse, kept = output
-    ctx.mark_non_differentiable(lse, kept)
+    out, statistics, kept = output
+    ctx.mark_non_differentiable(statistics, kept)
     ctx.set_materialize_grads(False)
     ctx.call = _Call(group, length, *arguments)
     u = ctx.call.ulysses_degree
     ctx.heads = [t.shape[2] // u for t in (q, k, v)]
-    ctx.save_for_backward(*((q, k, v) if u == 1 else (kept,)), sink, out, lse, seed, cu_seqlens)
+    ctx.save_for_backward(*((q, k, v) if u == 1 else (kept,)), sink, out, statistics, seed, cu_seqlens)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     nothing = (None,) * _ARGUMENTS
     if grad is None:
         return nothing
-    *inputs, sink, out, lse, seed, cu_seqlens = ctx.saved_tensors
+    *inputs, sink, out, statistics, seed, cu_seqlens = ctx.saved_tensors
     q, k, v = inputs if ctx.call.ulysses_degree == 1 else inputs[0].split(ctx.heads, dim=2)
     if sink is not None:
         sink = kept_parameter(ctx, NAME, "sink", sink, 3, requested(ctx))
-    dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, lse, seed, cu_seqlens, *ctx.call)
+    dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, statistics, seed, cu_seqlens, *ctx.call)
     return dq, dk, dv, None if sink is None else dsink, *nothing[4:]
 
 

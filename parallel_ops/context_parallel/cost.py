@@ -5,12 +5,13 @@ that is summed. Bytes that a rank sends for one attention:
 
     ring, gathered   forward   (P - 1) 2 n b G d w
                      backward  (P - 1) 2 n b G d (w + a)            k and v again, and their gradients to their owner
-    all-to-all       forward   (P - 1) / P n b (2 (H + G) d w + H a)        q, k, v there, O and its logsumexp back
-                     backward  (P - 1) / P n b (2 (H + G) d w + 2 H a)      dO, logsumexp and D there, dq, dk, dv back
+    all-to-all       forward   (P - 1) / P n b (2 (H + G) d w + 2 H a)      q, k, v there, O and its M and Z back
+                     backward  (P - 1) / P n b (2 (H + G) d w + 3 H a)      dO, C, W and D there, dq, dk, dv back
     hybrid of U      all-to-all over U, and a ring over P / U whose steps have n U tokens of G / U heads
 
-That is without a mask. Keys that the receiver's queries do not see are not sent. Causal in zigzag layout, in a step a
-rank sends all of its keys or the first half, and of all steps together three quarters; contiguous, half on average.
+That is without a mask; M, Z, C, W and D are the numbers of a row in ``ops/attention/block.py``. Keys that the
+receiver's queries do not see are not sent. Causal in zigzag layout, in a step a rank sends all of its keys or the first
+half, and of all steps together three quarters; contiguous, half on average.
 
 A ring hides its transfer where a step computes longer than it sends. Causal in zigzag or striped layout, F FLOP/s and B
 bytes/s, a step is half a square of n tokens, 2 H b d n^2 FLOPs forward and 5/2 of it backward:
@@ -122,7 +123,7 @@ def heads_sent(
     widths are those of the heads of one rank, ``value_width`` that of the output."""
     inputs, output = (query_width + key_value_width) * itemsize, value_width * itemsize
     statistic = heads * summed(itemsize)
-    return Sent(own * inputs + theirs * (output + statistic), own * (output + 2 * statistic) + theirs * inputs)
+    return Sent(own * inputs + theirs * (output + 2 * statistic), own * (output + 3 * statistic) + theirs * inputs)
 
 
 def sent(shape: AttentionShape, way: Way) -> list[Sent]:

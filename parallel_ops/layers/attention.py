@@ -143,7 +143,7 @@ class ParallelSelfAttention(ShardedModule):
         positions: Tensor | None = None,
         residual: Tensor | None = None,
         dropout: float = 0.0,
-        row_offset: int = 0,
+        row_positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
         core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
@@ -155,7 +155,7 @@ class ParallelSelfAttention(ShardedModule):
             mask: for a core attention that takes one, such as ``unfused``. core_options: its further keywords, such as
                 ``cu_seqlens``.
             positions: row of each token in ``angles``, ``[s]`` or ``[s, b]``; ``None`` for 0 to ``s - 1``.
-            residual, dropout, row_offset, sizes: see ``RowParallelLinear.forward``.
+            residual, dropout, row_positions, sizes: see ``RowParallelLinear.forward``.
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask or an
@@ -182,7 +182,9 @@ class ParallelSelfAttention(ShardedModule):
         y = self.core_attention(
             q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given
         )  # fmt: skip
-        out: Tensor = self.out(y.flatten(2), residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
+        out: Tensor = self.out(
+            y.flatten(2), residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes
+        )
         return out
 
     def _check_options(self, given: Mapping[str, Any]) -> None:

@@ -297,7 +297,7 @@ class RowParallelLinear(_Linear):
         *,
         residual: Tensor | None = None,
         dropout: float = 0.0,
-        row_offset: int = 0,
+        row_positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """``[s, ..., in_features / P]`` to ``[s, ..., out_features]``.
@@ -307,7 +307,8 @@ class RowParallelLinear(_Linear):
             residual: in the result's shape; the result is then ``dropout(linear(x)) + residual``, in one pass.
             dropout: probability, with ``residual``. Masks are drawn by global element index: ranks whose default
                 generators are in the same state drop the same elements as a single process.
-            row_offset: first row of these ranks in the whole sequence, for ``dropout``.
+            row_positions: int64 ``[s]``, the positions of these ranks' rows in a sequence that further ranks share, for
+                ``dropout``; ``None`` if these ranks hold the whole sequence.
             sizes: with ``sequence_parallel``, the rows of the result on every rank; ``None`` for equal parts.
 
         Raises:
@@ -321,21 +322,27 @@ class RowParallelLinear(_Linear):
         else:  # apart, since the bias is added behind the all-reduce (see to_local)
             (weight,), (bias,) = to_local(self, self.weight), to_local(self, self.bias)
         assert weight is not None
+        drops = residual is not None and dropout > 0.0 and self.training
+        row_positions, first = row_positions if drops else None, 0
         if self.sequence_parallel:
             y = linear_reduce_scatter(
                 x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
                 main_grad=self.weight_gradient(), deferred=self.deferred,
             )  # fmt: skip
             bias = None
-            if residual is not None and dropout > 0.0 and self.training:
+            if drops:
                 rows = check_sizes("RowParallelLinear", "sizes", sizes, self.group, 0, whole=x)
-                row_offset += sum(rows[: group_rank(self.group)])
+                first = sum(rows[: group_rank(self.group)])
+                if row_positions is not None:
+                    row_positions = row_positions[first : first + y.shape[0]]
         else:
             alone = None if self.ranks > 1 or residual is not None else bias
             y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
             y = reduce_from_group(y, self.group)
         if residual is not None:
-            offset = row_offset * y.shape[1:].numel()
-            return bias_dropout_add(y, bias, residual, dropout, training=self.training, index_offset=offset)
+            offset = first * y.shape[1:].numel() if row_positions is None else 0
+            return bias_dropout_add(
+                y, bias, residual, dropout, training=self.training, index_offset=offset, row_positions=row_positions
+            )
         return y if bias is None else y + bias.to(y.dtype)  # under autocast y is in its dtype, as in nn.Linear

@@ -74,7 +74,7 @@ class ParallelMLP(ShardedModule):
         *,
         residual: Tensor | None = None,
         dropout: float = 0.0,
-        row_offset: int = 0,
+        row_positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """``[s, ..., hidden_size]`` to the same shape; see ``RowParallelLinear.forward`` for the other arguments.
@@ -91,7 +91,7 @@ class ParallelMLP(ShardedModule):
         else:
             (up,), (bias,) = column_linears(x, [self.up], add_bias=False, sizes=sizes)
             y = bias_gelu(up, bias, approximate="none" if self.activation == "gelu_exact" else "tanh")
-        out: Tensor = self.down(y, residual=residual, dropout=dropout, row_offset=row_offset, sizes=sizes)
+        out: Tensor = self.down(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
 
     def extra_repr(self) -> str:

@@ -117,7 +117,7 @@ class ParallelTransformerLayer(ShardedModule):
         mask: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        row_offset: int = 0,
+        row_positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
         core_options: Mapping[str, Any] | None = None,
     ) -> Tensor:
@@ -125,7 +125,7 @@ class ParallelTransformerLayer(ShardedModule):
 
         Args:
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
-            angles, mask, positions, row_offset, core_options: see ``ParallelSelfAttention.forward``.
+            angles, mask, positions, row_positions, core_options: see ``ParallelSelfAttention.forward``.
             sizes: ``s_r`` of every rank, where they differ.
 
         Raises:
@@ -137,7 +137,7 @@ class ParallelTransformerLayer(ShardedModule):
         """
         check_input("ParallelTransformerLayer", x, self.norm_attention.weight, "[s, b, {}]")
         h = self.norm_attention(x)
-        rows: dict[str, Any] = {"dropout": self.dropout, "row_offset": row_offset, "sizes": sizes}
+        rows: dict[str, Any] = {"dropout": self.dropout, "row_positions": row_positions, "sizes": sizes}
         x = self.attention(h, angles, mask, positions=positions, core_options=core_options, residual=x, **rows)
         out: Tensor = self.mlp(self.norm_mlp(x), residual=x, **rows)
         return out

@@ -25,15 +25,13 @@ class Place:
 
     Attributes:
         layout: how the sequence is split; ``None`` for one rank. rank: this rank in it.
-        positions: positions of this rank's tokens; ``None`` for 0 to s - 1.
-        rows_before: number of tokens on lower ranks: dropout draws by rows in rank order.
+        positions: positions of this rank's tokens; ``None`` for 0 to s - 1. Dropout draws by them.
         core_options: further arguments of the core attention.
     """
 
     layout: SequenceLayout | None = None
     rank: int = 0
     positions: Tensor | None = None
-    rows_before: int = 0
     core_options: Mapping[str, Any] = field(default_factory=dict)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -111,7 +109,6 @@ class Context:
             layout,
             self.rank,
             layout.positions(self.rank, device=device),
-            sum(layout.lengths[: self.rank]),
             {"length": layout.length},
         )
 

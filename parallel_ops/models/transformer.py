@@ -189,16 +189,17 @@ class Transformer(PretrainedModel):
         self._check(tokens, targets, positions)
         count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
         place = self.context.place(tokens.shape[0], whole=self.tokens is not None, device=tokens.device)
-        positions = place.shard(positions) if positions is not None else place.positions
+        row_positions = place.positions
+        positions = place.shard(positions) if positions is not None else row_positions
         if self.tokens is not None:
             tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
-        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions, place.rows_before)
+        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions, row_positions)
         angles = None
         if self.config.positions == "rotary":
             angles, positions = self._angles(x, positions)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
         for layer in self.layers.values():
-            x = layer(x, angles, positions=positions, row_offset=place.rows_before, core_options=options)
+            x = layer(x, angles, positions=positions, row_positions=row_positions, core_options=options)
         if self.norm is None:
             return x
         x = self.norm(x)
@@ -234,7 +235,7 @@ class Transformer(PretrainedModel):
             )
 
     def _embed(
-        self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None, rows_before: int
+        self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None, row_positions: Tensor | None
     ) -> Tensor:
         """Embeddings of tokens and learned positions, with dropout: whole, or this rank's rows."""
         x: Tensor = table(tokens)
@@ -243,9 +244,13 @@ class Transformer(PretrainedModel):
             x = x + self.positions(rows.view(tokens.shape[0], -1))
         if self.config.dropout:
             # Drawn by global index, so that the mask is independent of the number of ranks.
-            start = self.group.rank() * x.numel() if self.group is not None and self.sequence_parallel else 0
-            start += rows_before * x.shape[1:].numel()
-            x = bias_dropout_add(x, None, None, self.config.dropout, training=self.training, index_offset=start)
+            first = self.group.rank() * x.shape[0] if self.group is not None and self.sequence_parallel else 0
+            offset = first * x.shape[1:].numel() if row_positions is None else 0
+            row_positions = None if row_positions is None else row_positions[first : first + x.shape[0]]
+            x = bias_dropout_add(
+                x, None, None, self.config.dropout, training=self.training, index_offset=offset,
+                row_positions=row_positions,
+            )  # fmt: skip
         return x
 
     def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Angles, Tensor | None]:

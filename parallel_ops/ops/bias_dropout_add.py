@@ -5,11 +5,11 @@
     db[j]    = sum over rows i of dx[i, j]        (fp32 partial sums in an order set by the shape)
 
     m[i]     = Philox4x32-10(key = seed, counter = i >> 2)[i & 3] >= round(p 2^32)
-    i        = index_offset + position of the element in contiguous order
+    i        = index_offset + position of the element in contiguous order, row t counted as row row_positions[t]
 
 Saved for backward: the seed, 8 bytes; backward draws m again. Since m depends on the seed and the global index only,
-a shard with the right index_offset draws exactly what the whole tensor would have drawn, on any device. Where m = 0,
-x contributes nothing, not even a NaN. The fusion is Megatron-LM's (arXiv:2104.04473); the generator is from
+a shard with the right index_offset or row_positions draws what the whole tensor would have drawn, on any device. Where
+m = 0, x contributes nothing, not even a NaN. The fusion is Megatron-LM's (arXiv:2104.04473); the generator is from
 Salmon et al., SC 2011, doi:10.1145/2063384.2063405.
 """
 
@@ -33,6 +33,7 @@ def bias_dropout_add(
     training: bool = True,
     seed: int | Tensor | None = None,
     index_offset: int = 0,
+    row_positions: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
     """``residual + dropout(x + bias, p)``, forward and backward fused, no mask stored.
@@ -48,6 +49,9 @@ def bias_dropout_add(
             read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
             ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it as they treat ``F.dropout``.
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
+        row_positions: int64 ``[s]`` for ``x`` of ``[s, ..., H]``, on its device: where each ``x[t]`` stands in the
+            whole tensor ``[S, ..., H]``; for rows that are not adjacent there. ``None``: 0 to s - 1. Values are not
+            checked.
         inplace: writes over ``x`` and returns it, for evaluation: no input may require a gradient, and ``x`` must
             be contiguous and of the result's dtype. Under ``torch.compile`` memory is the compiler's to plan.
 
@@ -56,13 +60,14 @@ def bias_dropout_add(
         a residual stream in float32 stays so. Under autocast the widest dtype given.
 
     Raises:
-        TypeError: unsupported dtypes, ``p``, ``seed`` or ``index_offset`` of a wrong type.
+        TypeError: unsupported dtypes, ``p``, ``seed``, ``index_offset`` or ``row_positions`` of a wrong type.
         ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``,
-            ``inplace`` where it cannot be.
+            ``row_positions`` of another length, ``inplace`` where it cannot be.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
     sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
-    ``index_offset = r * x.numel()``. The gradient of bias is then partial over these ranks.
+    ``index_offset = r * x.numel()``. Any rows give theirs with ``row_positions``. The gradient of bias is
+    then partial over these ranks.
     """
     check_rows("bias_dropout_add", x)
     check_bias("bias_dropout_add", bias, x)
@@ -77,12 +82,15 @@ def bias_dropout_add(
         dtype = torch.promote_types(dtype, residual.dtype)
     if inplace:
         _check_writable(x, bias, residual, dtype)
+    if row_positions is not None:
+        _check_positions(x, row_positions)
     drawn = _seed(x, p, training, seed, index_offset)
     p = 0.0 if drawn is None else p
+    row_positions = None if drawn is None or row_positions is None else row_positions.contiguous()
     if inplace and not torch.compiler.is_compiling():
-        _inplace(x, bias, residual, p, drawn, index_offset)
+        _inplace(x, bias, residual, p, drawn, index_offset, row_positions)
         return x
-    y = _forward(x, bias, residual, dtype, p, drawn, index_offset)
+    y = _forward(x, bias, residual, dtype, p, drawn, index_offset, row_positions)
     return x.copy_(y) if inplace else y
 
 
@@ -95,13 +103,14 @@ def bias_dropout_add_reference(
     training: bool = True,
     seed: int | Tensor | None = None,
     index_offset: int = 0,
+    row_positions: Tensor | None = None,
 ) -> Tensor:
     """The same in plain PyTorch, mask included."""
     z = x if bias is None else x + bias
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     drawn = _seed(x, p, training, seed, index_offset)
     if drawn is not None:
-        z = torch.where(keep_mask(x.shape, p, drawn, index_offset), z * kept_scale(p), 0.0)
+        z = torch.where(keep_mask(x.shape, p, drawn, index_offset, row_positions), z * kept_scale(p), 0.0)
     return (z if residual is None else residual + z).to(dtype)
 
 
@@ -111,6 +120,18 @@ def _check_writable(x: Tensor, bias: Tensor | None, residual: Tensor | None, dty
         raise ValueError("bias_dropout_add: inplace is for evaluation, but x, bias or residual requires a gradient")
     if x.dtype is not dtype or not x.is_contiguous():
         raise ValueError(f"bias_dropout_add: inplace needs a contiguous x of {dtype}, the wider of x and residual")
+
+
+def _check_positions(x: Tensor, row_positions: Tensor) -> None:
+    if not isinstance(row_positions, Tensor) or row_positions.dtype is not torch.int64:
+        got = row_positions.dtype if isinstance(row_positions, Tensor) else type(row_positions).__name__
+        raise TypeError(f"bias_dropout_add: row_positions must be an int64 tensor or None, got {got}")
+    check_same_device("bias_dropout_add", "row_positions", row_positions, "x", x)
+    if x.dim() < 2 or row_positions.shape != x.shape[:1]:
+        raise ValueError(
+            f"bias_dropout_add: row_positions must have one element for each x[t] of x {list(x.shape)}, got "
+            f"{list(row_positions.shape)}"
+        )
 
 
 def _seed(x: Tensor, p: float, training: bool, seed: int | Tensor | None, index_offset: int) -> Tensor | None:
@@ -129,6 +150,7 @@ def _fake(
     p: float,
     seed: Tensor | None,
     index_offset: int,
+    row_positions: Tensor | None,
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -140,6 +162,7 @@ def _fake_backward(
     p: float,
     seed: Tensor | None,
     index_offset: int,
+    row_positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dx = grad.new_empty(0 if seed is None else grad.shape, dtype=dtype)
     return dx, grad.new_empty(0) if bias_dtype is None else grad.new_empty(grad.shape[-1], dtype=bias_dtype)
@@ -153,11 +176,12 @@ def _cuda(
     p: float,
     seed: Tensor | None,
     index_offset: int,
+    row_positions: Tensor | None,
 ) -> Tensor:
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset)
+    kernels.forward(x, bias, residual, y, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
     return y
 
 
@@ -166,11 +190,17 @@ def _fake_inplace(*_: object) -> None:
 
 
 def _cuda_inplace(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None, index_offset: int
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    index_offset: int,
+    row_positions: Tensor | None,
 ) -> None:
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    kernels.forward(x, bias, residual, x, p=p, seed=seed, index_offset=index_offset)
+    kernels.forward(x, bias, residual, x, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
 
 
 def _cuda_backward(
@@ -180,30 +210,33 @@ def _cuda_backward(
     p: float,
     seed: Tensor | None,
     index_offset: int,
+    row_positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
-    dx, dbias = _fake_backward(grad, dtype, bias_dtype, p, seed, index_offset)
-    kernels.backward(grad, dx, dbias, p=p, seed=seed, index_offset=index_offset)
+    dx, dbias = _fake_backward(grad, dtype, bias_dtype, p, seed, index_offset, row_positions)
+    kernels.backward(grad, dx, dbias, p=p, seed=seed, index_offset=index_offset, row_positions=row_positions)
     return dx, dbias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, _, _, ctx.p, seed, ctx.index_offset = inputs
+    x, bias, _, _, ctx.p, seed, ctx.index_offset, row_positions = inputs
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(seed)
+    ctx.save_for_backward(seed, row_positions)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Autograd itself casts gradients to the dtypes of what they belong to."""
-    (seed,) = ctx.saved_tensors
+    seed, row_positions = ctx.saved_tensors
     for_x, for_bias, for_residual = ctx.needs_input_grad[:3]
     dx, dbias = (grad if for_x else None), None
     if for_bias or (for_x and seed is not None):
         dtype, bias_dtype = ctx.dtypes
-        scaled, dbias = _backward(grad, dtype, bias_dtype if for_bias else None, ctx.p, seed, ctx.index_offset)
+        scaled, dbias = _backward(
+            grad, dtype, bias_dtype if for_bias else None, ctx.p, seed, ctx.index_offset, row_positions
+        )
         dx = dx if seed is None else scaled
-    return dx, dbias if for_bias else None, grad if for_residual else None, None, None, None, None
+    return dx, dbias if for_bias else None, grad if for_residual else None, None, None, None, None, None
 
 
 def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

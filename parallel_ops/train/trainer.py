@@ -196,7 +196,7 @@ class Trainer:
             asked: the signal that asks this rank to stop, if one does; every rank's ``Step`` says if one came.
         """
         start = time.perf_counter()
-        settings, scale = self.settings, self.scale.scale
+        settings, scale = self.settings, self._gradient_scale
         what, slow = f"step {self.done + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
         batches = self.loader.step(self.taken)
@@ -276,6 +276,16 @@ class Trainer:
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes the model as a Hugging Face folder; all ranks call it. See ``Transformer.save_pretrained``."""
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
+
+    @property
+    def _gradient_scale(self) -> float:
+        """What the gradients of a step are multiplied by.
+
+        Each context-parallel rank has ``cp`` times its part of a sequence's gradient, of which the reduction takes the
+        mean. In fp16 that factor would overflow where one process with the whole sequence does not, so the scale, which
+        is that of one process, is divided by it.
+        """
+        return self.scale.scale / self.mesh.size("cp") if self._dtype is torch.float16 else 1.0
 
     @property
     def rank(self) -> int:

@@ -24,7 +24,7 @@ def test_the_formulas_of_the_docstring(layout, itemsize):
     p, n, b, h, g, d, w = 8, 8192, 1, 32, 8, 128, itemsize
     ring = (p - 1) * 2 * n * b * g * d * w, (p - 1) * 2 * n * b * g * d * (w + 4)
     assert cost.sent(shape, Way(1, False)) == cost.sent(shape, Way(1, True)) == [ring] * p
-    exchange = n * b * (2 * (h + g) * d * w + 4 * h), n * b * (2 * (h + g) * d * w + 8 * h)
+    exchange = n * b * (2 * (h + g) * d * w + 8 * h), n * b * (2 * (h + g) * d * w + 12 * h)
     assert cost.sent(shape, Way(8, False)) == [tuple((p - 1) / p * size for size in exchange)] * p
     halves = [
         3 / 4 * e + r for e, r in zip(exchange, (2 * n * b * g * d * w, 2 * n * b * g * d * (w + 4)), strict=True)

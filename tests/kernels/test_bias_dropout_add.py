@@ -23,6 +23,10 @@ def launches(dtype, cols, offsets=(0, 2)):
                 kernels.backward(x, x, dbias, p=0.1, seed=seed, index_offset=offset)
             kernels.forward(x, bias, x, x, p=0.0, seed=None, index_offset=0)
         kernels.forward(x, None, None, x, p=0.1, seed=seed, index_offset=0)
+        if 0 in offsets:
+            positions = meta(2048, dtype=torch.int64)  # of four rows each
+            kernels.forward(x, b, x, x, p=0.1, seed=seed, index_offset=0, row_positions=positions)
+            kernels.backward(x, x, b, p=0.1, seed=seed, index_offset=0, row_positions=positions)
         kernels.backward(x, x, b, p=0.0, seed=None, index_offset=0)
     return recorded
 
@@ -64,11 +68,11 @@ def test_grids_of_very_wide_rows_fit_the_device():
         kernels.backward(x, x, x[0, :0], p=0.1, seed=seed, index_offset=0)
 
 
-def interpreted(p, seed, index_offset):
+def interpreted(p, seed, index_offset, row_positions=None):
     from parallel_ops.triton_kernels import bias_dropout_add as kernels
 
     seed = None if seed is None else torch.tensor([seed])
-    draw = {"p": p, "seed": seed, "index_offset": index_offset}
+    draw = {"p": p, "seed": seed, "index_offset": index_offset, "row_positions": row_positions}
 
     def forward(x, bias, residual):
         y = poisoned(x.shape, x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
@@ -126,6 +130,18 @@ def test_interpreted_with_dtypes_of_their_own(p):
         suite.check_numerics(ours, theirs, [x, bias, residual], randn(5, 264, dtype=wide).detach(), slack_ulps=2)
 
 
+@pytest.mark.executed
+@pytest.mark.parametrize(("shape", "index_offset"), [((4, 3, 72), 0), ((4, 2, 2, 9), 3), ((4, 520), 3)])
+def test_interpreted_with_rows_from_anywhere(shape, index_offset):
+    """Positions whose indices pass 2^34, where counters pass 32 bits."""
+    positions = torch.tensor([2, 0, 2**34 // 72, 7])
+    x, bias, residual = (randn(*s, dtype=torch.float32, seed=i) for i, s in enumerate([shape, shape[-1:], shape]))
+    options = {"index_offset": index_offset, "row_positions": positions}
+    theirs = functools.partial(bias_dropout_add_reference, p=0.3, seed=SEED, **options)
+    suite.check_numerics(interpreted(0.3, SEED, **options), theirs, [x, bias, residual], slack_ulps=2)
+    suite.check_numerics(interpreted(0.3, SEED, **options), theirs, [x, None, residual], slack_ulps=2)
+
+
 SHAPES = [(5, 264), (264,), (5, 264)]
 
 
@@ -148,6 +164,8 @@ def test_interpreted_without_elements():
 def test_same_mask_as_the_cpu_kernel(cols, p, seed, index_offset):
     """Zeros where dropped, so equal bits mean equal masks."""
     x, zero = torch.full((3, cols), 2.0), torch.zeros(3, cols)
-    compiled = torch.ops.parallel_ops.bias_dropout_add(x, None, zero, x.dtype, p, torch.tensor([seed]), index_offset)
+    compiled = torch.ops.parallel_ops.bias_dropout_add(
+        x, None, zero, x.dtype, p, torch.tensor([seed]), index_offset, None
+    )
     assert torch.equal(interpreted(p, seed, index_offset)(x, None, zero), compiled)
     assert 0 < compiled.count_nonzero() < x.numel()

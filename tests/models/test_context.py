@@ -25,6 +25,21 @@ def test_losses_gradients_and_logits_are_those_of_one_process(layout, length, si
     ranks(4).run(context.compare, layout, length, size, documents, options)
 
 
+@pytest.mark.parametrize(
+    ("layout", "length", "sizes", "options"),
+    [
+        ("zigzag", 13, {"cp": 4}, {"positions": "learned"}),
+        ("striped", 13, {"cp": 4}, {}),
+        ("contiguous", 7, {"dp_replicate": 2, "cp": 2}, {}),
+        ("zigzag", 16, {"cp": 2, "tp": 2}, {}),
+        ("striped", 16, {"cp": 2, "tp": 2}, {"positions": "learned"}),
+    ],
+)
+def test_dropout_is_that_of_one_process(layout, length, sizes, options):
+    """Of the embedding, of probabilities and of what is added to the residual stream."""
+    ranks(4).run(context.compare_dropout, layout, length, sizes, options)
+
+
 def test_ranks_drop_independently():
     for same, kept in ranks(4).run(context.dropout):
         assert same == pytest.approx(0.5, abs=0.15) and kept == pytest.approx(0.5, abs=0.15)

@@ -67,6 +67,23 @@ def test_a_shard_draws_what_the_whole_would(device, index_offset):
     torch.testing.assert_close(part, flat)
 
 
+@pytest.mark.parametrize("index_offset", [0, 3, 2**34 - 2])
+@pytest.mark.parametrize("shape", [(12, 3, 35), (12, 2, 2, 8), (12, 1100)])
+def test_rows_from_anywhere_draw_what_the_whole_would(device, shape, index_offset):
+    """Every third row, and the rows of two runs, as context-parallel ranks have them."""
+    whole = inputs(*shape, device=device)
+    y, *grads = suite.forward_backward(both(0.4, seed=2**40 + 1, index_offset=index_offset)[0], whole)
+    for rows in ([1, 4, 7, 10], [0, 1, 10, 11], [5]):
+        positions = torch.tensor(rows, device=device)
+        shard = [t if t.dim() == 1 else t.detach()[positions].requires_grad_() for t in whole]
+        for op in both(0.4, seed=2**40 + 1, index_offset=index_offset, row_positions=positions):
+            out, dx, *_ = suite.forward_backward(op, shard)
+            torch.testing.assert_close(out, y[positions])
+            torch.testing.assert_close(dx, grads[0][positions])
+    alone = bias_dropout_add(whole[0].detach()[positions], None, None, 0.4, seed=1, row_positions=positions)
+    assert torch.equal(alone, bias_dropout_add(whole[0].detach(), None, None, 0.4, seed=1)[positions])
+
+
 def test_keep_rate_and_independence(device):
     """Fixed seeds, so a fixed outcome; the bounds are five standard deviations."""
     n, p = 1 << 20, 0.3
@@ -192,14 +209,14 @@ def test_gradient_matches_finite_differences(device):
 
 def test_custom_op_contract(device):
     x, bias, residual = inputs(3, 2, 5, device=device)
-    seed = torch.tensor([3], device=device)
+    seed, positions = torch.tensor([3], device=device), torch.tensor([4, 0, 2], device=device)
     apart = residual.detach().transpose(0, 1).contiguous().transpose(0, 1)
     for args in ([x, bias, residual], [x, None, residual], [x, None, None], [x.detach(), bias, apart]):
-        suite.check_op(raw_op, [*args, torch.float32, 0.3, seed, 7])
-        suite.check_op(raw_op, [*args, torch.float32, 0.0, None, 0])
-    suite.check_op(raw_op, [x.bfloat16().detach().requires_grad_(), bias, residual, torch.float32, 0.3, seed, 7])
+        suite.check_op(raw_op, [*args, torch.float32, 0.3, seed, 7, positions])
+        suite.check_op(raw_op, [*args, torch.float32, 0.0, None, 0, None])
+    suite.check_op(raw_op, [x.bfloat16().detach().requires_grad_(), bias, residual, torch.float32, 0.3, seed, 7, None])
     inplace = torch.ops.parallel_ops.bias_dropout_add_.default
-    suite.check_op(inplace, [x.detach().clone(), bias.detach(), residual.detach(), 0.3, seed, 7])
+    suite.check_op(inplace, [x.detach().clone(), bias.detach(), residual.detach(), 0.3, seed, 7, positions])
     suite.check_second_derivative_raises(both(0.3)[0], [x, bias, residual])
 
 
@@ -304,17 +321,23 @@ def test_bad_arguments_are_named(device):
         call(x, bias, r, 0.1, index_offset=-1)
     with pytest.raises(TypeError, match=r"bias_dropout_add: index_offset must be an int, got float"):
         call(x, bias, r, 0.1, index_offset=1.0)
+    with pytest.raises(TypeError, match=r"bias_dropout_add: row_positions must be an int64 tensor or None, got list"):
+        call(x, bias, r, 0.1, row_positions=[0])
+    with pytest.raises(ValueError, match=r"row_positions must have one element for each x\[t\] of x .*, got \[1\]"):
+        call(x, bias, r, 0.1, row_positions=torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
     x, seed = torch.randn(4, 8), torch.tensor([1])
     with pytest.raises(RuntimeError, match="bias_dropout_add: bias must have one element"):
-        raw_op(x, torch.randn(7), x, x.dtype, 0.1, seed, 0)
+        raw_op(x, torch.randn(7), x, x.dtype, 0.1, seed, 0, None)
     with pytest.raises(RuntimeError, match="bias_dropout_add: residual must have the shape"):
-        raw_op(x, None, x[:2], x.dtype, 0.1, seed, 0)
+        raw_op(x, None, x[:2], x.dtype, 0.1, seed, 0, None)
     with pytest.raises(RuntimeError, match="bias_dropout_add: seed must be one int64 element"):
-        raw_op(x, None, x, x.dtype, 0.1, seed[:0], 0)
+        raw_op(x, None, x, x.dtype, 0.1, seed[:0], 0, None)
+    with pytest.raises(RuntimeError, match="bias_dropout_add: row_positions must be contiguous int64"):
+        raw_op(x, None, x, x.dtype, 0.1, seed, 0, torch.arange(3))
     with pytest.raises(RuntimeError, match="bias_dropout_add_: x must be contiguous"):
-        torch.ops.parallel_ops.bias_dropout_add_(x.t(), None, None, 0.1, seed, 0)
+        torch.ops.parallel_ops.bias_dropout_add_(x.t(), None, None, 0.1, seed, 0, None)
     with pytest.raises(RuntimeError, match="bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"):
-        raw_backward(x, x.dtype, None, 0.0, seed, 0)
+        raw_backward(x, x.dtype, None, 0.0, seed, 0, None)

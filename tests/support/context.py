@@ -61,6 +61,27 @@ def compare(rank: int, layout: str, length: int, ranks: int, documents: list[int
     torch.testing.assert_close(shared(tokens, cu_seqlens=cu_seqlens), logits[places], rtol=1e-4, atol=1e-5)
 
 
+def compare_dropout(rank: int, layout: str, length: int, sizes: dict[str, int], options: dict) -> None:
+    """Losses in training, and the gradient of the embedding, are those of one process: it drops the same elements."""
+    mesh = mesh_of(**sizes)
+    options = {"dropout": 0.4, "attention_dropout": 0.3, **options}
+    alone = model_of(None, **options)
+    torch.manual_seed(0)
+    config, shards = alone.config, {"mesh": mesh["tp"], "sequence_parallel": True}
+    shared = Transformer(config, context=mesh["cp"], layout=layout, **(shards if mesh["tp"] is not None else {}))
+    tokens, targets = text(length)
+    losses = []
+    for model in (alone, shared):
+        torch.manual_seed(5)
+        losses.append(model(tokens, targets))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    if mesh["tp"] is None:
+        for wanted, got in zip(alone.parameters(), shared.parameters(), strict=True):
+            torch.distributed.all_reduce(got.grad, group=mesh["cp"].get_group())
+            torch.testing.assert_close(got.grad / mesh["cp"].size(), wanted.grad, rtol=1e-4, atol=1e-6)
+
+
 def dropout(rank: int) -> tuple[float, float]:
     """How many elements of the embedding are dropped where the other rank drops them too, and by chance would be."""
     mesh = mesh_of(dp_replicate=2, cp=2)

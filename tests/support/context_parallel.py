@@ -106,11 +106,11 @@ def shared(
     attention = Attention(
         "test", transport, case.length, case.layout, Way(case.ulysses_degree, case.gathered), case.options()
     )
-    out, lse, held = attention.forward(q, k, v, sink)
+    out, statistics, held = attention.forward(q, k, v, sink)
     if case.ulysses_degree > 1:
         q, k, v = held.split([n // case.ulysses_degree for n in (case.heads, case.kv_heads, case.kv_heads)], dim=2)
     between()
-    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, lse)
+    *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
     return [out, *gradients, *([] if dsink is None else [dsink])]
 
 

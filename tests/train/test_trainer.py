@@ -94,6 +94,15 @@ def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
                 raise AssertionError(f"{number}: {kind}, apart {apart}, {first} then {second}: {error}") from None
 
 
+@pytest.mark.parametrize(("processes", "plan"), [(2, {"cp": 2}), (4, {"cp": 4}), (4, {"cp": 2, "tp": 2})])
+def test_dropout_is_the_same_at_any_number_of_context_parallel_ranks(data, processes, plan):
+    sections = {"model": {**runs.MODELS["llama"], "dropout": 0.2, "attention_dropout": 0.1}, "run": {"steps": 3}}
+    want = runs.steps_of(0, runs.settings_of(data, **sections))
+    plan = {"global_batch": BATCH, "zero": 2, "sequence_parallel": plan.get("tp", 1) > 1, **plan}
+    for got in ranks(processes).run(runs.steps_of, runs.settings_of(data, parallel=plan, **sections)):
+        close(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_a_run_goes_on_bit_by_bit(data, tmp_path, dtype):
     """With dropout, on the ranks that it was on."""
@@ -338,6 +347,17 @@ def test_half_precision_finds_a_scale(data):
     found = skipped[skipped.index(False) :]
     assert skipped[0] and not any(step and following for step, following in itertools.pairwise(found))
     assert scales[0] == 2.0**21 and max(scales[6:]) >= 2 * min(scales)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_half_precision_overflows_where_one_process_does(data, cp):
+    """The loss scale means the same where ranks share a sequence: the same steps are skipped until one fits."""
+    options = {"model": runs.MODELS["llama"], "run": {"steps": 4}}
+    options["precision"] = {"dtype": "fp16", "initial_scale": 2.0**23}
+    scales, skipped = runs.scales_of(0, runs.settings_of(data, **options))
+    assert skipped[0] and not skipped[-1]
+    for got in ranks(cp).run(runs.scales_of, runs.settings_of(data, parallel={"cp": cp, "zero": 2}, **options)):
+        assert got == (scales, skipped)
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(0, 16), (1, 8), (3, 8)])

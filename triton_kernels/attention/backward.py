@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from parallel_ops.triton_kernels._common import aligned, computed_here, to_acc
-from parallel_ops.triton_kernels._math import LOG2_E
+from parallel_ops.triton_kernels._math import LOG2_E, reciprocal
 from parallel_ops.triton_kernels.attention.common import (
     exponential,
     kept,
@@ -25,14 +25,15 @@ from parallel_ops.triton_kernels.attention.common import (
 
 @triton.jit
 def _row_values(pointer, query, queries, FACTOR: tl.constexpr):
-    """``FACTOR`` times the logsumexp or delta of queries; zero for those that are not there."""
+    """``FACTOR`` times the shift, weight or delta of queries; zero for those that are not there."""
     x = tl.load(pointer + query, mask=query < queries, other=0.0)
     return x if FACTOR == 1.0 else x * FACTOR
 
 
 @triton.jit
 def _keys_tiles(
-    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, from_query, to_query, queries, first, end, q_stride, grad_stride,
+    dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, rows_plane, from_query, to_query, queries, first, end, q_stride,
+    grad_stride,
     factor, cap, kept_scale, seed, last_dropped, key_place, key_step, query_start, query_step, head, batch,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     AFTER_FIRST: tl.constexpr, BEFORE_END: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -46,9 +47,11 @@ def _keys_tiles(
         query = start + tl.arange(0, BLOCK_QUERIES)
         # Queries that are not there are zeros throughout, and so is what they add: only bounds of runs need a mask.
         q = load_tile(q_ptr, start, queries, q_stride, BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
-        lse = _row_values(lse_ptr, query, queries, LOG2_E if FAST else 1.0)
+        shift = _row_values(rows_ptr, query, queries, LOG2_E if FAST else 1.0)
         s, slope = scores(tl.dot(k, tl.trans(q), input_precision=PRECISION), factor, cap, CAPPED, FAST)
-        p = exponential(s * (1.0 if CAPPED else factor) - lse[None, :], FAST)
+        p = exponential(s * (1.0 if CAPPED else factor) - shift[None, :], FAST)
+        if not FAST:
+            p *= _row_values(rows_ptr + rows_plane, query, queries, 1.0)[None, :]
         if AFTER_FIRST:
             p = tl.where(query[None, :] >= first[:, None], p, 0.0)
         if BEFORE_END:
@@ -62,7 +65,7 @@ def _keys_tiles(
             dp = tl.where(keep, dp * kept_scale, 0.0)
         else:
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        ds = p * (dp - _row_values(delta_ptr, query, queries, 1.0)[None, :])
+        ds = p * (dp - _row_values(rows_ptr + 2 * rows_plane, query, queries, 1.0)[None, :])
         if CAPPED:
             ds *= slope
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -79,17 +82,17 @@ _UNSPECIALISED = [
     "queries", "keys", "heads", "group", "blocks", "low", "high", "last_dropped", "query_start", "query_step",
     "key_start", "key_step", "first_head", "first_batch", "spans_stride",
     *(f"{name}_{axis}" for name in ("grad", "q", "k", "v", "dq", "dk", "dv") for axis in ("token", "batch", "head")),
-    "lse_batch", "lse_head", "delta_batch", "delta_head",
+    "rows_plane", "rows_batch", "rows_head",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _keys_kernel(
-    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, spans_ptr, seed_ptr,
+    grad_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, dk_ptr, dv_ptr, spans_ptr, seed_ptr,
     queries, keys, heads, group, blocks, low, high, factor, cap, scale, kept_scale, last_dropped,
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
-    dk_token, dk_batch, dk_head, dv_token, dv_batch, dv_head, lse_batch, lse_head, delta_batch, delta_head,
+    dk_token, dk_batch, dk_head, dv_token, dv_batch, dv_head, rows_plane, rows_batch, rows_head,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -121,26 +124,26 @@ def _keys_kernel(
         drawn_batch = batch + first_batch if DROPOUT else batch
         q_of_head = q_ptr + b * aligned(q_batch, UNIT) + g * aligned(q_head, UNIT)
         grad_of_head = grad_ptr + b * aligned(grad_batch, UNIT) + g * aligned(grad_head, UNIT)
-        lse_of_head = lse_ptr + b * lse_batch + g * lse_head
-        delta_of_head = delta_ptr + b * delta_batch + g * delta_head
+        rows_of_head = rows_ptr + b * rows_batch + g * rows_head
+        plane = tl.cast(rows_plane, tl.int64)
         drawn = head + first_head if DROPOUT else head
         if HAS_LOW:
             dk, dv = _keys_tiles(
-                dk, dv, k, v, q_of_head, grad_of_head, lse_of_head, delta_of_head, from_query, whole, queries, first,
+                dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, from_query, whole, queries, first,
                 end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
                 query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
                 True, HAS_HIGH, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
             )  # fmt: skip
         whole_end = edge if HAS_HIGH else to_query
         dk, dv = _keys_tiles(
-            dk, dv, k, v, q_of_head, grad_of_head, lse_of_head, delta_of_head, whole, whole_end, queries, first,
+            dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, whole, whole_end, queries, first,
             end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
             query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
             False, False, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
         )  # fmt: skip
         if HAS_HIGH:
             dk, dv = _keys_tiles(
-                dk, dv, k, v, q_of_head, grad_of_head, lse_of_head, delta_of_head, edge, to_query, queries, first,
+                dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, edge, to_query, queries, first,
                 end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
                 query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
                 HAS_LOW, True, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
@@ -155,7 +158,7 @@ def _keys_kernel(
 
 @triton.jit
 def _queries_tiles(
-    dq, q, grad, lse, delta, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride,
+    dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride,
     factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr,
     CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,7 +169,9 @@ def _queries_tiles(
         k = load_tile(k_ptr, start, keys, k_stride, BLOCK_KEYS, DIMS, BLOCK_DIMS, MASKED)
         v = load_tile(v_ptr, start, keys, v_stride, BLOCK_KEYS, DIMS, BLOCK_DIMS, MASKED)
         s, slope = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), factor, cap, CAPPED, FAST)
-        p = exponential(s * (1.0 if CAPPED else factor) - lse[:, None], FAST)
+        p = exponential(s * (1.0 if CAPPED else factor) - shift[:, None], FAST)
+        if not FAST:
+            p *= weight[:, None]
         if MASKED:
             there = key[None, :] < end[:, None]
             if HAS_LOW:
@@ -188,11 +193,11 @@ def _queries_tiles(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _queries_kernel(
-    grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dq_ptr, spans_ptr, seed_ptr,
+    grad_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, dq_ptr, spans_ptr, seed_ptr,
     queries, keys, heads, group, blocks, low, high, factor, cap, scale, kept_scale, last_dropped,
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
-    dq_token, dq_batch, dq_head, lse_batch, lse_head, delta_batch, delta_head,
+    dq_token, dq_batch, dq_head, rows_plane, rows_batch, rows_head,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     ACCUMULATE: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
     BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -223,23 +228,26 @@ def _queries_kernel(
     grad = load_tile(
         grad_ptr, first_query, queries, stride(grad_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True
     )
-    lse = _row_values(lse_ptr + b * lse_batch + h * lse_head, query, queries, LOG2_E if FAST else 1.0)
-    delta = _row_values(delta_ptr + b * delta_batch + h * delta_head, query, queries, 1.0)
+    rows_ptr += b * rows_batch + h * rows_head
+    plane = tl.cast(rows_plane, tl.int64)
+    shift = _row_values(rows_ptr, query, queries, LOG2_E if FAST else 1.0)
+    weight = shift if FAST else _row_values(rows_ptr + plane, query, queries, 1.0)
+    delta = _row_values(rows_ptr + 2 * plane, query, queries, 1.0)
     dq = tl.zeros((BLOCK_QUERIES, BLOCK_DIMS), tl.float32)
     k_stride, v_stride = stride(k_token, UNIT, WIDE), stride(v_token, UNIT, WIDE)
     if HAS_LOW:
         dq = _queries_tiles(
-            dq, q, grad, lse, delta, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride,
+            dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride,
             factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
             DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
         )  # fmt: skip
     dq = _queries_tiles(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride,
+        dq, q, grad, shift, weight, delta, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride,
         factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
         DIMS, BLOCK_DIMS, BLOCK_KEYS, False, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     dq = _queries_tiles(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride,
+        dq, q, grad, shift, weight, delta, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride,
         factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
         DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
@@ -252,18 +260,22 @@ def _queries_kernel(
     store_tile(dq_ptr, first_query, queries, stride(dq_token, UNIT, WIDE), dq, DIMS)
 
 
-_DELTA_UNSPECIALISED = [
-    "queries", "heads", "blocks", "delta_batch", "delta_head",
+_ROWS_UNSPECIALISED = [
+    "queries", "heads", "blocks", "statistics_plane", "statistics_batch", "statistics_head",
+    "rows_plane", "rows_batch", "rows_head",
     *(f"{name}_{axis}" for name in ("grad", "out") for axis in ("token", "batch", "head")),
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_DELTA_UNSPECIALISED)
-def _delta_kernel(
-    grad_ptr, out_ptr, delta_ptr, queries, heads, blocks, grad_token, grad_batch, grad_head,
-    out_token, out_batch, out_head, delta_batch, delta_head,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit(do_not_specialize=_ROWS_UNSPECIALISED)
+def _rows_kernel(
+    grad_ptr, out_ptr, statistics_ptr, rows_ptr, queries, heads, blocks, grad_token, grad_batch, grad_head,
+    out_token, out_batch, out_head, statistics_plane, statistics_batch, statistics_head,
+    rows_plane, rows_batch, rows_head,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, FAST: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Shift, weight and delta of a block of queries. ``FAST``: shifts by the logsumexp, with weights of 1."""
     program = tl.program_id(0)
     b, h = (program // blocks // heads).to(tl.int64), (program // blocks % heads).to(tl.int64)
     first_query = program % blocks * BLOCK_QUERIES
@@ -275,4 +287,15 @@ def _delta_kernel(
     )
     out = load_tile(out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
     delta = tl.sum(to_acc(grad) * to_acc(out), axis=1)
-    tl.store(delta_ptr + b * delta_batch + h * delta_head + query, delta, mask=query < queries)
+    mask = query < queries
+    statistics_ptr += b * statistics_batch + h * statistics_head + query
+    largest = tl.load(statistics_ptr, mask=mask, other=0.0)
+    total = tl.load(statistics_ptr + tl.cast(statistics_plane, tl.int64), mask=mask, other=1.0)
+    none = total == 0.0
+    total = tl.where(none, 1.0, total)
+    rows_ptr += b * rows_batch + h * rows_head + query
+    plane = tl.cast(rows_plane, tl.int64)
+    shift = tl.where(none, 0.0, largest + tl.log(total) if FAST else largest)
+    tl.store(rows_ptr, shift, mask=mask)
+    tl.store(rows_ptr + plane, tl.where(none, 0.0, 1.0 if FAST else reciprocal(total, False)), mask=mask)
+    tl.store(rows_ptr + 2 * plane, delta, mask=mask)

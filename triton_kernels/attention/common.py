@@ -1,8 +1,10 @@
 """What the attention kernels share: tiles of tokens, what of them is seen, scores, what dropout keeps.
 
 A kernel walks from a block of *own* tokens along the *others*: a query block along keys forward and for dQ, a key block
-along queries for dK and dV. What an own token sees is a run of adjacent others, and runs never move back, so the first
-token's and the last token's run bound the walk; between the last one's first and the first one's end nothing is masked.
+along queries for dK and dV. What an own token sees is a run of adjacent others, between two bounds. The walk goes from
+the lowest first to the highest end of all runs that are not empty; between the highest first and the lowest end of all
+runs nothing is masked. Bounds that are lines are so at the first and the last token of the block; spans are in any
+order, with empty ones among them.
 """
 
 import triton
@@ -71,9 +73,16 @@ def walk(
 ):  # fmt: skip
     """Where the walk of a block begins, where its wholly visible tiles do, where they end, where it ends."""
     first_own = block * OWN
-    last_own = tl.minimum(first_own + OWN, own_count) - 1
-    first, whole_end = runs(first_own, own_count, other_count, low, high, spans_ptr, spans_stride)
-    whole_first, end = runs(last_own, own_count, other_count, low, high, spans_ptr, spans_stride)
+    if spans_ptr is None:
+        last_own = tl.minimum(first_own + OWN, own_count) - 1
+        first, whole_end = runs(first_own, own_count, other_count, low, high, spans_ptr, spans_stride)
+        whole_first, end = runs(last_own, own_count, other_count, low, high, spans_ptr, spans_stride)
+    else:
+        own = first_own + tl.arange(0, OWN)
+        firsts, ends = runs(own, own_count, other_count, low, high, spans_ptr, spans_stride)
+        whole_first, end = tl.max(firsts, axis=0), tl.max(tl.where(firsts < ends, ends, 0), axis=0)
+        first = tl.min(tl.where(firsts < ends, firsts, other_count), axis=0)
+        whole_end = tl.minimum(tl.min(tl.where(own < own_count, ends, other_count), axis=0), end)
     whole_end = tl.maximum(whole_end, 0) // OTHERS * OTHERS
     if HAS_LOW:
         first = tl.minimum(first, end) // OTHERS * OTHERS
@@ -103,17 +112,6 @@ def exponential(x, FAST: tl.constexpr):
         return tl.exp2(x)
     else:
         return exp_nonpositive(x, False)
-
-
-@triton.jit
-def logarithm(x, FAST: tl.constexpr):
-    """The inverse of ``exponential``, for x >= 1."""
-    if FAST:
-        return tl.log2(x)
-    else:
-        # Newton's step takes back the error of the approximate logarithm.
-        y = tl.log(x)
-        return y + (x * exp_nonpositive(-y, False) - 1.0)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """flash_attention: launchers of the block attention kernels. Maths, masks, dropout: ops/_attention_block.py.
 
-Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``; ``lse`` and ``delta`` ``[b, heads, sq]``, fp32, of
-any strides with adjacent queries. k and v may have fewer heads than q, each for a group of adjacent ones.
+Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``; ``statistics`` is ``[2, b, heads, sq]``, ``rows``
+``[3, b, heads, sq]``, fp32, of any strides with adjacent queries. k and v may have fewer heads than q, each for a group
+of adjacent ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
 from parallel_ops.triton_kernels._launch import launch
-from parallel_ops.triton_kernels.attention.backward import _delta_kernel, _keys_kernel, _queries_kernel
+from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel, _rows_kernel
 from parallel_ops.triton_kernels.attention.forward import _forward_kernel
 from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles, tiles
 
@@ -116,10 +117,10 @@ def _options(t: Tile) -> dict[str, int]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, merge: bool, left: int | None, right: int | None,
-    spans: Tensor | None, scale: float, softcap: float, dropout: Dropout | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, *, merge: bool, left: int | None,
+    right: int | None, spans: Tensor | None, scale: float, softcap: float, dropout: Dropout | None,
 ) -> None:  # fmt: skip
-    """Writes ``out`` (of q's dtype or fp32) and ``lse``, or merges into those of other blocks (fp32)."""
+    """Writes ``out`` (of q's dtype or fp32) and ``statistics``, or merges into those of other blocks (fp32)."""
     (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
     if q.numel() == 0:
         return
@@ -131,8 +132,9 @@ def forward(
     blocks = cdiv(queries, t.queries)
     launch(
         _forward_kernel, (blocks * heads * batch,),
-        q, k, v, out, lse, spans, draws.seed, queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap,
-        *draws[1:], None if spans is None else spans.stride(0), *strides, lse.stride(0), lse.stride(1),
+        q, k, v, out, statistics, spans, draws.seed, queries, keys, heads, heads // kv_heads, blocks, low, high,
+        factor, cap,
+        *draws[1:], None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
         DIMS=dims, BLOCK_DIMS=max(16, next_power_of_2(dims)), MERGE=merge,
         HAS_LOW=left is not None or spans is not None, CAPPED=softcap > 0.0, SIGNED=softcap <= 0.0 and scale <= 0.0,
         FAST=fast, PRECISION=_precision(q), **_hints(strides), **draws.options, **_options(t),
@@ -140,7 +142,7 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     *, accumulate_dq: bool, left: int | None, right: int | None, spans: Tensor | None, query_spans: Tensor | None,
     scale: float, softcap: float, dropout: Dropout | None,
 ) -> None:  # fmt: skip
@@ -148,7 +150,6 @@ def backward(
     (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
     fast, factor, cap = _factors(q, scale, softcap)
     draws = _Draws.of(dropout)
-    rows = lse.stride(0), lse.stride(1), delta.stride(0), delta.stride(1)
     common = {
         "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)), "CAPPED": softcap > 0.0, "FAST": fast,
         "PRECISION": _precision(q), **draws.options,
@@ -160,9 +161,9 @@ def backward(
         blocks = cdiv(keys, t.keys)
         launch(
             _keys_kernel, (blocks * kv_heads * batch,),
-            grad_out, q, k, v, lse, delta, dk, dv, query_spans, draws.seed,
+            grad_out, q, k, v, rows, dk, dv, query_spans, draws.seed,
             queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
-            *draws[1:], None if query_spans is None else query_spans.stride(0), *strides, *rows,
+            *draws[1:], None if query_spans is None else query_spans.stride(0), *strides, *rows.stride()[:3],
             HAS_LOW=right is not None or query_spans is not None,
             HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
         )  # fmt: skip
@@ -173,16 +174,16 @@ def backward(
         blocks = cdiv(queries, t.queries)
         launch(
             _queries_kernel, (blocks * heads * batch,),
-            grad_out, q, k, v, lse, delta, dq, spans, draws.seed,
+            grad_out, q, k, v, rows, dq, spans, draws.seed,
             queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
-            *draws[1:], None if spans is None else spans.stride(0), *strides, *rows,
+            *draws[1:], None if spans is None else spans.stride(0), *strides, *rows.stride()[:3],
             ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **_hints(strides),
             **common, **_options(t),
         )  # fmt: skip
 
 
-def delta(grad_out: Tensor, out: Tensor, delta: Tensor) -> None:
-    """``delta[b, h, i] = grad_out[i, b, h] . out[i, b, h]``"""
+def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tensor) -> None:
+    """Writes shift, weight and ``delta[b, h, i] = grad_out[i, b, h] . out[i, b, h]`` to ``rows``."""
     if grad_out.numel() == 0:
         return
     queries, batch, heads, dims = grad_out.shape
@@ -191,7 +192,8 @@ def delta(grad_out: Tensor, out: Tensor, delta: Tensor) -> None:
     blocks = cdiv(queries, block)
     strides = _strides(grad_out, out)
     launch(
-        _delta_kernel, (blocks * heads * batch,),
-        grad_out, out, delta, queries, heads, blocks, *strides, delta.stride(0), delta.stride(1),
-        DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, **_hints(strides), num_warps=8,
+        _rows_kernel, (blocks * heads * batch,),
+        grad_out, out, statistics, rows, queries, heads, blocks, *strides, *statistics.stride()[:3], *rows.stride()[:3],
+        DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, FAST=grad_out.dtype is not torch.float32,
+        **_hints(strides), num_warps=8,
     )  # fmt: skip

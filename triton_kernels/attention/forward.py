@@ -11,20 +11,17 @@ import triton
 import triton.language as tl
 
 from parallel_ops.triton_kernels._common import aligned
-from parallel_ops.triton_kernels._math import exp_nonpositive, reciprocal
+from parallel_ops.triton_kernels._math import LOG_2, exp_nonpositive, reciprocal
 from parallel_ops.triton_kernels.attention.common import (
     exponential,
     kept,
     load_tile,
-    logarithm,
     runs,
     scores,
     store_tile,
     stride,
     walk,
 )
-
-LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -73,17 +70,17 @@ _UNSPECIALISED = [
     "queries", "keys", "heads", "group", "blocks", "low", "high", "last_dropped", "query_start", "query_step",
     "key_start", "key_step", "first_head", "first_batch", "spans_stride",
     *(f"{name}_{axis}" for name in ("q", "k", "v", "out") for axis in ("token", "batch", "head")),
-    "lse_batch", "lse_head",
+    "statistics_plane", "statistics_batch", "statistics_head",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, statistics_ptr, spans_ptr, seed_ptr,
     queries, keys, heads, group, blocks, low, high, factor, cap, kept_scale, last_dropped,
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head, out_token, out_batch, out_head,
-    lse_batch, lse_head,
+    statistics_plane, statistics_batch, statistics_head,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     MERGE: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, SIGNED: tl.constexpr, DROPOUT: tl.constexpr,
     BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
@@ -98,7 +95,7 @@ def _forward_kernel(
     k_ptr += b * aligned(k_batch, UNIT) + kv_head * aligned(k_head, UNIT)
     v_ptr += b * aligned(v_batch, UNIT) + kv_head * aligned(v_head, UNIT)
     out_ptr += b * aligned(out_batch, UNIT) + h * aligned(out_head, UNIT)
-    lse_ptr += b * lse_batch + h * lse_head
+    statistics_ptr += b * statistics_batch + h * statistics_head
 
     from_key, whole, edge, to_key = walk(
         block, queries, keys, low, high, spans_ptr, spans_stride, BLOCK_QUERIES, BLOCK_KEYS, HAS_LOW
@@ -134,27 +131,35 @@ def _forward_kernel(
         CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
 
+    # A maximum of -inf, of queries that see no key, has the sum 0.
     none = largest == float("-inf")
-    total = tl.where(none, 1.0, total)
-    lse = largest * (1.0 if CAPPED or SIGNED else factor) + logarithm(total, FAST)
-    lse = tl.where(none, float("-inf"), lse * LOG_2 if FAST else lse)
-    weight = reciprocal(total, FAST)
-    if DROPOUT:
-        weight *= kept_scale
+    weight = tl.where(none, 0.0, reciprocal(tl.where(none, 1.0, total), FAST))
+    largest = tl.where(none, float("-inf"), largest * (1.0 if CAPPED or SIGNED else factor))
+    if FAST:
+        largest *= LOG_2
     mask = query < queries
+    sums_ptr = statistics_ptr + tl.cast(statistics_plane, tl.int64)
     if MERGE:
-        before = tl.load(lse_ptr + query, mask=mask, other=float("-inf"))
-        most = tl.maximum(before, lse)
-        most = tl.where(most == float("-inf"), 0.0, most)
-        old, ours = exp_nonpositive(before - most, False), exp_nonpositive(lse - most, False)
-        both = old + ours
-        share = tl.where(both == 0.0, 0.0, reciprocal(both, False))
+        before = tl.load(statistics_ptr + query, mask=mask, other=float("-inf"))
+        most = tl.maximum(before, largest)
+        shift = tl.where(most == float("-inf"), 0.0, most)
+        old = exp_nonpositive(before - shift, False) * tl.load(sums_ptr + query, mask=mask, other=0.0)
+        ours = exp_nonpositive(largest - shift, False)
+        # Both sums are 1 or more, or 0, and the larger maximum has a factor of 1.
+        total = old + total * ours
+        share = tl.where(total == 0.0, 0.0, reciprocal(tl.where(total == 0.0, 1.0, total), False))
         out = load_tile(
             out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True
         )
-        acc = out * (old * share)[:, None] + acc * (weight * ours * share)[:, None]
-        lse = tl.where(both == 0.0, float("-inf"), most + logarithm(both, False))
+        ours *= share
+        if DROPOUT:
+            ours *= kept_scale
+        acc = out * (old * share)[:, None] + acc * ours[:, None]
+        largest = most
     else:
+        if DROPOUT:
+            weight *= kept_scale
         acc *= weight[:, None]
     store_tile(out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), acc, DIMS)
-    tl.store(lse_ptr + query, lse, mask=mask)
+    tl.store(statistics_ptr + query, largest, mask=mask)
+    tl.store(sums_ptr + query, total, mask=mask)

@@ -67,28 +67,35 @@ PARALLEL_OPS_INLINE A exp_row(A* __restrict s, KeyRange keys, A factor, A shift)
   return sum_of_lanes<kLanes>(lanes);
 }
 
+// A query of the backward: its probabilities are weight * exp(score - shift). A weight of 0: it sees no key.
+template <class A>
+struct GradientRow {
+  A shift, weight, delta;
+};
+
 // In place of raw scores and of dO V^T: what multiplies dO and what multiplies q and k. `kept` holds the factor of each
 // probability under dropout, null without.
 template <class A>
 PARALLEL_OPS_INLINE void gradient_row(A* __restrict s, A* __restrict dp, const A* __restrict kept, KeyRange keys,
-                                      ScoreRule<A> rule, A lse, A delta) {
-  if (lse == kUnseen<A>) keys.first = keys.last = keys.end;
+                                      ScoreRule<A> rule, GradientRow<A> row) {
+  const A shift = row.shift, weight = row.weight, delta = row.delta;
+  if (weight == A(0)) keys.first = keys.last = keys.end;
   if (rule.softcap != A(0)) {
     for (int64_t i = keys.begin; i < keys.end; ++i) {
       const auto capped = softcap(s[i] * rule.scale, rule.softcap);
-      const A p = exp_or_zero(capped.value - lse), keep = kept ? kept[i] : A(1);
+      const A p = weight * exp_or_zero(capped.value - shift), keep = kept ? kept[i] : A(1);
       dp[i] = p * (dp[i] * keep - delta) * (rule.scale * capped.slope);
       s[i] = p * keep;
     }
   } else if (kept) {
     for (int64_t i = keys.begin; i < keys.end; ++i) {
-      const A p = exp_or_zero(s[i] * rule.scale - lse);
+      const A p = weight * exp_or_zero(s[i] * rule.scale - shift);
       dp[i] = p * (dp[i] * kept[i] - delta) * rule.scale;
       s[i] = p * kept[i];
     }
   } else {
     for (int64_t i = keys.begin; i < keys.end; ++i) {
-      const A p = exp_or_zero(s[i] * rule.scale - lse);
+      const A p = weight * exp_or_zero(s[i] * rule.scale - shift);
       dp[i] = p * (dp[i] - delta) * rule.scale;
       s[i] = p;
     }

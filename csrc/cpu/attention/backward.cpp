@@ -1,6 +1,6 @@
 // Block attention backward on the CPU: see parallel_ops/ops/attention/block.py for the maths.
 //
-// Work is cut as in forward. Probabilities are computed again from the scores and the logarithm of each row's sum. A
+// Work is cut as in forward. Probabilities are computed again from the scores and each row's shift and weight. A
 // chunk's gradient of queries is summed over the blocks of keys in scratch; the gradients of a head's keys and values
 // are summed over all its chunks. Where there are few heads, their chunks are dealt out to several parts, each with its
 // own sums, which are then added in order: shapes alone decide, so no bit depends on the number of threads.
@@ -27,12 +27,12 @@ class Backward {
   using In = typename E::In;
 
  public:
-  PARALLEL_OPS_INLINE Backward(const BlockCall& call, const Operand& grad_out, const RowValues<A>& lse,
-                               const RowValues<A>& delta)
+  PARALLEL_OPS_INLINE explicit Backward(const BackwardCall& call)
       : call_(call),
-        grad_(grad_out),
-        lse_(lse),
-        delta_(delta),
+        grad_(call.grad_out),
+        shift_(call.rows, 0),
+        weight_(call.rows, 1),
+        delta_(call.rows, 2),
         width_(call.d),
         rows_(round_up(call.chunk, kQueryBlock)),
         q_(call.group * rows_ * width_.row),
@@ -65,8 +65,8 @@ class Backward {
       }
     }
     std::fill_n(dq_.data, call_.group * rows_ * width_.row, A(0));
-    const int64_t last = call_.last_key(query + n - 1);
-    for (int64_t key = call_.first_key(query); key < last; key += kKeyBlock) {
+    const auto [first, last] = call_.keys_of(query, query + n);
+    for (int64_t key = first; key < last; key += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, last - key);
       load_rows(call_.v, batch, kv, key, keys, keys, call_.d, width_.row, kv_.data);
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, v_.data);
@@ -108,15 +108,17 @@ class Backward {
     for (int64_t i = 0; i < strips.count * E::kRows; ++i) {
       const KeyRange keys = strips.range(call_, i);
       if (keys.begin == keys.end) continue;
-      const bool real = i < strips.rows;
+      const int64_t query = strips.query + i;
+      const GradientRow<A> own =
+          i < strips.rows
+              ? GradientRow<A>{shift_(batch, head, query), weight_(batch, head, query), delta_(batch, head, query)}
+              : GradientRow<A>{A(0), A(0), A(0)};
       A* kept = nullptr;
       if (call_.dropout.threshold) {
         kept = kept_.data + 8;
-        kept_row(kept, keys, call_.dropout, batch, head, strips.query + i, strips.key);
+        kept_row(kept, keys, call_.dropout, batch, head, query, strips.key);
       }
-      gradient_row(scores_.data + i * kKeyBlock, ds_.data + i * kKeyBlock, kept, keys, rule,
-                   real ? lse_(batch, head, strips.query + i) : kUnseen<A>,
-                   real ? delta_(batch, head, strips.query + i) : A(0));
+      gradient_row(scores_.data + i * kKeyBlock, ds_.data + i * kKeyBlock, kept, keys, rule, own);
     }
     A* dq = dq_.data + row * width_.row;
     if constexpr (E::kPerStep == 1) {
@@ -148,7 +150,7 @@ class Backward {
 
   const BlockCall& call_;
   const Operand& grad_;
-  const RowValues<A>&lse_, &delta_;
+  const RowValues<A> shift_, weight_, delta_;
   const Widths<E> width_;
   const int64_t rows_;
   RowScratch<Elem> q_, do_;
@@ -171,8 +173,7 @@ PARALLEL_OPS_INLINE void write_row(const BackwardCall& call, const Operand& to, 
 template <class E>
 PARALLEL_OPS_INLINE void backward_tasks(const BackwardCall& call, int64_t begin, int64_t end) {
   using A = typename E::Acc;
-  const RowValues<A> lse(call.lse), delta(call.delta);
-  Backward<E> backward(call, call.grad_out, lse, delta);
+  Backward<E> backward(call);
   const int64_t row = sums_row(call.d), size = (call.sk + kKeyBlock) * row;
   const RowScratch<A> own(call.parts == 1 ? 2 * size : 0);
   for (int64_t task = begin; task < end; ++task) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/tensor.h>
@@ -36,11 +37,15 @@ struct Operand {
   int64_t s, b, h, d;
 };
 
-// One value for each batch, head and query, of any strides. Its memory was checked where the op took the tensor.
+// One value for each batch, head and query, of any strides: plane n of a tensor [planes, b, heads, sq], whose memory
+// was checked where the op took it.
 template <class A>
 struct RowValues {
-  explicit RowValues(const Tensor& t)
-      : data(static_cast<A*>(const_cast<void*>(t.const_data_ptr()))), b(t.stride(0)), h(t.stride(1)), s(t.stride(2)) {}
+  RowValues(const Tensor& t, int64_t plane)
+      : data(static_cast<A*>(const_cast<void*>(t.const_data_ptr())) + plane * t.stride(0)),
+        b(t.stride(1)),
+        h(t.stride(2)),
+        s(t.stride(3)) {}
   A& operator()(int64_t batch, int64_t head, int64_t query) const { return data[batch * b + head * h + query * s]; }
   A* data;
   int64_t b, h, s;
@@ -57,20 +62,30 @@ struct BlockCall {
   // From both ends in turn, so that neighbours together are the same work however much later queries see.
   int64_t nth_chunk(int64_t n) const { return n % 2 == 0 ? n / 2 : chunks - 1 - n / 2; }
 
-  // Neither bound ever decreases from query to query.
   int64_t first_key(int64_t query) const { return first[static_cast<size_t>(query)]; }
   int64_t last_key(int64_t query) const { return last[static_cast<size_t>(query)]; }
+
+  // From the first key that any of the queries begin .. end - 1 sees to after the last one; both 0 if none sees a key.
+  PARALLEL_OPS_INLINE std::pair<int64_t, int64_t> keys_of(int64_t begin, int64_t end) const {
+    int64_t from = sk, to = 0;
+    for (int64_t query = begin; query < end; ++query) {
+      if (first_key(query) >= last_key(query)) continue;
+      from = std::min(from, first_key(query));
+      to = std::max(to, last_key(query));
+    }
+    return {std::min(from, to), to};
+  }
 };
 
 struct ForwardCall : BlockCall {
   Operand out;
-  Tensor lse;
+  Tensor statistics;
   bool merge;
 };
 
 struct BackwardCall : BlockCall {
   Operand grad_out;
-  Tensor lse, delta;
+  Tensor rows;  // shift, weight and delta
   Operand dq, dk, dv;
   bool accumulate;
   int64_t parts;  // of the chunks of one head of keys, each with sums of its own
@@ -136,13 +151,13 @@ PARALLEL_OPS_INLINE void load_rows(const Operand& x, int64_t batch, int64_t head
   std::fill_n(out, (rows - n) * width, Elem(0));
 }
 
-// Which tiles of kCols keys each strip of kRows queries sees of a block, and the other way round.
+// Which tiles of kCols keys each strip of kRows queries computes of a block. The strips of a tile need not be adjacent:
+// one whose queries see no key may lie between two that see the tile.
 template <class E>
 struct Strips {
-  static constexpr int64_t kMost = kQueryBlock / E::kRows, kMostTiles = kKeyBlock / E::kCols;
+  static constexpr int64_t kMost = kQueryBlock / E::kRows;
   int64_t count, tiles, rows, query, key, keys;
-  int64_t begin[kMost], end[kMost];                        // tiles of a strip
-  int64_t first_strip[kMostTiles], end_strip[kMostTiles];  // strips of a tile
+  int64_t begin[kMost], end[kMost];  // tiles of a strip
   bool any = false;
 
   // Queries query .. query + rows - 1 and keys key .. key + keys - 1.
@@ -153,19 +168,17 @@ struct Strips {
         query(query),
         key(key),
         keys(keys) {
-    for (int64_t t = 0; t < tiles; ++t) first_strip[t] = end_strip[t] = 0;
     for (int64_t r = 0; r < count; ++r) {
-      const int64_t from = query + r * E::kRows, to = query + std::min(rows, (r + 1) * E::kRows) - 1;
-      const int64_t first = std::clamp<int64_t>(call.first_key(from) - key, 0, keys);
-      const int64_t last = std::clamp<int64_t>(call.last_key(to) - key, 0, keys);
+      const auto [from, to] = call.keys_of(query + r * E::kRows, query + std::min(rows, (r + 1) * E::kRows));
+      const int64_t first = std::clamp<int64_t>(from - key, 0, keys), last = std::clamp<int64_t>(to - key, 0, keys);
       begin[r] = first < last ? first / E::kCols : 0;
       end[r] = first < last ? ceil_div(last, E::kCols) : 0;
       any = any || first < last;
-      for (int64_t t = begin[r]; t < end[r]; ++t) {
-        if (end_strip[t] == 0) first_strip[t] = r;
-        end_strip[t] = r + 1;
-      }
     }
+  }
+
+  PARALLEL_OPS_INLINE bool computes(int64_t strip, int64_t tile) const {
+    return begin[strip] <= tile && tile < end[strip];
   }
 
   // The keys that row i of the block sees, among those that its strip computes.

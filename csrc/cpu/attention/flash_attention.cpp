@@ -11,26 +11,31 @@
 namespace parallel_ops::cpu {
 namespace {
 
+// shift, weight and delta of rows begin .. end - 1 of [s, b, heads], from their maxima, sums, outputs and gradients.
 template <class A>
-PARALLEL_OPS_INLINE void delta_tasks(const Operand& grad_out, const Operand& out, const RowValues<A>& delta,
-                                     const Tensor& like, int64_t begin, int64_t end) {
+PARALLEL_OPS_INLINE void gradient_rows(const Operand& grad_out, const Operand& out, const Tensor& statistics,
+                                       const Tensor& rows, const Tensor& like, int64_t begin, int64_t end) {
   const int64_t batch = like.size(1), heads = like.size(2), d = like.size(3);
+  const RowValues<A> max(statistics, 0), sum(statistics, 1), shift(rows, 0), weight(rows, 1), delta(rows, 2);
   const RowScratch<A> one(d), two(d);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t h = row % heads, b = row / heads % batch, s = row / heads / batch;
     load_row(grad_out, s * grad_out.s + b * grad_out.b + h * grad_out.h, d, one.data);
     load_row(out, s * out.s + b * out.b + h * out.h, d, two.data);
     delta(b, h, s) = sum_lanes<A>(d, [&](int64_t i) PARALLEL_OPS_LAMBDA { return one.data[i] * two.data[i]; });
+    const bool some = sum(b, h, s) != A(0);
+    shift(b, h, s) = some ? max(b, h, s) : A(0);
+    weight(b, h, s) = some ? A(1) / sum(b, h, s) : A(0);
   }
 }
-#define DEFINE_DELTA(A)                                                                                             \
-  PARALLEL_OPS_MULTIVERSION void delta_rows(const Operand& grad_out, const Operand& out, const RowValues<A>& delta, \
-                                            const Tensor& like, int64_t begin, int64_t end) {                       \
-    delta_tasks(grad_out, out, delta, like, begin, end);                                                            \
+#define DEFINE_ROWS(NAME, A)                                                                                 \
+  PARALLEL_OPS_MULTIVERSION void NAME(const Operand& grad_out, const Operand& out, const Tensor& statistics, \
+                                      const Tensor& rows, const Tensor& like, int64_t begin, int64_t end) {  \
+    gradient_rows<A>(grad_out, out, statistics, rows, like, begin, end);                                     \
   }
-DEFINE_DELTA(float)
-DEFINE_DELTA(double)
-#undef DEFINE_DELTA
+DEFINE_ROWS(rows_fp32, float)
+DEFINE_ROWS(rows_fp64, double)
+#undef DEFINE_ROWS
 
 BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const std::optional<Tensor>& spans, std::optional<int64_t> left, std::optional<int64_t> right,
@@ -101,10 +106,12 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
   return call;
 }
 
-void check_rows(const char* op, const char* name, const Tensor& t, const BlockCall& call) {
-  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == acc_dtype(call.q.dtype) && t.dim() == 3 && t.size(0) == call.batch &&
-                      t.size(1) == call.heads && t.size(2) == call.sq,
-                  op, ": ", name, " must be [b, heads, sq] in the dtype of the arithmetic");
+// [planes, b, heads, sq] for `like` [sq, b, heads, d].
+void check_planes(const char* op, const char* name, const Tensor& t, int64_t planes, const Tensor& like) {
+  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == acc_dtype(like.scalar_type()) && t.dim() == 4 &&
+                      t.size(0) == planes && t.size(1) == like.size(1) && t.size(2) == like.size(2) &&
+                      t.size(3) == like.size(0),
+                  op, ": ", name, " must be [", planes, ", b, heads, sq] in the dtype of the arithmetic");
   check_memory(op, name, t);
 }
 
@@ -117,24 +124,24 @@ void check_result(const char* op, const char* name, const Tensor& t, const Tenso
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& spans,
              std::optional<int64_t> left, std::optional<int64_t> right, double scale, double softcap, double p,
-             const std::optional<Tensor>& seed, std::vector<int64_t> places, Tensor out, Tensor lse, bool merge) {
+             const std::optional<Tensor>& seed, std::vector<int64_t> places, Tensor out, Tensor statistics,
+             bool merge) {
   constexpr const char* kOp = "block_attention";
   ForwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places),
-                   Operand(kOp, "out", out), lse, merge};
+                   Operand(kOp, "out", out), statistics, merge};
   check_result(kOp, "out", out, q, merge);
-  check_rows(kOp, "lse", lse, call);
+  check_planes(kOp, "statistics", statistics, 2, q);
   run_forward(call);
 }
 
-void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-              const Tensor& delta, const std::optional<Tensor>& spans, std::optional<int64_t> left,
-              std::optional<int64_t> right, double scale, double softcap, double p, const std::optional<Tensor>& seed,
-              std::vector<int64_t> places, Tensor dq, Tensor dk, Tensor dv, bool accumulate) {
+void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rows,
+              const std::optional<Tensor>& spans, std::optional<int64_t> left, std::optional<int64_t> right,
+              double scale, double softcap, double p, const std::optional<Tensor>& seed, std::vector<int64_t> places,
+              Tensor dq, Tensor dk, Tensor dv, bool accumulate) {
   constexpr const char* kOp = "block_attention_backward";
   BackwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places),
                     Operand(kOp, "grad_out", grad_out),
-                    lse,
-                    delta,
+                    rows,
                     Operand(kOp, "dq", dq),
                     Operand(kOp, "dk", dk),
                     Operand(kOp, "dv", dv),
@@ -142,30 +149,27 @@ void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Te
                     1,
                     nullptr};
   check_like(kOp, "grad_out", grad_out, q);
-  check_rows(kOp, "lse", lse, call);
-  check_rows(kOp, "delta", delta, call);
+  check_planes(kOp, "rows", rows, 3, q);
   check_result(kOp, "dq", dq, q, accumulate);
   check_result(kOp, "dk", dk, k, false);
   check_result(kOp, "dv", dv, v, false);
   run_backward(call);
 }
 
-void delta(const Tensor& grad_out, const Tensor& out, Tensor delta) {
-  constexpr const char* kOp = "attention_delta";
-  check_result(kOp, "out", out, grad_out, false);
+void rows(const Tensor& grad_out, const Tensor& out, const Tensor& statistics, Tensor rows) {
+  constexpr const char* kOp = "attention_gradient_rows";
   dispatch(kOp, grad_out.scalar_type(), [](auto) {});
-  STD_TORCH_CHECK(grad_out.dim() == 4 && delta.is_cpu() && delta.scalar_type() == acc_dtype(grad_out.scalar_type()) &&
-                      delta.dim() == 3 && delta.size(0) == grad_out.size(1) && delta.size(1) == grad_out.size(2) &&
-                      delta.size(2) == grad_out.size(0),
-                  kOp, ": delta must be [b, heads, s] for grad_out [s, b, heads, d], in the dtype of the arithmetic");
+  STD_TORCH_CHECK(grad_out.is_cpu() && grad_out.dim() == 4, kOp, ": grad_out must be [s, b, heads, d], on the CPU");
+  check_result(kOp, "out", out, grad_out, false);
+  check_planes(kOp, "statistics", statistics, 2, grad_out);
+  check_planes(kOp, "rows", rows, 3, grad_out);
   const Operand grads(kOp, "grad_out", grad_out), outs(kOp, "out", out);
-  check_memory(kOp, "delta", delta);
-  const int64_t rows = delta.numel();
-  torch::stable::parallel_for(0, rows, ceil_div(kGrain, grad_out.size(3) + 1), [&](int64_t begin, int64_t end) {
+  const int64_t count = grad_out.size(0) * grad_out.size(1) * grad_out.size(2);
+  torch::stable::parallel_for(0, count, ceil_div(kGrain, grad_out.size(3) + 1), [&](int64_t begin, int64_t end) {
     if (grad_out.scalar_type() == ScalarType::Double) {
-      delta_rows(grads, outs, RowValues<double>(delta), grad_out, begin, end);
+      rows_fp64(grads, outs, statistics, rows, grad_out, begin, end);
     } else {
-      delta_rows(grads, outs, RowValues<float>(delta), grad_out, begin, end);
+      rows_fp32(grads, outs, statistics, rows, grad_out, begin, end);
     }
   });
 }
@@ -175,7 +179,7 @@ void delta(const Tensor& grad_out, const Tensor& out, Tensor delta) {
 STABLE_TORCH_LIBRARY_IMPL(parallel_ops, CPU, m) {
   m.impl("block_attention_", TORCH_BOX(&forward));
   m.impl("block_attention_backward_", TORCH_BOX(&backward));
-  m.impl("attention_delta_", TORCH_BOX(&delta));
+  m.impl("attention_gradient_rows_", TORCH_BOX(&rows));
 }
 
 }  // namespace parallel_ops::cpu

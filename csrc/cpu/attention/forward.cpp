@@ -2,7 +2,8 @@
 //
 // A task takes the queries of a chunk, those of all heads that share a key together, through the keys that they see,
 // block by block, each packed once for all of them. Scores exist for kQueryBlock x kKeyBlock at a time, in the cache. A
-// row's maximum, sum and output so far are carried from block to block and written, or merged, at the end.
+// row's maximum, sum and output so far are carried from block to block and written, or merged, at the end. Maximum and
+// sum stay apart: the logarithm of the sum, added to a large maximum, would lose the digits that merging needs.
 #include <cmath>
 
 #include "../softmaxes/softmax.h"
@@ -11,9 +12,15 @@
 namespace parallel_ops::cpu {
 namespace {
 
+template <class A>
+struct RowStatistics {
+  RowValues<A> max, sum;
+};
+
 template <class E>
 class Forward {
   using A = typename E::Acc;
+  using Statistics = RowStatistics<A>;
   using Elem = typename E::Elem;
   using In = typename E::In;
 
@@ -33,7 +40,7 @@ class Forward {
         weights_(kQueryBlock * kKeyBlock),
         kept_(kKeyBlock + 16) {}
 
-  PARALLEL_OPS_INLINE void task(int64_t task, const Operand& out, const RowValues<A>& lse, bool merge) {
+  PARALLEL_OPS_INLINE void task(int64_t task, const Operand& out, const Statistics& statistics, bool merge) {
     const int64_t chunk = call_.nth_chunk(task % call_.chunks), kv = task / call_.chunks % call_.kv_heads;
     const int64_t batch = task / call_.chunks / call_.kv_heads;
     const int64_t query = chunk * call_.chunk, n = std::min(call_.chunk, call_.sq - query);
@@ -44,8 +51,8 @@ class Forward {
     std::fill_n(o_.data, call_.group * rows_ * width_.row, A(0));
     std::fill_n(max_.data, call_.group * rows_, kUnseen<A>);
     std::fill_n(sum_.data, call_.group * rows_, A(0));
-    const int64_t last = call_.last_key(query + n - 1);
-    for (int64_t key = call_.first_key(query); key < last; key += kKeyBlock) {
+    const auto [first, last] = call_.keys_of(query, query + n);
+    for (int64_t key = first; key < last; key += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, last - key), padded = round_up(keys, E::kCols);
       load_rows(call_.k, batch, kv, key, keys, padded, call_.d, width_.row, kv_.data);
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
@@ -58,7 +65,9 @@ class Forward {
       }
     }
     for (int64_t g = 0; g < call_.group; ++g) {
-      for (int64_t i = 0; i < n; ++i) write(batch, kv * call_.group + g, query + i, g * rows_ + i, out, lse, merge);
+      for (int64_t i = 0; i < n; ++i) {
+        write(batch, kv * call_.group + g, query + i, g * rows_ + i, out, statistics, merge);
+      }
     }
   }
 
@@ -102,20 +111,20 @@ class Forward {
   }
 
   PARALLEL_OPS_INLINE void write(int64_t batch, int64_t head, int64_t query, int64_t row, const Operand& out,
-                                 const RowValues<A>& lse, bool merge) {
-    const A sum = sum_.data[row];
+                                 const Statistics& statistics, bool merge) {
+    A max = max_.data[row], sum = sum_.data[row];
     A* o = o_.data + row * width_.row;
-    A result = sum == A(0) ? kUnseen<A> : max_.data[row] + std::log(sum);
     A factor = sum == A(0) ? A(0) : A(1) / sum;
-    A& place = lse(batch, head, query);
+    A &max_place = statistics.max(batch, head, query), &sum_place = statistics.sum(batch, head, query);
     const int64_t offset = query * out.s + batch * out.b + head * out.h;
     if (merge) {
-      const A old = place, block = result;
-      const A largest = block > old ? block : old;
-      if (block == kUnseen<A>) return;
-      result = largest + std::log(std::exp(old - largest) + std::exp(block - largest));
-      factor *= std::exp(block - result);
-      const A keep = std::exp(old - result);
+      if (sum == A(0)) return;
+      const A largest = max > max_place ? max : max_place;
+      const A old = sum_place * std::exp(max_place - largest), block = std::exp(max - largest);
+      max = largest;
+      sum = old + sum * block;
+      factor = block / sum;
+      const A keep = old / sum;
       A* before = kept_.data;  // in pieces that fit
       for (int64_t c = 0; c < call_.d; c += kKeyBlock) {
         const int64_t n = std::min(kKeyBlock, call_.d - c);
@@ -125,7 +134,8 @@ class Forward {
     } else {
       for (int64_t c = 0; c < call_.d; ++c) o[c] *= factor;
     }
-    place = result;
+    max_place = max;
+    sum_place = sum;
     store_row(out, offset, call_.d, o);
   }
 
@@ -144,8 +154,9 @@ class Forward {
 template <class E>
 PARALLEL_OPS_INLINE void forward_tasks(const ForwardCall& call, int64_t begin, int64_t end) {
   Forward<E> forward(call);
-  const RowValues<typename E::Acc> lse(call.lse);
-  for (int64_t task = begin; task < end; ++task) forward.task(task, call.out, lse, call.merge);
+  using A = typename E::Acc;
+  const RowStatistics<A> statistics{RowValues<A>(call.statistics, 0), RowValues<A>(call.statistics, 1)};
+  for (int64_t task = begin; task < end; ++task) forward.task(task, call.out, statistics, call.merge);
 }
 
 #define DEFINE_TASKS(NAME, TARGET, ...)                                   \

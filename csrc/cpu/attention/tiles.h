@@ -1,4 +1,4 @@
-// The products of block attention, over the tiles that somebody sees.
+// The products of block attention, over the tiles that some query sees.
 #pragma once
 
 #include "block.h"
@@ -19,7 +19,8 @@ PARALLEL_OPS_INLINE void block_scores(const Strips<E>& strips, const typename E:
                                       const typename E::In* transposed, typename E::Acc* scores) {
   for (int64_t t = 0; t < strips.tiles; ++t) {
     const auto* panel = transposed + t * width.steps * E::kCols;
-    for (int64_t r = strips.first_strip[t]; r < strips.end_strip[t]; ++r) {
+    for (int64_t r = 0; r < strips.count; ++r) {
+      if (!strips.computes(r, t)) continue;
       const auto* a = reinterpret_cast<const typename E::In*>(rows + r * E::kRows * width.row);
       product_tile<E, false, 2>(a, width.row / E::kPerStep, 1, panel, width.steps,
                                 scores + r * E::kRows * kKeyBlock + t * E::kCols, kKeyBlock);
@@ -50,11 +51,15 @@ PARALLEL_OPS_INLINE void add_over_queries(const Strips<E>& strips, const typenam
   constexpr int64_t kSteps = kQueryBlock / E::kPerStep, kStripSteps = E::kRows / E::kPerStep;
   for (int64_t col = 0; col < width.row; col += E::kCols, panels += kSteps * E::kCols) {
     for (int64_t t = 0; t < strips.tiles; ++t) {
-      const int64_t begin = strips.first_strip[t] * kStripSteps, steps = strips.end_strip[t] * kStripSteps - begin;
-      if (steps == 0) continue;
-      for (int64_t key = t * E::kCols; key < std::min((t + 1) * E::kCols, strips.keys); key += E::kRows) {
-        product<E, true>(weights + begin * kKeyBlock + key, 1, kKeyBlock, panels + begin * E::kCols, steps,
-                         to + key * width.row + col, width.row, width.row - col);
+      for (int64_t r = 0; r < strips.count; ++r) {
+        if (!strips.computes(r, t)) continue;
+        const int64_t begin = r * kStripSteps;
+        while (r + 1 < strips.count && strips.computes(r + 1, t)) ++r;
+        const int64_t steps = (r + 1) * kStripSteps - begin;
+        for (int64_t key = t * E::kCols; key < std::min((t + 1) * E::kCols, strips.keys); key += E::kRows) {
+          product<E, true>(weights + begin * kKeyBlock + key, 1, kKeyBlock, panels + begin * E::kCols, steps,
+                           to + key * width.row + col, width.row, width.row - col);
+        }
       }
     }
   }

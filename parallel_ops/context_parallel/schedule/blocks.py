@@ -12,6 +12,7 @@ from parallel_ops.ops.attention.block import (
     Dropout,
     Tokens,
     Visible,
+    begin_carry,
     block_attention,
     block_attention_backward,
     document_bounds,
@@ -113,7 +114,7 @@ def _within_documents(queries: Sequence[Run], keys: Sequence[Run], options: Opti
 
 
 class SoftmaxAccumulator:
-    """The running result of queries ``[s, b, h, d]``: (O, log sum of exponentials), in fp32 (fp64 for fp64).
+    """The running result of queries ``[s, b, h, d]``: O, M and Z of the block op, in fp32 (fp64 for fp64).
 
     Args:
         sink: ``[h]``, a logit that every query starts with.
@@ -124,11 +125,10 @@ class SoftmaxAccumulator:
         self._q, self._runs, self._options = q, runs, options
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.out = q.new_empty(q.shape, dtype=dtype)
-        self.lse = q.new_empty((b, h, s), dtype=dtype)
+        self.statistics = q.new_empty((2, b, h, s), dtype=dtype)
         self._begun = [sink is not None] * len(runs)
         if sink is not None:
-            self.out.zero_()
-            self.lse.copy_(sink.view(1, h, 1))
+            begin_carry(self.out, self.statistics, sink)
 
     def add(self, k: Tensor, v: Tensor, keys: Sequence[Run]) -> None:
         """Merges what the queries see of these keys."""
@@ -144,30 +144,28 @@ class SoftmaxAccumulator:
                 softcap=o.softcap,
                 dropout=block.dropout,
                 out=self.out[rows],
-                lse=self.lse[:, :, rows],
+                statistics=self.statistics[..., rows],
                 merge=self._begun[block.runs.start],
             )
             for i in block.runs:
                 self._begun[i] = True
 
     def finish(self) -> None:
-        """Queries that saw nothing have O = 0 and -inf."""
+        """Queries that saw no key get their result."""
         offset = 0
         for run, begun in zip(self._runs, self._begun, strict=True):
             if not begun:
-                self.out[offset : offset + run.length].zero_()
-                self.lse[:, :, offset : offset + run.length].fill_(-torch.inf)
+                own = slice(offset, offset + run.length)
+                begin_carry(self.out[own], self.statistics[..., own], None)
             offset += run.length
 
 
 class Gradients:
     """The gradients of queries, summed over the keys that they saw, and of keys, block by block."""
 
-    def __init__(
-        self, grad: Tensor, q: Tensor, lse: Tensor, delta: Tensor, runs: Sequence[Run], options: Options
-    ) -> None:
-        self._grad, self._q, self._lse, self._delta, self._runs, self._options = grad, q, lse, delta, runs, options
-        self.dq = q.new_empty(q.shape, dtype=lse.dtype)
+    def __init__(self, grad: Tensor, q: Tensor, rows: Tensor, runs: Sequence[Run], options: Options) -> None:
+        self._grad, self._q, self._rows, self._runs, self._options = grad, q, rows, runs, options
+        self.dq = q.new_empty(q.shape, dtype=rows.dtype)
         self._begun = [False] * len(runs)
 
     def add(self, k: Tensor, v: Tensor, keys: Sequence[Run]) -> Tensor:
@@ -185,8 +183,7 @@ class Gradients:
                 self._q[rows],
                 k[columns],
                 v[columns],
-                self._lse[:, :, rows],
-                self._delta[:, :, rows],
+                self._rows[..., rows],
                 block.mask,
                 scale=o.scale,
                 softcap=o.softcap,

@@ -75,10 +75,10 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *,
 
 
 def backward(
-    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, gathered: bool
+    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, gathered: bool
 ) -> tuple[Tensor, Tensor]:
-    """dq, and dk and dv as ``[2, s, b, kv_heads, d]``, of this rank's tokens, in the dtype of ``lse``."""
-    gradients = Gradients(grad, q, lse, delta, ring.own, ring.options)
+    """dq, and dk and dv as ``[2, s, b, kv_heads, d]``, of this rank's tokens, in the dtype of ``rows``."""
+    gradients = Gradients(grad, q, rows, ring.own, ring.options)
     if gathered:
         parts, keys = _gather(ring, k, v)
         total = _scatter(ring, gradients.add(keys[0], keys[1], parts), parts)

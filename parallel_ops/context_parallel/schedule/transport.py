@@ -12,7 +12,7 @@ from parallel_ops.context_parallel.schedule import ring as _ring
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.ulysses import Heads, join_heads, split_heads
 from parallel_ops.context_parallel.token_ranges import counterparts, neighbours, runs
-from parallel_ops.ops.attention.block import attention_delta, attention_sink_gradient
+from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient
 from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
 
 
@@ -33,12 +33,12 @@ class Attention:
     options: Options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """O ``[s, b, h, d]``, its logsumexp ``[b, h, s]``, and q, k and v of this rank's heads where heads are shared
+        """O ``[s, b, h, d]``, its M and Z ``[2, b, h, s]``, and q, k and v of this rank's heads where heads are shared
         out, ``[all tokens, b, (h + 2 kv_heads) / ulysses_degree, d]``: what a backward then takes in their place."""
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
             carry = _ring.forward(self.ring(), with_unit_last_stride(q), k, v, sink, gathered=self.way.gathered)
-            return carry.out.to(q.dtype), carry.lse, q.new_empty(0)
+            return carry.out.to(q.dtype), carry.statistics, q.new_empty(0)
         u, at = self.way.ulysses_degree, self._heads.at
         kept = self._heads.tokens_to_heads(split_heads(u, q, k, v))
         heads = q.shape[2] // u
@@ -47,9 +47,9 @@ class Attention:
         sink = None if sink is None else sink.chunk(u)[at]
         carry = _ring.forward(self.ring(at * heads), q, k, v, sink, gathered=False)
         (out,) = join_heads(self._heads.heads_to_tokens(carry.out.to(q.dtype)), heads)
-        rows = carry.lse.permute(2, 0, 1).contiguous()
-        lse = torch.cat(self._heads.heads_to_tokens(rows), dim=2).permute(1, 2, 0).contiguous()
-        return out, lse, kept
+        statistics = carry.statistics.permute(3, 1, 2, 0).contiguous()
+        statistics = torch.cat(self._heads.heads_to_tokens(statistics), dim=2).permute(3, 1, 2, 0).contiguous()
+        return out, statistics, kept
 
     def backward(
         self,
@@ -59,26 +59,25 @@ class Attention:
         v: Tensor,
         sink: Tensor | None,
         out: Tensor,
-        lse: Tensor,
+        statistics: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv of this rank's tokens, and the gradient of the sink that they give."""
         grad = with_unit_last_stride(grad)
-        delta = attention_delta(grad, out) if grad.numel() else lse.new_zeros(lse.shape)
-        dsink = None if sink is None else attention_sink_gradient(sink, lse, delta)
+        rows = attention_gradient_rows(grad, out, statistics)
+        dsink = None if sink is None else attention_sink_gradient(sink, rows)
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
             dq, (dk, dv) = _ring.backward(
-                self.ring(), grad, with_unit_last_stride(q), k, v, lse, delta, gathered=self.way.gathered
+                self.ring(), grad, with_unit_last_stride(q), k, v, rows, gathered=self.way.gathered
             )
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
         u, at = self.way.ulysses_degree, self._heads.at
         heads = [t.shape[2] for t in (q, k, v)]
         grad = self._heads.tokens_to_heads(split_heads(u, grad))
-        rows = torch.stack([lse, delta], dim=-1).permute(2, 0, 1, 3)
-        rows = self._heads.tokens_to_heads(split_heads(u, rows))
-        lse, delta = (t.permute(1, 2, 0).contiguous() for t in rows.unbind(-1))
+        rows = self._heads.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0)))
+        rows = rows.permute(3, 1, 2, 0).contiguous()
         k, v = k.contiguous(), v.contiguous()
-        dq, (dk, dv) = _ring.backward(self.ring(at * heads[0]), grad, q, k, v, lse, delta, gathered=False)
+        dq, (dk, dv) = _ring.backward(self.ring(at * heads[0]), grad, q, k, v, rows, gathered=False)
         together = torch.cat([dq, dk, dv], dim=2).to(q.dtype)
         dq, dk, dv = join_heads(self._heads.heads_to_tokens(together), *heads)
         return dq, dk, dv, dsink

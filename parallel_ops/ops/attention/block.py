@@ -1,15 +1,20 @@
 """Attention of a block of queries over a block of keys, merged into what other blocks gave.
 
     s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
-    L[i]    = log sum_j exp(s[i, j])          over the keys j that query i sees
-    O[i]    = sum_j m[i, j] exp(s[i, j] - L[i]) v[j] / (1 - p)          m: what dropout keeps, all ones without
+    M[i]    = max_j s[i, j]                   over the keys j that query i sees
+    Z[i]    = sum_j exp(s[i, j] - M[i])
+    O[i]    = sum_j m[i, j] exp(s[i, j] - M[i]) v[j] / (Z[i] (1 - p))   m: what dropout keeps, all ones without
 
-    merge:    L' = log(exp(L) + exp(L_block)),   O' = exp(L - L') O + exp(L_block - L') O_block
+    merge:    M' = max(M, M_block),   Z' = exp(M - M') Z + exp(M_block - M') Z_block,
+              O' = (exp(M - M') Z O + exp(M_block - M') Z_block O_block) / Z'
 
-    D[i] = dO[i] . O[i];  P = exp(s - L);  dV = (m P / (1 - p))^T dO;  dS = P (m dO V^T / (1 - p) - D), times the slope
-    of softcap;  dQ = scale dS K;  dK = scale dS^T Q       with the final O and L, so that each block's share is its own
+    D[i] = dO[i] . O[i];  P = W exp(s - C);  dV = (m P / (1 - p))^T dO;  dS = P (m dO V^T / (1 - p) - D), times the
+    slope of softcap;  dQ = scale dS K;  dK = scale dS^T Q    with the final O, M and Z, so that each block's share is
+    its own.  C = M, W = 1 / Z; for 16-bit data on a GPU C = M + log Z, W = 1
 
-A query that sees no key has L = -inf, O = 0 and no gradient. A learnable sink is a carry with L = sink and O = 0.
+M and Z are carried apart: their sum M + log Z is rounded at the size of M, so that every probability of a query with
+logits near 1,000 would be off by 3e-5 in fp32. 16-bit data are off by more than that themselves. A query that sees no
+key has M = -inf, Z = 0, O = 0 and no gradient. A learnable sink is a carry with M = sink, Z = 1 and O = 0.
 
 What a query sees is a run of adjacent keys, whatever the mask: causal, a window and documents each cut off an end. So
 a mask is two bounds. Without documents they are lines: ``left <= j - i <= right``; with documents, two ints a query.
@@ -40,7 +45,8 @@ class Visible(NamedTuple):
 
     ``left <= j - i <= right`` where ``spans`` is ``None``; otherwise ``spans[0, i] <= j < spans[1, i]``, which is the
     whole mask, and ``query_spans[0, j] <= i < query_spans[1, j]`` says the same seen from the keys, which a backward on
-    a GPU needs. Both are int32, ``[2, sq]`` and ``[2, sk]``, within the block, neither row ever decreasing.
+    a GPU needs. Both are int32, ``[2, sq]`` and ``[2, sk]``, within the block. Queries may be in any order, and those
+    that see no key, whose first key is not before their end, may lie anywhere among them.
     """
 
     left: int | None = None
@@ -161,24 +167,24 @@ def block_attention(
     softcap: float = 0.0,
     dropout: Dropout | None = None,
     out: Tensor,
-    lse: Tensor,
+    statistics: Tensor,
     merge: bool,
 ) -> None:
-    """Writes what ``q`` sees of ``k`` and ``v`` to ``out`` and ``lse``, or merges it into what is there.
+    """Writes what ``q`` sees of ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into what is there.
 
     Args:
         q: ``[sq, b, heads, d]``; k, v: ``[sk, b, kv_heads, d]``; of one dtype, any strides with adjacent d.
         softcap: 0 for none.
         out: like ``q``, in its dtype or fp32; with ``merge`` fp32 (fp64 for fp64).
-        lse: ``[b, heads, sq]``, fp32 (fp64 for fp64).
+        statistics: M and Z, ``[2, b, heads, sq]``, fp32 (fp64 for fp64).
     """
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
         options = {"left": mask.left, "right": mask.right, "spans": mask.spans, "scale": scale, "softcap": softcap}
-        kernels.forward(q, k, v, out, lse, merge=merge, dropout=dropout, **options)
+        kernels.forward(q, k, v, out, statistics, merge=merge, dropout=dropout, **options)
         return
-    _forward(q, k, v, *_cpu_options(mask, scale, softcap, dropout), out, lse, merge)
+    _forward(q, k, v, *_cpu_options(mask, scale, softcap, dropout), out, statistics, merge)
 
 
 def block_attention_backward(
@@ -186,8 +192,7 @@ def block_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    rows: Tensor,
     mask: Visible,
     *,
     scale: float,
@@ -198,9 +203,10 @@ def block_attention_backward(
     dv: Tensor,
     accumulate_dq: bool,
 ) -> None:
-    """The share of these keys in the gradients, from the final ``lse`` and ``delta``.
+    """The share of these keys in the gradients.
 
     Args:
+        rows: what ``attention_gradient_rows`` gives for the final output.
         dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
             ``accumulate_dq`` fp32 and added to.
     """
@@ -208,33 +214,49 @@ def block_attention_backward(
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
         options = {**mask._asdict(), "scale": scale, "softcap": softcap, "dropout": dropout}
-        kernels.backward(grad_out, q, k, v, lse, delta, dq, dk, dv, accumulate_dq=accumulate_dq, **options)
+        kernels.backward(grad_out, q, k, v, rows, dq, dk, dv, accumulate_dq=accumulate_dq, **options)
         return
     masked = _cpu_options(mask, scale, softcap, dropout)
-    _backward(grad_out, q, k, v, lse, delta, *masked, dq, dk, dv, accumulate_dq)
+    _backward(grad_out, q, k, v, rows, *masked, dq, dk, dv, accumulate_dq)
 
 
-def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """``D = dO . O``, ``[b, h, sq]`` in fp32 (fp64 for fp64)."""
-    s, b, h, _ = grad_out.shape
-    delta = grad_out.new_empty(b, h, s, dtype=torch.promote_types(grad_out.dtype, torch.float32))
+def begin_carry(out: Tensor, statistics: Tensor, sink: Tensor | None) -> None:
+    """Makes ``out`` ``[s, b, h, d]`` and ``statistics`` ``[2, b, h, s]`` those of no key but the sinks ``[h]``."""
+    out.zero_()
+    largest, total = statistics
+    if sink is None:
+        largest.fill_(-torch.inf)
+        total.zero_()
+    else:
+        largest.copy_(sink[:, None])
+        total.fill_(1.0)
+
+
+def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -> Tensor:
+    """What a backward takes of each query: C, W and D, ``[3, b, h, sq]`` in the dtype of ``statistics``.
+
+    Args:
+        grad_out, out: ``[sq, b, h, d]``. statistics: the final M and Z.
+    """
+    rows = statistics.new_empty((3, *statistics.shape[1:]))
     if grad_out.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-        kernels.delta(grad_out, out, delta)
+        kernels.gradient_rows(grad_out, out, statistics, rows)
     else:
-        _delta(grad_out, out, delta)
-    return delta
+        _gradient_rows(grad_out, out, statistics, rows)
+    return rows
 
 
-def attention_sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """``[heads]``: what these queries give, from the final ``lse`` and ``delta``; where nothing is seen, nothing."""
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+def attention_sink_gradient(sink: Tensor, rows: Tensor) -> Tensor:
+    """``[heads]``: what these queries give; where nothing is seen, nothing."""
+    shift, weight, delta = rows
+    share = torch.where(weight == 0.0, 0.0, weight * torch.exp(sink.to(rows.dtype)[:, None] - shift))
     return -(share * delta).sum((0, 2))
 
 
 _forward = torch.ops.parallel_ops.block_attention_.default
-_delta = torch.ops.parallel_ops.attention_delta_.default
+_gradient_rows = torch.ops.parallel_ops.attention_gradient_rows_.default
 _backward = torch.ops.parallel_ops.block_attention_backward_.default
 
 

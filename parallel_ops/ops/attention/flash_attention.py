@@ -3,10 +3,10 @@
     s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
     out[i]  = sum_j m[i, j] p[i, j] v[j] / (1 - p_drop)     p[i, :] = softmax of s[i, :] over the keys that i sees,
                                                             and a sink, whose probability multiplies nothing
-    dsink   = - sum over batch and i of exp(sink - L[i]) dout[i] . out[i]
+    dsink   = - sum over batch and i of exp(sink - M[i]) / Z[i] dout[i] . out[i]
 
-All keys are one block of ``_attention_block.py``, which has the rest of the formulas. Saved for backward: the inputs,
-out and the logarithm L of each row's sum, 4 bytes a row and head.
+All keys are one block of ``block.py``, which has the rest of the formulas. Saved for backward: the inputs,
+out, and the maximum M and the sum Z of each row's exponentials, 8 bytes a row and head.
 
 Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:2408.00118), sink as in gpt-oss.
 """
@@ -25,8 +25,9 @@ from parallel_ops.ops.attention.block import (
     Dropout,
     Tokens,
     Visible,
-    attention_delta,
+    attention_gradient_rows,
     attention_sink_gradient,
+    begin_carry,
     block_attention,
     block_attention_backward,
     kept,
@@ -143,13 +144,13 @@ def _mask(
 
 def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     s, b, h, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *_: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    dsink = lse.new_empty(0 if sink is None else sink.shape[0])
+    dsink = statistics.new_empty(0 if sink is None else sink.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
@@ -158,37 +159,41 @@ def _run(
     causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = (with_unit_last_stride(t) for t in (q, k, v))
-    out, lse = _fake(q)
+    out, statistics = _fake(q)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
     if sink is None and mask is not None:
-        block_attention(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=out, lse=lse, merge=False)
-        return out, lse
-    lse = lse.fill_(-torch.inf) if sink is None else lse.copy_(sink[:, None])
-    carry = torch.zeros_like(out, dtype=lse.dtype)
+        block_attention(
+            q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=out, statistics=statistics, merge=False
+        )
+        return out, statistics
+    carry = torch.empty_like(out, dtype=statistics.dtype)
+    begin_carry(carry, statistics, sink)
     if mask is not None:
-        block_attention(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=carry, lse=lse, merge=True)
-    return carry.to(q.dtype), lse
+        block_attention(
+            q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, out=carry, statistics=statistics, merge=True
+        )
+    return carry.to(q.dtype), statistics
 
 
 def _run_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None,
     cu_seqlens: Tensor | None, seed: Tensor | None,
     causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grad, q, k, v = (with_unit_last_stride(t) for t in (grad, q, k, v))
-    dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, lse, sink)
-    delta = attention_delta(grad, out)
+    dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, statistics, sink)
+    rows = attention_gradient_rows(grad, out, statistics)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
     if mask is None:
         for gradient in (dq, dk, dv):
             gradient.zero_()
     else:
         block_attention_backward(
-            grad, q, k, v, lse, delta, mask, scale=scale, softcap=softcap, dropout=dropout,
+            grad, q, k, v, rows, mask, scale=scale, softcap=softcap, dropout=dropout,
             dq=dq, dk=dk, dv=dv, accumulate_dq=False,
         )  # fmt: skip
     if sink is not None:
-        dsink.copy_(attention_sink_gradient(sink, lse, delta))
+        dsink.copy_(attention_sink_gradient(sink, rows))
     return gradients
 
 
@@ -204,10 +209,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, sink, *rest = ctx.saved_tensors
+    q, k, v, out, statistics, sink, *rest = ctx.saved_tensors
     if sink is not None:
         sink = kept_parameter(ctx, "flash_attention", "sink", sink, 3, requested(ctx))
-    dq, dk, dv, dsink = _backward(grad, q, k, v, out, lse, sink, *rest, *ctx.options)
+    dq, dk, dv, dsink = _backward(grad, q, k, v, out, statistics, sink, *rest, *ctx.options)
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
 
 

@@ -2,16 +2,17 @@
 
 import dataclasses
 import itertools
+import random
 
 import pytest
 import torch
 import triton
 
-from parallel_ops.ops.attention.block import Dropout, Tokens, Visible, kept, seen, visible
+from parallel_ops.ops.attention.block import Dropout, Tokens, Visible, begin_carry, kept, seen, visible
 from ptx import aot, machine_code
 from ptx.kernels import meta, poisoned
 from support import suite
-from support.attention import attention
+from support.attention import CONVEX_SPANS, attention, random_spans, spans_from_keys
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = Tokens(0, 150)
@@ -32,11 +33,14 @@ class Case:
     causal: bool = True
     window: int | None = None
     documents: tuple[int, ...] | None = None
+    mask: Visible | None = None  # of the one block, instead of what the options say
     scale: float = 0.3
     softcap: float = 0.0
     p: float = 0.0
 
     def visible(self) -> list[Visible | None]:
+        if self.mask is not None:
+            return [self.mask]
         bounds = None if self.documents is None else torch.tensor(self.documents)
         return [
             visible(self.queries, keys, causal=self.causal, window=self.window, cu_seqlens=bounds) for keys in self.keys
@@ -56,38 +60,40 @@ class Case:
 
 
 def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
-    """out, lse and the gradients, by the kernels; several blocks are merged and summed."""
+    """out, logsumexp and the gradients, by the kernels; several blocks are merged and summed."""
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
     blocks = [(m, keys) for m, keys in zip(case.visible(), case.keys, strict=True)]
     at = [0, *torch.tensor([keys.length for keys in case.keys]).cumsum(0).tolist()]
     ks, vs = ([t[i:j] for i, j in itertools.pairwise(at)] for t in (k, v))
     merge = len(blocks) > 1
-    shape, rows = q.shape, (q.shape[1], q.shape[2], q.shape[0])
+    shape, each = q.shape, (q.shape[1], q.shape[2], q.shape[0])
     if merge:
-        out, lse = torch.zeros(shape), torch.full(rows, float("-inf"))
-        dq = torch.zeros(shape)
+        out, statistics, dq = torch.empty(shape), torch.empty(2, *each), torch.zeros(shape)
+        begin_carry(out, statistics, None)
     else:
-        out, lse, dq = poisoned(shape, q), poisoned(rows, torch.empty(0)), poisoned(shape, torch.empty(0))
+        out, statistics, dq = (
+            poisoned(shape, q), poisoned((2, *each), torch.empty(0)), poisoned(shape, torch.empty(0))
+        )  # fmt: skip
     for (mask, keys), k_block, v_block in zip(blocks, ks, vs, strict=True):
         if mask is not None:
             kernels.forward(
-                q, k_block, v_block, out, lse, merge=merge, left=mask.left, right=mask.right, spans=mask.spans,
+                q, k_block, v_block, out, statistics, merge=merge, left=mask.left, right=mask.right, spans=mask.spans,
                 scale=case.scale, softcap=case.softcap, dropout=case.dropout(keys),
             )  # fmt: skip
-    delta = poisoned(rows, torch.empty(0))
-    kernels.delta(grad, out, delta)
+    rows = poisoned((3, *each), torch.empty(0))
+    kernels.gradient_rows(grad, out, statistics, rows)
     dk, dv = poisoned(k.shape, torch.empty(0) if merge else k), poisoned(v.shape, torch.empty(0) if merge else v)
     for (mask, keys), i, j in zip(blocks, at, at[1:], strict=False):
         if mask is None:
             dk[i:j].zero_(), dv[i:j].zero_()
             continue
         kernels.backward(
-            grad, q, k[i:j], v[i:j], lse, delta, dq, dk[i:j], dv[i:j], accumulate_dq=merge, left=mask.left,
+            grad, q, k[i:j], v[i:j], rows, dq, dk[i:j], dv[i:j], accumulate_dq=merge, left=mask.left,
             right=mask.right, spans=mask.spans, query_spans=mask.query_spans, scale=case.scale, softcap=case.softcap,
             dropout=case.dropout(keys),
         )  # fmt: skip
-    return [out, lse, dq, dk, dv]
+    return [out, statistics[0] + statistics[1].log(), dq, dk, dv]
 
 
 def here_of(case: Case) -> torch.Tensor:
@@ -176,6 +182,9 @@ OPTIONS = {
     "striped, documents": Case(
         Tokens(1, 70, 2), (Tokens(0, 70, 2), Tokens(1, 70, 2)), documents=(0, 30, 31, 139, 140), softcap=5.0
     ),
+    "fp32 in blocks, large logits": Case(
+        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), scale=10.0, dtype=FP32, heads=1
+    ),
     "fp32 in blocks, a window, a soft cap": Case(
         Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), window=50, softcap=2.0, dtype=FP32, heads=1
     ),
@@ -186,6 +195,16 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, small_tiles):
     check(OPTIONS[name])
+
+
+@pytest.mark.executed
+def test_random_spans(small_tiles, trials):
+    """Empty spans between others, documents of queries in another order than those of keys."""
+    for trial in range(2 if trials is None else trials):
+        draw = random.Random(trial)
+        sq, sk = draw.randint(1, 200), draw.randint(1, 200)
+        mask = spans_from_keys(random_spans(draw, sq, sk, CONVEX_SPANS), sk)
+        check(Case(Tokens(0, sq), (Tokens(0, sk),), heads=1, dims=16, mask=mask, dtype=draw.choice((BF16, FP32))))
 
 
 @pytest.mark.executed
@@ -222,14 +241,14 @@ def test_nothing_to_see(mask, small_tiles):
     for queries, keys in [(0, 5), (5, 0)] if mask == Visible() else [(3, 5)]:
         q, k = torch.ones(queries, 1, 2, 16, dtype=BF16), torch.ones(keys, 1, 1, 16, dtype=BF16)
         out, dq = torch.full(q.shape, 7.0), torch.full(q.shape, 7.0)
-        lse, delta = torch.full((1, 2, queries), 7.0), torch.zeros(1, 2, queries)
+        statistics, rows = torch.full((2, 1, 2, queries), 7.0), torch.zeros(3, 1, 2, queries)
         dk, dv = poisoned(k.shape, k), poisoned(k.shape, k)
         for add in (True, False):
             options = {**mask._asdict(), "scale": 1.0, "softcap": 0.0, "dropout": None}
-            kernels.backward(q, q, k, k, lse, delta, dq, dk, dv, accumulate_dq=add, **options)
+            kernels.backward(q, q, k, k, rows, dq, dk, dv, accumulate_dq=add, **options)
             options.pop("query_spans")
-            kernels.forward(q, k, k, out, lse, merge=add, **options)
-            for t, fresh in ((out, 0.0), (dq, 0.0), (lse, float("-inf"))):
+            kernels.forward(q, k, k, out, statistics, merge=add, **options)
+            for t, fresh in ((out, 0.0), (dq, 0.0), (statistics[0], float("-inf")), (statistics[1], 0.0)):
                 assert (t == (7.0 if add else fresh)).all()
             assert not dk.count_nonzero() and not dv.count_nonzero()
 
@@ -239,14 +258,13 @@ def launches(dtype, dims, capability, *, left=None, right=0, softcap=0.0, dropou
 
     q, k = meta(4096, 1, 8, dims, dtype=dtype), meta(4096, 1, 2, dims, dtype=dtype)
     kind = FP32 if merge else dtype
-    out, partial, rows = meta(*q.shape, dtype=kind), meta(*k.shape, dtype=kind), meta(1, 8, 4096, dtype=FP32)
+    out, partial = meta(*q.shape, dtype=kind), meta(*k.shape, dtype=kind)
+    statistics, rows = meta(2, 1, 8, 4096, dtype=FP32), meta(3, 1, 8, 4096, dtype=FP32)
     bounds = meta(2, 4096, dtype=torch.int32) if spans else None
     options = {"left": left, "right": right, "spans": bounds, "scale": 0.1, "softcap": softcap, "dropout": dropout}
     with aot.recorded() as recorded, aot.chosen_for(capability):
-        kernels.forward(q, k, k, out, rows, merge=merge, **options)
-        kernels.backward(
-            q, q, k, k, rows, rows, out, partial, partial, accumulate_dq=merge, query_spans=bounds, **options
-        )
+        kernels.forward(q, k, k, out, statistics, merge=merge, **options)
+        kernels.backward(q, q, k, k, rows, out, partial, partial, accumulate_dq=merge, query_spans=bounds, **options)
     assert len(recorded) == 3
     return recorded
 
@@ -295,7 +313,7 @@ def test_compiled_code(dtype, dims, capability, options):
         assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch} spills: {code}"
         assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], f"{launch}: {code}"
         copies = [x.name for x in loops_with_products(code)[0] if x.name.startswith("LDGSTS")]
-        if launch.name != "_keys_kernel":  # whose queries come with a number each, their logsumexp and delta
+        if launch.name != "_keys_kernel":  # whose queries come with a number each, their shift and delta
             assert copies and all(name.endswith("128") for name in copies), f"{launch}: {copies}"
         loops = [{x.name.split(".")[0] for x in loop} for loop in loops_with_products(code)]
         assert len(loops) >= 2 and all(PRODUCTS[capability] in names for names in loops), f"{launch}: {loops}"
@@ -312,7 +330,7 @@ def test_blocks_of_a_ring_share_one_kernel():
     """Bounds, offsets and places of blocks differ from call to call."""
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-    q, rows = meta(100, 1, 2, 64, dtype=BF16), meta(1, 2, 100, dtype=FP32)
+    q, rows = meta(100, 1, 2, 64, dtype=BF16), meta(2, 1, 2, 100, dtype=FP32)
     seed = meta(1, dtype=torch.int64)
     with aot.recorded() as recorded:
         for right in (0, 1, 16, -3, 2**40):

@@ -1,6 +1,7 @@
 """Blocks of keys, merged, are the attention over all of them: what rings of ranks are made of."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from parallel_ops.ops.attention.block import (
     Dropout,
     Tokens,
     Visible,
-    attention_delta,
+    attention_gradient_rows,
+    begin_carry,
     block_attention,
     block_attention_backward,
+    seen,
     visible,
 )
+from support.attention import CONVEX_SPANS, SPANS, attention, random_spans, spans_from_keys
 from support.suite import DEVICES, forward_backward, randn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +65,8 @@ def test_blocks_in_any_order_are_the_whole(device, options, layout):
     got = [torch.zeros_like(t) for t in (q, q, k, v)]
     for queries in cut(layout):
         own, own_grad = part(q, queries), part(grad, queries)
-        out, lse = torch.zeros_like(own), own.new_full((B, HEADS, queries.length), -torch.inf)
+        out, statistics = torch.empty_like(own), own.new_empty((2, B, HEADS, queries.length))
+        begin_carry(out, statistics, None)
         blocks = []
         for keys in reversed(cut(layout)):
             mask = visible(queries, keys, **mask_options)
@@ -71,14 +76,16 @@ def test_blocks_in_any_order_are_the_whole(device, options, layout):
             dropout = Dropout(options["dropout_p"], seed, queries, keys) if "seed" in options else None
             scores = {"scale": D**-0.5, "softcap": options.get("softcap", 0.0), "dropout": dropout}
             blocks.append((keys, mask, scores))
-            block_attention(own, part(k, keys), part(v, keys), mask, **scores, out=out, lse=lse, merge=True)
+            block_attention(
+                own, part(k, keys), part(v, keys), mask, **scores, out=out, statistics=statistics, merge=True
+            )
         part(got[0], queries).copy_(out)
-        delta, dq = attention_delta(own_grad, out), torch.zeros_like(own)
+        rows, dq = attention_gradient_rows(own_grad, out, statistics), torch.zeros_like(own)
         for keys, mask, scores in blocks:
             ours = [part(t, keys) for t in (k, v)]
             dk, dv = (torch.full_like(t, torch.nan) for t in ours)
             block_attention_backward(
-                own_grad, own, *ours, lse, delta, mask, **scores, dq=dq, dk=dk, dv=dv, accumulate_dq=True
+                own_grad, own, *ours, rows, mask, **scores, dq=dq, dk=dk, dv=dv, accumulate_dq=True
             )
             part(got[2], keys).add_(dk)
             part(got[3], keys).add_(dv)
@@ -98,13 +105,15 @@ def test_queries_that_see_nothing_contribute_nothing(device, dtype):
     mask = Visible(spans=spans, query_spans=query_spans)
     for merge in (False, True):
         out = torch.zeros(70, 1, 2, 16, device=device) if merge else torch.full_like(q, torch.nan)
-        lse = torch.full((1, 2, 70), -torch.inf, device=device)
-        block_attention(q, k, v, mask, scale=1.0, out=out, lse=lse, merge=merge)
+        statistics = torch.zeros(2, 1, 2, 70, device=device)
+        statistics[0] = -torch.inf
+        block_attention(q, k, v, mask, scale=1.0, out=out, statistics=statistics, merge=merge)
         assert not out[:40].any() and out[40:].isfinite().all()
-        assert (lse[..., :40] == -torch.inf).all() and lse[..., 40:].isfinite().all()
+        assert (statistics[0, ..., :40] == -torch.inf).all() and not statistics[1, ..., :40].any()
+        assert statistics[..., 40:].isfinite().all() and (statistics[1, ..., 40:] >= 1).all()
     dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
-    delta = attention_delta(grad, out.to(dtype))
-    block_attention_backward(grad, q, k, v, lse, delta, mask, scale=1.0, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
+    rows = attention_gradient_rows(grad, out.to(dtype), statistics)
+    block_attention_backward(grad, q, k, v, rows, mask, scale=1.0, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
     assert not dq[:40].any() and dq[40:].abs().sum() > 0
     for gradient in (dk, dv):
         assert not gradient[:10].any() and not gradient[20:].any() and gradient[10:20].abs().sum() > 0
@@ -112,23 +121,60 @@ def test_queries_that_see_nothing_contribute_nothing(device, dtype):
 
 def test_direct_calls_of_the_ops_cannot_read_out_of_bounds(device):
     q = torch.zeros(4, 1, 2, 8)
-    lse = torch.zeros(1, 2, 4)
+    statistics, rows = torch.zeros(2, 1, 2, 4), torch.zeros(3, 1, 2, 4)
     op = torch.ops.parallel_ops.block_attention_.default
     rest = (None, None, None, 1.0, 0.0, 0.0, None, [])
     for message, args in (
-        ("of one dtype", (q, q.half(), q, *rest, q, lse, False)),
-        ("heads that divide", (q, q[..., :4], q, *rest, q, lse, False)),
-        ("v must have the shape", (q, q, q[:2], *rest, q, lse, False)),
-        ("out must have the shape", (q, q, q, *rest, q[:2], lse, False)),
-        ("lse must be", (q, q, q, *rest, q, lse[..., :2], False)),
-        ("spans must be", (q, q, q, torch.zeros(2, 3, dtype=torch.int32), *rest[1:], q, lse, False)),
+        ("of one dtype", (q, q.half(), q, *rest, q, statistics, False)),
+        ("heads that divide", (q, q[..., :4], q, *rest, q, statistics, False)),
+        ("v must have the shape", (q, q, q[:2], *rest, q, statistics, False)),
+        ("out must have the shape", (q, q, q, *rest, q[:2], statistics, False)),
+        ("statistics must be", (q, q, q, *rest, q, statistics[..., :2], False)),
+        ("spans must be", (q, q, q, torch.zeros(2, 3, dtype=torch.int32), *rest[1:], q, statistics, False)),
     ):
         with pytest.raises(RuntimeError, match=message):
             op(*args)
     spans = torch.tensor([[-5] * 4, [9] * 4], dtype=torch.int32)  # cut to the block
-    op(q, q, q, spans, *rest[1:], q.clone(), lse, False)
+    op(q, q, q, spans, *rest[1:], q.clone(), statistics, False)
     backward = torch.ops.parallel_ops.block_attention_backward_.default
     with pytest.raises(RuntimeError, match="grad_out must have the shape"):
-        backward(q[:2], q, q, q, lse, lse, *rest, q, q, q, False)
+        backward(q[:2], q, q, q, rows, *rest, q, q, q, False)
     with pytest.raises(RuntimeError, match="dk must have the shape"):
-        backward(q, q, q, q, lse, lse, *rest, q, q[:2], q, False)
+        backward(q, q, q, q, rows, *rest, q, q[:2], q, False)
+    with pytest.raises(RuntimeError, match="rows must be"):
+        backward(q, q, q, q, rows[:2], *rest, q, q, q, False)
+    with pytest.raises(RuntimeError, match="statistics must be"):
+        torch.ops.parallel_ops.attention_gradient_rows_.default(q, q, statistics[:1], rows)
+
+
+def test_random_spans(device, trials):
+    """Forward and backward against fp64: empty spans between others, spans of one key, queries in any order."""
+    for trial in range(40 if trials is None else trials):
+        draw = random.Random(trial)
+        sq, sk, kv_heads = draw.randint(1, 200), draw.randint(1, 400), draw.choice((1, 2))
+        d, dtype = draw.choice((1, 16, 40)), draw.choice((torch.float64, torch.float32, torch.bfloat16))
+        # A GPU needs the spans of the keys too, and has no fp64 here.
+        kinds = SPANS if device == "cpu" else CONVEX_SPANS
+        dtype = dtype if device == "cpu" else torch.bfloat16
+        spans = random_spans(draw, sq, sk, kinds)
+        mask = spans_from_keys(spans, sk)
+        here = seen(mask, sq, sk, "cpu")
+        shapes = (sq, 2), (sk, kv_heads), (sk, kv_heads), (sq, 2)
+        q, k, v, grad = (
+            randn(n, 2, h, d, dtype=dtype, device=device, seed=4 * trial + i).detach()
+            for i, (n, h) in enumerate(shapes)
+        )
+        mask = Visible(spans=mask.spans.to(device), query_spans=mask.query_spans.to(device))
+        statistics = q.new_full((2, 2, 2, sq), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+        out, dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, q, k, v))
+        block_attention(q, k, v, mask, scale=0.5, out=out, statistics=statistics, merge=False)
+        rows = attention_gradient_rows(grad, out, statistics)
+        block_attention_backward(grad, q, k, v, rows, mask, scale=0.5, dq=dq, dk=dk, dv=dv, accumulate_dq=False)
+        leaves = [t.double().cpu().requires_grad_() for t in (q, k, v)]
+        expected, _ = attention(*leaves, here, scale=0.5, softcap=0.0, kept=None)
+        expected.backward(grad.double().cpu())
+        oracle = expected.detach(), *(t.grad for t in leaves)
+        tolerance = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 0.04}[dtype]
+        for name, got, true in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), oracle, strict=True):
+            off = (got.double().cpu() - true).norm() / true.norm().clamp(min=1e-3)
+            assert off <= tolerance, f"trial {trial}, {sq} x {sk} of {dtype}: {name} is off by {off:.1e}"
