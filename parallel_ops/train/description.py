@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.config_sections import LoggingSettings
     from parallel_ops.train.data.tokens import TokenStream
     from parallel_ops.train.results import Result
-    from parallel_ops.train.trainer import Trainer
+    from parallel_ops.train.run_state import RunState
 
 Line = tuple[str, str]
 # Of many files the first are named.
@@ -40,7 +40,7 @@ def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]
     ]  # fmt: skip
 
 
-def start_lines(trainer: "Trainer") -> list[Line]:
+def start_lines(trainer: "RunState") -> list[Line]:
     """What a run is, from where it begins or goes on."""
     settings, samples = trainer.settings, trainer.samples
     parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -73,7 +73,7 @@ def warning(stream: "TokenStream") -> str | None:
     )
 
 
-def end_lines(trainer: "Trainer", result: "Result", first: int, seconds: float) -> list[Line]:
+def end_lines(trainer: "RunState", result: "Result", first: int, seconds: float) -> list[Line]:
     """What a run reached.
 
     Args:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import LoggingSettings
     from parallel_ops.train.results import Step
-    from parallel_ops.train.trainer import Trainer
+    from parallel_ops.train.run_state import RunState
 
 
 class Metrics:
     """Of a trainer, from where it is to its end; ``outputs.check`` says before whether all can be written."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "RunState") -> None:
         self.trainer = trainer
         self.settings: LoggingSettings = trainer.settings.logging
         self.records: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from parallel_ops.train import description
 
 if TYPE_CHECKING:
     from parallel_ops.train.results import Result, Step
-    from parallel_ops.train.trainer import Trainer
+    from parallel_ops.train.run_state import RunState
 
 # Steps whose median time says how long the rest will take.
 _RECENT = 50
@@ -34,7 +34,7 @@ _WIDE = 140
 class Progress:
     """Of a trainer, from where it is to its end."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "RunState") -> None:
         self.trainer, self.settings = trainer, trainer.settings
         self._seconds: list[float] = []
         self._bar: Any = None
@@ -136,7 +136,7 @@ def _bar(steps: int, done: int) -> Any:
     return bar
 
 
-def _flops(trainer: "Trainer") -> float:
+def _flops(trainer: "RunState") -> float:
     """The share of all ranks' peak that one token a second takes; 0 where that is not known."""
     from parallel_ops.train.planner_bridge import gpu_here, model_of
 

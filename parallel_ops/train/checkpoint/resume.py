@@ -12,20 +12,20 @@ from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
 
 if TYPE_CHECKING:
-    from parallel_ops.train.trainer import Trainer
+    from parallel_ops.train.run_state import RunState
 
 # Of a model's configuration, what may differ from that of its checkpoint.
 _FREE = ("dropout", "attention_dropout", "init_std")
 
 
-def state_dict(trainer: "Trainer") -> dict[str, Any]:
+def state_dict(trainer: "RunState") -> dict[str, Any]:
     """Model and optimizer, by names that do not depend on the plan, and how far the run is."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     progress = {"step": trainer.done, "samples": trainer.taken, "scale": trainer.scale.state_dict()}
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
 
-def load_state_dict(trainer: "Trainer", state: dict[str, Any]) -> None:
+def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
     """What ``state_dict`` gave, on these ranks or on others."""
     groups = trainer.optimizer.param_groups
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -40,7 +40,7 @@ def load_state_dict(trainer: "Trainer", state: dict[str, Any]) -> None:
     trainer.scale.load_state_dict(progress["scale"])
 
 
-def save(trainer: "Trainer", store: Checkpoints) -> None:
+def save(trainer: "RunState", store: Checkpoints) -> None:
     """Saves a trainer; all ranks call it."""
     state = state_dict(trainer)
     progress = state.pop("progress")
@@ -51,7 +51,7 @@ def save(trainer: "Trainer", store: Checkpoints) -> None:
     )
 
 
-def resume(trainer: "Trainer", folder: Path) -> Path:
+def resume(trainer: "RunState", folder: Path) -> Path:
     """Goes on from a checkpoint, or from the newest in a folder; see ``Trainer.resume``."""
     source = checkpoints.newest(folder)
     said = described_as(source, _model_of(trainer))
@@ -78,7 +78,7 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
     return said
 
 
-def changes_of_data(trainer: "Trainer", source: Path) -> list[str]:
+def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
     """In what a trainer's data differ from those of a checkpoint; nothing where it goes on with the next sample."""
     said, own = checkpoints.describe(source).data, _data_of(trainer)
     return [f"{name} {said.get(name)} -> {own.get(name)}" for name in own | said if said.get(name) != own.get(name)]
@@ -90,13 +90,13 @@ def shape_of(config: TransformerConfig) -> dict[str, Any]:
     return described
 
 
-def _model_of(trainer: "Trainer") -> dict[str, Any]:
+def _model_of(trainer: "RunState") -> dict[str, Any]:
     if not isinstance(trainer.model, Transformer):
         return {"class": type(trainer.model).__name__.removeprefix("FSDP")}
     return shape_of(trainer.model.config)
 
 
-def _data_of(trainer: "Trainer") -> dict[str, Any]:
+def _data_of(trainer: "RunState") -> dict[str, Any]:
     samples = trainer.samples
     return {
         "tokens": len(samples.stream),

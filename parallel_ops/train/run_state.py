@@ -1,0 +1,48 @@
+"""The state of a run, as checkpoints, metrics and progress lines read it."""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.optimizer import LossScale
+
+if TYPE_CHECKING:
+    from parallel_ops.train.config import Settings
+
+
+class RunState(Protocol):
+    """What ``Trainer`` is to the modules that it calls.
+
+    Attributes:
+        done: Steps taken. taken: Samples taken from the data.
+        rank, world: This process and the number of processes.
+        writers: Group of the checkpoints' messages; ``None`` for one process.
+        origin: The checkpoint that the run was resumed from, if it was named.
+    """
+
+    done: int
+    taken: int
+
+    @property
+    def settings(self) -> "Settings": ...
+    @property
+    def samples(self) -> Samples: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def scale(self) -> LossScale: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def writers(self) -> ProcessGroup | None: ...
+    @property
+    def origin(self) -> str | None: ...
