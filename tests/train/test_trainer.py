@@ -226,7 +226,7 @@ def test_a_terminal_has_a_bar_and_is_left_clean(data, tmp_path, monkeypatch):
 def test_files_that_are_not_read_are_named_at_the_start(data, tmp_path, capsys):
     shutil.copy(data, tmp_path / "tokens.bin")
     (tmp_path / "words.txt").write_text("words")
-    Trainer(runs.settings_of(tmp_path, run={"steps": 1})).train()
+    Trainer(runs.settings_of(tmp_path)).train()
     said = capsys.readouterr().err
     assert f"warning: not read: {tmp_path}/words.txt; of a folder .bin and .npy files alone are." in said
     assert 'name its file in data.paths, with data.dtype = "uint8"' in said
