@@ -118,8 +118,9 @@ class ParallelMesh:
             # Without a backend, init_process_group takes NCCL for CUDA along even where there is no GPU.
             found = group_device(world_group).type if torch.cuda.is_available() else "cpu"
             self._form(device_type or found)
-            for mesh in self._meshes.values() if timeout is not None else ():
-                set_group_timeout(mesh.get_group(), timeout)
+            if timeout is not None:
+                for mesh in self._meshes.values():
+                    set_group_timeout(mesh.get_group(), timeout)
 
     def _form(self, device_type: str) -> None:
         present = tuple(name for name in _DIMENSIONS if self._sizes[name] > 1) or ("tp",)

@@ -66,15 +66,18 @@ class Trial:
     def _due(self):
         return self.after is None or len(re.findall(r"^step \d+/", self.said(), re.M)) >= self.after
 
-    def check(self, code):
-        """What the run said at its end."""
+    def check(self, code, sent):
+        """What the run said at its end, of the signal if it was sent before."""
         last = self.said().splitlines()[-1]
         if code == 0:
             saved = max(steps_in(self.folder / "checkpoints"))
             stopped = re.match(r"stopped by SIGTERM after step (\d+); checkpoints/step-(\d+) has it", last)
             assert int(stopped[1]) == saved if stopped else saved == self.steps, f"{self}: {self.said()}"
         else:
-            assert code == 1 and re.match(rf"error: .*\brank {self.rank}\b", last), f"{self}: {self.said()}"
+            why = "(gave no sign of life|did not start)" if self.signal == signal.SIGSTOP else "was ended by"
+            named = re.match(rf"error: .*\brank {self.rank} {why}", last)
+            assert sent and code == 1 and named, f"{self}: {self.said()}"
+            assert self.signal == signal.SIGSTOP or last.endswith(self.signal.name), f"{self}: {self.said()}"
 
 
 def test_signals_at_random(tmp_path, trials):
@@ -95,7 +98,7 @@ def test_signals_at_random(tmp_path, trials):
         print(
             f"{seed}: {trial}: exit code {code} after {time.monotonic() - begin:.0f} s: {trial.said().splitlines()[-1]}"
         )
-        trial.check(code)
+        trial.check(code, bool(workers))
         assert not any(map(processes.alive, workers)), trial
         went_on = re.search(r"^goes on from checkpoints/step-(\d+)$", trial.said(), re.M)
         assert not went_on or int(went_on[1]) == saved, f"{trial}: {trial.said()}"
