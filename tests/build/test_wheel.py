@@ -27,9 +27,9 @@ SETTINGS = """
 [model]
 vocab_size = 256
 seq_length = 16
-layers = 1
-hidden = 32
-heads = 4
+num_layers = 1
+hidden_size = 32
+num_heads = 4
 
 [data]
 paths = ["text"]
