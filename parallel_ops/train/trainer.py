@@ -150,7 +150,7 @@ class Trainer:
         Raises:
             NotFinite: with ``on_nan`` of ``"stop"``. CheckpointError: a checkpoint cannot be written.
             ValueError, OSError: data that cannot be read, files that cannot be written. ImportError: TensorBoard or
-            matplotlib is wanted, and not installed.
+                matplotlib is wanted, and not installed.
         """
         settings, loss = self.settings, math.nan
         stopped: str | None = None
