@@ -54,6 +54,7 @@ Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int
     STD_TORCH_CHECK(positions->is_cpu() && positions->scalar_type() == ScalarType::Long && positions->dim() == 1 &&
                         positions->is_contiguous() && x.dim() > 1 && positions->size(0) == x.size(0),
                     op, ": row_positions must be contiguous int64 [", x.size(0), "], one for each x[t]");
+    check_memory(op, "row_positions", *positions);
     d.positions = static_cast<const int64_t*>(positions->const_data_ptr());
     d.rows_each = x.numel() / x.size(0) / x.size(x.dim() - 1);
   }

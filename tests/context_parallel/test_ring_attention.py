@@ -118,7 +118,7 @@ def test_disagreement_raises_on_every_rank(size, what, message):
         ({"layout": "blocks"}, {}, "layout must be one of zigzag, striped, contiguous, got 'blocks'"),
         ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, gathered, got 'usp'"),
         ({"algorithm": "all_to_all"}, {"heads": 6, "kv_heads": 3}, "all_to_all needs kv heads that 2 ranks divide"),
-        ({"algorithm": "hybrid"}, {}, "hybrid needs ulysses_degree between 1 and 2"),
+        ({"algorithm": "hybrid"}, {}, "hybrid needs a ulysses_degree between 1 and 2"),
         (
             {"algorithm": "hybrid", "ulysses_degree": 3},
             {},

@@ -34,7 +34,7 @@ def heads():
 SEED = {"seed": lambda: t(1, dtype=I64)}
 ATTENTION = {"q": heads, "k": heads, "v": heads, "spans": lambda: t(2, ROWS, dtype=torch.int32), **SEED}
 BLOCK = {"left": None, "right": None, "scale": 1.0, "softcap": 0.0, "p": 0.5, "places": [0, 1, 0, 1, 0, 0]}
-LSE = {"lse": lambda: t(1, 2, ROWS)}
+STATISTICS = {"statistics": lambda: t(2, 1, 2, ROWS)}
 LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0}
 TARGETS = {"target": lambda: t(ROWS, dtype=I64), "class_weight": lambda: t(COLS)}
 IGNORE = {"ignore_index": -100, "ignore_invalid": False}
@@ -43,7 +43,7 @@ PACKED = {"cos": lambda: t(ROWS, 2), "sin": lambda: t(ROWS, 2), "positions": Non
 HEADS_LAST = {"interleaved": False, "heads_first": False}
 STARTS = {"cu_seqlens": lambda: torch.tensor([0, 1, ROWS])}
 SWISH = {"alpha": 1.0, "limit": None, "up_offset": 0.0}
-DROPOUT = {"p": 0.5, **SEED, "index_offset": 0}
+DROPOUT = {"p": 0.5, **SEED, "index_offset": 0, "row_positions": lambda: t(ROWS, dtype=I64)}
 NORM = {"grad": x, "grad_sum": x, "x": x, "weight": lambda: t(COLS), "rstd": row, "zero_centered": False}
 GRADIENT = {
     "grad": row, "logits": x, "class_weight": lambda: t(COLS), "column": lambda: t(ROWS, dtype=I64),
@@ -94,11 +94,11 @@ CALLS = [
     ("rotary_embedding", {"q": lambda: t(ROWS, 2, 4), "k": None, **PACKED, **STARTS, **HEADS_LAST}),
     ("rotary_embedding_backward", {"grad_q": heads, "grad_k": heads, **ROTARY, "cu_seqlens": None, **HEADS_LAST}),
     ("rotary_embedding_", {"q": heads, "k": heads, **ROTARY, "cu_seqlens": None, "interleaved": False}),
-    ("block_attention_", {**ATTENTION, **BLOCK, "out": heads, **LSE, "merge": True}),
-    ("attention_delta_", {"grad_out": heads, "out": heads, "delta": lambda: t(1, 2, ROWS)}),
+    ("block_attention_", {**ATTENTION, **BLOCK, "out": heads, **STATISTICS, "merge": True}),
+    ("attention_gradient_rows_", {"grad_out": heads, "out": heads, **STATISTICS, "rows": lambda: t(3, 1, 2, ROWS)}),
     (
         "block_attention_backward_",
-        {"grad_out": heads, **ATTENTION, **BLOCK, **LSE, "delta": lambda: t(1, 2, ROWS), "dq": heads, "dk": heads,
+        {"grad_out": heads, **ATTENTION, **BLOCK, "rows": lambda: t(3, 1, 2, ROWS), "dq": heads, "dk": heads,
          "dv": heads, "accumulate": True},
     ),
 ]  # fmt: skip
