@@ -52,9 +52,8 @@ def text(tmp_path):
 def run(arguments, tmp_path, text, launcher=()):
     command = [sys.executable, *launcher, "-m", "benchmarks.demo", *TINY, "--steps", "5", "--text", str(text)]
     command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=environment
+        command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=training.ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

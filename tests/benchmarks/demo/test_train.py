@@ -14,6 +14,7 @@ from benchmarks.demo.config import TrainConfig
 from benchmarks.demo.data import load_text
 from benchmarks.demo.runs import ALONE, DemoTrainer
 from parallel_ops.models import Transformer, TransformerConfig
+from support.training import ENVIRONMENT
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -160,7 +161,9 @@ def test_command_end_to_end(text, tmp_path):
     """A real process: one table on stdout, nothing on stderr, a picture and a JSON file."""
     command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "6", "--text", str(text)]
     command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
+        env=ENVIRONMENT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for row in (
