@@ -9,7 +9,8 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h
 FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
 
 # Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
-TEST_ENV := OMP_NUM_THREADS=1
+# Inductor's cache does not notice that an op's outputs changed, so each environment has its own.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 # The oldest Triton that the kernels are for; constraints.txt pins the newest.
 OLDEST_TRITON := 3.6.0
