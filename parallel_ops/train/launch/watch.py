@@ -182,6 +182,7 @@ class Watch:
         self._present: set[int] = set()
         self._main = threading.get_ident()
         self._beats = 0
+        self._known_reason: str | None = None
         self._reason_since: float | None = None
         self._closing, self._closed = threading.Event(), threading.Event()
         self._write(self._own)
@@ -213,6 +214,9 @@ class Watch:
         except dist.DistError:
             if not is_lost(error):
                 return
+            # The store ended with rank 0, which may have lost another rank earlier, and written so.
+            if self._known_reason is not None:
+                raise PeerError(self._known_reason) from error
             whose = "the node of torchrun's agent is gone" if agent_has_store() else "rank 0 is gone"
             raise PeerError(f"{whose}, and with it the store of the run: {_first_line(error)}") from error
         self._let_others_read()
@@ -258,6 +262,7 @@ class Watch:
     def _look(self, clock: float) -> None:
         if self._own.check(["reason"]):
             reason = json.loads(self._own.get("reason"))
+            self._known_reason = reason["text"]
             since = self._reason_since = clock if self._reason_since is None else self._reason_since
             # A rank that has failed ends the others by its absence; where that shows too late, this does.
             if reason["at_once"] or clock - since > self._timeout:

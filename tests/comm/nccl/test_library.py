@@ -18,8 +18,7 @@ ORDER = """
 import ctypes, importlib.metadata, os, sys, warnings
 import torch, parallel_ops
 print("loaded by import:", "libnccl" in open("/proc/self/maps").read(), "parallel_ops._nccl" in sys.modules)
-from parallel_ops.comm import nccl_library
-from parallel_ops.comm.nccl.library import load_nccl
+from parallel_ops.comm.nccl.library import NotSupported, load_nccl
 
 def found(step):
     load_nccl.cache_clear()
@@ -27,7 +26,7 @@ def found(step):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             print(step + ":", load_nccl().path, *[w.message for w in caught])
-    except nccl_library.NotSupported as error:
+    except NotSupported as error:
         print(step + ":", error)
 
 named, missing, packages = sys.argv[1:]

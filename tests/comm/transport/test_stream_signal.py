@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_ops.comm.transport.symmetric import stream_signal as _stream_signal
+from parallel_ops.comm.transport.symmetric import stream_signal
 
 ROOT = Path(__file__).parents[3]
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -59,8 +59,8 @@ extern "C" int cuGetErrorString(int result, const char** text) {
 
 CALLS = """
 import ctypes, threading, torch, parallel_ops
-from parallel_ops.comm import _stream_signal
-print(_stream_signal.why_not())
+from parallel_ops.comm.transport.symmetric import stream_signal
+print(stream_signal.why_not())
 ops = torch.ops.parallel_ops
 flags = (ctypes.c_uint32 * 4)()
 at = ctypes.addressof(flags)
@@ -89,7 +89,7 @@ attempt(ops.stream_write_value, 3, 77, at, -1)
 in_a_new_thread(ops.stream_write_value, 3, 77, at, 5)
 in_a_new_thread(ops.stream_wait_value, 3, 77, at + 8, 2**32 - 2)
 print(list(flags))
-modes = (1, 2, 0) if _stream_signal.why_not() is None else ()
+modes = (1, 2, 0) if stream_signal.why_not() is None else ()
 print([ops.thread_exchange_stream_capture_mode(3, mode) for mode in modes])
 """
 
@@ -141,7 +141,7 @@ def test_a_driver_without_the_functions(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver():
-    assert _stream_signal.why_not() == "the CUDA driver (libcuda.so.1) is not installed"
+    assert stream_signal.why_not() == "the CUDA driver (libcuda.so.1) is not installed"
     with pytest.raises(RuntimeError, match=r"stream_wait_value: .*libcuda.so.1 is not installed"):
         torch.ops.parallel_ops.stream_wait_value(0, 0, 4, 0)
 
@@ -159,7 +159,7 @@ def test_without_a_driver():
     ],
 )
 def test_flags_that_cannot_be(flags, index, message):
-    for call in (_stream_signal.stream_write_value, _stream_signal.stream_wait_value):
+    for call in (stream_signal.stream_write_value, stream_signal.stream_wait_value):
         with pytest.raises(ValueError, match=message):
             call(flags, index, 1, None)
 
@@ -225,8 +225,8 @@ def test_one_stream_waits_for_another():
     with torch.cuda.stream(producer):  # enqueued first, as everywhere: a wait never precedes its producer
         torch.cuda._sleep(50_000_000)
         x.fill_(3)
-        _stream_signal.stream_write_value(flags, 2, 7, producer)
-    _stream_signal.stream_wait_value(flags, 2, 5, consumer)
+        stream_signal.stream_write_value(flags, 2, 7, producer)
+    stream_signal.stream_wait_value(flags, 2, 5, consumer)
     with torch.cuda.stream(consumer):
         y = 2 * x
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm.transport.symmetric import stream_signal as _stream_signal
+from parallel_ops.comm.transport.symmetric import stream_signal
 from parallel_ops.comm.transport.symmetric.lanes import Event, Lane
 
 
@@ -21,7 +21,7 @@ def why_not_here() -> str | None:
         from torch.distributed import _symmetric_memory  # noqa: F401
     except ImportError as error:
         return f"torch has no symmetric memory ({error})"
-    return _stream_signal.why_not()
+    return stream_signal.why_not()
 
 
 class _CudaEvent:
@@ -53,10 +53,10 @@ class _CudaLane:
             target.copy_(source, non_blocking=True)
 
     def set_flag(self, rank: int, index: int, value: int) -> None:
-        _stream_signal.stream_write_value(self._memory.flags_of[rank], index, value, self._stream)
+        stream_signal.stream_write_value(self._memory.flags_of[rank], index, value, self._stream)
 
     def wait_flag(self, index: int, value: int) -> None:
-        _stream_signal.stream_wait_value(self._memory.flags_of[self._memory.rank], index, value, self._stream)
+        stream_signal.stream_wait_value(self._memory.flags_of[self._memory.rank], index, value, self._stream)
 
     def event(self) -> Event:
         return _CudaEvent(self._stream)
@@ -104,4 +104,4 @@ class CudaMemory:
 
     def release(self, values: Sequence[int]) -> None:
         for index, value in enumerate(values):
-            _stream_signal.stream_write_value(self.flags_of[self.rank], index, value, self._rescue)
+            stream_signal.stream_write_value(self.flags_of[self.rank], index, value, self._rescue)
