@@ -25,7 +25,7 @@ from benchmarks.overlap import Rounds
 from benchmarks.timing import Call, Timer, take_turns
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel import SequenceLayout
-from parallel_ops.context_parallel.cost import Way, keys_sent
+from parallel_ops.context_parallel.cost import Algorithm, keys_sent
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
 from parallel_ops.context_parallel.schedule.transport import Attention
@@ -130,7 +130,7 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     """One rank's part, by direction, and ``transfer`` with the direction for its messages alone."""
     size, rank = transport.size, transport.rank
     options = Options(True, None, shape.head_dim**-0.5, 0.0, 0.0, None, shape.cu_seqlens(size, device))
-    attention = Attention(_OP, transport, size * shape.tokens, shape.layout, Way(1, False), options)
+    attention = Attention(_OP, transport, size * shape.tokens, shape.layout, Algorithm(1, False), options)
     s = SequenceLayout(size * shape.tokens, size, shape.layout).lengths[rank]
     q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
     grad = torch.randn_like(q)

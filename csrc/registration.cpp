@@ -14,8 +14,8 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "bias_dropout_add_(Tensor(a!) x, Tensor? bias, Tensor? residual, float p, Tensor? seed, SymInt index_offset, "
       "Tensor? row_positions) -> ()");
   m.def(
-      "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, SymInt "
-      "index_offset, Tensor? row_positions) -> (Tensor, Tensor)");
+      "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, "
+      "SymInt index_offset, Tensor? row_positions) -> (Tensor, Tensor)");
   m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
   m.def(
       "bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float "
@@ -26,32 +26,31 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "up_offset) -> (Tensor, Tensor, Tensor)");
   m.def("gelu_mul(Tensor gate, Tensor up, Tensor? weights, bool tanh) -> Tensor");
   m.def(
-      "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, bool tanh)"
-      " -> (Tensor, Tensor, Tensor)");
+      "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, bool tanh) -> (Tensor, Tensor, Tensor)");
   m.def(
       "scaled_masked_softmax(Tensor scores, Tensor? mask, Tensor? sink, float scale) -> (Tensor y, Tensor sink_share)");
   m.def("scaled_masked_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale) -> (Tensor, Tensor)");
   m.def(
       "scaled_causal_softmax(Tensor scores, Tensor? sink, float scale, int? window) -> (Tensor y, Tensor sink_share)");
   m.def(
-      "scaled_causal_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale, int? window)"
-      " -> (Tensor, Tensor)");
+      "scaled_causal_softmax_backward(Tensor grad, Tensor y, Tensor? sink_share, float scale, int? window) -> "
+      "(Tensor, Tensor)");
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float z_loss, float "
-      "softcap, int ignore_index, bool ignore_invalid, int reduction, bool inplace_backward) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "softcap, int ignore_index, bool ignore_out_of_range, int reduction, bool inplace_backward) -> (Tensor, "
+      "Tensor, Tensor, Tensor)");
   m.def(
       "cross_entropy_with_gradient(Tensor logits, Tensor target, Tensor? class_weight, float label_smoothing, float "
-      "z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction) -> (Tensor, Tensor, Tensor, "
+      "z_loss, float softcap, int ignore_index, bool ignore_out_of_range, int reduction) -> (Tensor, Tensor, Tensor, "
       "Tensor, Tensor)");
   m.def(
       "cross_entropy_with_gradient_(Tensor(a!) logits, Tensor target, Tensor? class_weight, float label_smoothing, "
-      "float z_loss, float softcap, int ignore_index, bool ignore_invalid, int reduction, bool of_sum) -> (Tensor, "
-      "Tensor, Tensor, Tensor)");
+      "float z_loss, float softcap, int ignore_index, bool ignore_out_of_range, int reduction, bool of_sum) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
   m.def("cross_entropy_scale_(Tensor(a!) gradient, Tensor factor) -> ()");
   m.def(
       "cross_entropy_statistics(Tensor logits, Tensor target, Tensor? class_weight, int start, int vocab, int "
-      "ignore_index, bool ignore_invalid, float softcap, bool smoothing) -> (Tensor, Tensor)");
+      "ignore_index, bool ignore_out_of_range, float softcap, bool smoothing) -> (Tensor, Tensor)");
   m.def(
       "cross_entropy_combine(Tensor statistics, Tensor column, float label_smoothing, float z_loss) -> (Tensor, "
       "Tensor)");
@@ -63,32 +62,30 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "Tensor? divisor, float label_smoothing, float z_loss, float softcap) -> ()");
   m.def(
       "vocab_parallel_cross_entropy(Tensor logits, Tensor target, Tensor? class_weight, str group, float "
-      "label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_invalid, bool inplace_backward) -> "
-      "(Tensor, Tensor, Tensor)");
+      "label_smoothing, float z_loss, float softcap, int ignore_index, bool ignore_out_of_range, bool "
+      "inplace_backward) -> (Tensor, Tensor, Tensor)");
   m.def(
       "vocab_parallel_linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? "
       "class_weight, str? group, float label_smoothing, float z_loss, float softcap, int ignore_index, bool "
-      "ignore_invalid, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor loss, Tensor column, Tensor "
-      "saved, Tensor divisor, Tensor dhidden, Tensor dweight, Tensor dbias)");
+      "ignore_out_of_range, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor loss, Tensor column, "
+      "Tensor saved, Tensor divisor, Tensor dhidden, Tensor dweight, Tensor dbias)");
   m.def(
       "vocab_parallel_linear_cross_entropy_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor? "
-      "class_weight, Tensor column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, int "
-      "ignore_index, bool ignore_invalid, int reduction, int parts, int chunk_bytes, bool[] needs) -> (Tensor, Tensor, "
-      "Tensor)");
+      "class_weight, Tensor column, Tensor saved, str? group, float label_smoothing, float z_loss, float softcap, "
+      "int ignore_index, bool ignore_out_of_range, int reduction, int parts, int chunk_bytes, bool[] needs) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs) -> Tensor[]");
   m.def(
-      "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+      "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
+      "overlap, bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "column_parallel_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs)"
-      " -> Tensor[]");
+      "bool[] needs) -> Tensor[]");
   m.def(
       "column_parallel_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
-      "overlap, "
-      "bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+      "overlap, bool[] needs) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "linear_reduce_scatter(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
       "bool[] needs, bool partial_bias) -> Tensor[]");
@@ -96,18 +93,18 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "linear_reduce_scatter_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
       "overlap, bool[] needs, bool partial_bias) -> (Tensor, Tensor[], Tensor[])");
   m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered)"
-      " -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered) -> "
+      "(Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,"
-      " Tensor rstd, bool zero_centered, bool needs_x=True, bool needs_parameters=True)"
-      " -> (Tensor dx, Tensor narrow_dx, Tensor dweight, Tensor dbias)");
+      "layer_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor rstd, bool zero_centered, bool needs_x=True, bool needs_parameters=True) -> (Tensor dx, Tensor "
+      "narrow_dx, Tensor dweight, Tensor dbias)");
   m.def(
-      "rms_norm(Tensor x, Tensor? weight, Tensor? residual, float eps, bool zero_centered)"
-      " -> (Tensor y, Tensor sum, Tensor rstd)");
+      "rms_norm(Tensor x, Tensor? weight, Tensor? residual, float eps, bool zero_centered) -> (Tensor y, Tensor sum, "
+      "Tensor rstd)");
   m.def(
-      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd, bool zero_centered, bool"
-      " needs_x=True, bool needs_weight=True) -> (Tensor dx, Tensor narrow_dx, Tensor dweight)");
+      "rms_norm_backward(Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd, bool zero_centered, "
+      "bool needs_x=True, bool needs_weight=True) -> (Tensor dx, Tensor narrow_dx, Tensor dweight)");
   m.def(
       "rotary_embedding(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens, bool "
       "interleaved, bool heads_first) -> (Tensor, Tensor)");
@@ -119,34 +116,29 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "bool interleaved) -> ()");
   m.def(
       "block_attention_(Tensor q, Tensor k, Tensor v, Tensor? spans, int? left, int? right, float scale, float "
-      "softcap, "
-      "float p, Tensor? seed, int[] places, Tensor(a!) out, Tensor(b!) statistics, bool merge) -> ()");
+      "softcap, float p, Tensor? seed, int[] places, Tensor(a!) out, Tensor(b!) statistics, bool merge) -> ()");
   m.def("attention_gradient_rows_(Tensor grad_out, Tensor out, Tensor statistics, Tensor(a!) rows) -> ()");
   m.def(
-      "block_attention_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? "
-      "spans, int? left, int? right, float scale, float softcap, float p, Tensor? seed, int[] places, Tensor(a!) dq, "
-      "Tensor(b!) dk, Tensor(c!) dv, bool accumulate) -> ()");
+      "block_attention_backward_(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? spans, int? "
+      "left, int? right, float scale, float softcap, float p, Tensor? seed, int[] places, Tensor(a!) dq, Tensor(b!) "
+      "dk, Tensor(c!) dv, bool accumulate) -> ()");
   m.def(
       "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens, Tensor? seed, bool causal, "
-      "float "
-      "scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor out, Tensor statistics)");
+      "float scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor out, Tensor statistics)");
   m.def(
       "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? "
-      "sink, "
-      "Tensor? "
-      "cu_seqlens, Tensor? seed, bool causal, float scale, int? window, float softcap, float dropout_p, int "
-      "first_head) -> (Tensor dq, "
-      "Tensor dk, Tensor dv, Tensor dsink)");
+      "sink, Tensor? cu_seqlens, Tensor? seed, bool causal, float scale, int? window, float softcap, float "
+      "dropout_p, int first_head) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
   m.def(
-      "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, SymInt "
-      "length, SymInt held, str layout, int ulysses_degree, bool gathered, bool causal, float scale, int? window, "
-      "float "
-      "softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor statistics, Tensor kept)");
+      "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor? cu_seqlens, str group, "
+      "SymInt length, SymInt head_tokens, str layout, int ulysses_degree, bool all_gather, bool causal, float scale, "
+      "int? window, float softcap, float dropout_p, int first_head, bool gradients) -> (Tensor out, Tensor "
+      "statistics, Tensor qkv)");
   m.def(
-      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor statistics, "
-      "Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool gathered, bool "
-      "causal, float scale, int? window, float softcap, float dropout_p, int first_head)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+      "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor "
+      "statistics, Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool "
+      "all_gather, bool causal, float scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor "
+      "dq, Tensor dk, Tensor dv, Tensor dsink)");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");

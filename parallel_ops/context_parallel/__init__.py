@@ -1,34 +1,34 @@
 """Attention over a sequence that the ranks of a group share.
 
-The names are imported at first use, so that the planner can ask ``cost`` without torch.
+The names are imported at first use, so that the planner can use ``cost`` without torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel_ops.context_parallel.algorithm import ring_attention_choice
+    from parallel_ops.context_parallel.algorithm import ring_attention_algorithm
     from parallel_ops.context_parallel.attention import ring_attention, ring_attention_reference
-    from parallel_ops.context_parallel.cost import AttentionShape, Link, Way
+    from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
     from parallel_ops.context_parallel.layouts import SequenceLayout, join_sequence, split_sequence
 
 __all__ = [
+    "Algorithm",
     "AttentionShape",
     "Link",
     "SequenceLayout",
-    "Way",
     "join_sequence",
     "ring_attention",
-    "ring_attention_choice",
+    "ring_attention_algorithm",
     "ring_attention_reference",
     "split_sequence",
 ]
 
 _HOMES = {
-    **dict.fromkeys(("AttentionShape", "Link", "Way"), "cost"),
+    **dict.fromkeys(("AttentionShape", "Link", "Algorithm"), "cost"),
     **dict.fromkeys(("SequenceLayout", "join_sequence", "split_sequence"), "layouts"),
     **dict.fromkeys(("ring_attention", "ring_attention_reference"), "attention"),
-    "ring_attention_choice": "algorithm",
+    "ring_attention_algorithm": "algorithm",
 }
 
 

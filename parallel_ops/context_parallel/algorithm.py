@@ -1,6 +1,6 @@
-"""Which way leads to attention over a sequence that ranks share: what the caller names, or the fastest by ``cost``.
+"""The algorithm of an attention over a sequence that ranks share: the one named, or the fastest according to ``cost``.
 
-Arguments that say where tokens lie are checked here as well, since the ways depend on them.
+The arguments that place tokens on ranks are checked here as well, since the algorithms depend on them.
 """
 
 from typing import Literal
@@ -11,22 +11,22 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.groups import group_rank, group_size
 from parallel_ops.comm.device_rates import rates_of
-from parallel_ops.context_parallel.cost import AttentionShape, Choice, Link, Way, chosen
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, runs, tokens
+from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link, Selection, select
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, count_tokens, shard_ranges
 
 NAME = "ring_attention"
 
 Layout = Literal["zigzag", "striped", "contiguous"]
-Algorithm = Literal["auto", "ring", "all_to_all", "hybrid", "gathered"]
-# What attention kernels reach of the rate of large products.
+AlgorithmName = Literal["auto", "ring", "all_to_all", "hybrid", "all_gather"]
+# The share of the rate of large products that attention kernels reach.
 _OF_PRODUCTS = 0.75
-# As many tokens a rank as a choice is made for where a graph is made.
+# Tokens per rank for which an algorithm is selected while a graph is compiled.
 _COMPILED_TOKENS = 8192
 
-_ALGORITHMS = ("auto", "ring", "all_to_all", "hybrid", "gathered")
+_ALGORITHMS = ("auto", "ring", "all_to_all", "hybrid", "all_gather")
 
 
-def ring_attention_choice(
+def ring_attention_algorithm(
     q: Tensor,
     k: Tensor,
     *,
@@ -36,21 +36,21 @@ def ring_attention_choice(
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     length: int | None = None,
-) -> Choice:
-    """What ``ring_attention`` does with these arguments and ``algorithm="auto"``, and why. Nothing is sent.
+) -> Selection:
+    """The algorithm of ``ring_attention`` for these arguments and ``algorithm="auto"``. Nothing is sent.
 
     Returns:
-        ``way``: ranks that share out the heads, and whether keys are gathered; ``why``: all ways with what each takes.
+        The ``algorithm`` and the ``reason``: all algorithms with their bytes and, on a GPU, their times.
     """
     check_placement(q, group, layout, "auto", length, None)
     shape = _shape(q, k, group, layout, causal, window, cu_seqlens is not None, length)
-    return chosen(shape, _link(q, group))
+    return select(shape, _link(q, group))
 
 
 def check_placement(
     q: Tensor, group: ProcessGroup | None, layout: str, algorithm: str, length: int | None, ulysses_degree: int | None
 ) -> None:
-    """What one rank can see to be wrong by itself, and is wrong on one rank too."""
+    """Raises for arguments that are wrong on this rank alone; also in a group of one rank."""
     if layout not in LAYOUTS:
         raise ValueError(f"{NAME}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if algorithm not in _ALGORITHMS:
@@ -69,10 +69,10 @@ def check_placement(
     if length < 0:
         raise ValueError(f"{NAME}: length must not be negative, got {length}")
     size, rank = group_size(group), group_rank(group)
-    own = tokens(runs(layout, length, size, rank))
+    own = count_tokens(shard_ranges(layout, length, size, rank))
     if q.shape[0] != own:
         raise ValueError(
-            f"{NAME}: of length={length} tokens in {layout} layout rank {rank} of {size} has {own}, but q has "
+            f"{NAME}: rank {rank} of {size} has {own} of length={length} tokens in {layout} layout, but q has "
             f"{q.shape[0]}; split them with split_sequence or SequenceLayout"
         )
 
@@ -99,7 +99,7 @@ def _shape(
 
 
 def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
-    """What is known of the device and of the group's links; ``None`` on a CPU."""
+    """The measured rates of the device and the group's links; ``None`` on a CPU."""
     rates = None if group is None else rates_of(q.device, q.dtype, group)
     if rates is None:
         return None
@@ -107,46 +107,51 @@ def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _head_ranks_of_least_bytes(ranks: int, heads: int, kv_heads: int, causal: bool, window: int | None) -> int:
-    """The choice where a graph is made, which must not depend on a length that the graph has as a symbol: by bytes,
-    which grow with the length whatever the way."""
+def _compiled_ulysses_degree(ranks: int, heads: int, kv_heads: int, causal: bool, window: int | None) -> int:
+    """The ``ulysses_degree`` that sends the fewest bytes. A compiled graph has the length as a symbol, so the algorithm
+    must not depend on it."""
     shape = AttentionShape(
         length=ranks * _COMPILED_TOKENS, ranks=ranks, batch=1, heads=heads, kv_heads=kv_heads, head_dim=64, itemsize=2,
         causal=causal, window=window,
     )  # fmt: skip
-    return chosen(shape, None).way.ulysses_degree
+    return select(shape, None).algorithm.ulysses_degree
 
 
-def way_of(
+def select_algorithm(
     q: Tensor, k: Tensor, group: ProcessGroup, layout: str, algorithm: str, causal: bool, window: int | None,
     documents: bool, length: int | None, ulysses_degree: int | None,
-) -> Way:  # fmt: skip
+) -> Algorithm:  # fmt: skip
+    """The algorithm that ``algorithm`` and ``ulysses_degree`` name.
+
+    Raises:
+        ValueError: the heads or ranks do not allow it.
+    """
     size, heads = group.size(), k.shape[2]
     if algorithm == "auto":
         if torch.compiler.is_compiling():
-            return Way(_head_ranks_of_least_bytes(size, q.shape[2], heads, causal, window), False)
-        return chosen(_shape(q, k, group, layout, causal, window, documents, length), _link(q, group)).way
-    if algorithm in ("ring", "gathered"):
-        return Way(1, algorithm == "gathered")
+            return Algorithm(_compiled_ulysses_degree(size, q.shape[2], heads, causal, window), False)
+        return select(_shape(q, k, group, layout, causal, window, documents, length), _link(q, group)).algorithm
+    if algorithm in ("ring", "all_gather"):
+        return Algorithm(1, algorithm == "all_gather")
     if algorithm == "all_to_all":
         ulysses_degree = min(size, heads)
         if size % ulysses_degree or heads % ulysses_degree:
             raise ValueError(
-                f"{NAME}: all_to_all needs kv heads that {size} ranks divide, or that divide these, got {heads}; "
-                'use algorithm="hybrid", "ring" or "gathered"'
+                f"{NAME}: all_to_all needs kv heads that are a multiple or a divisor of the {size} ranks, got {heads}; "
+                'use algorithm="hybrid", "ring" or "all_gather"'
             )
-        return Way(ulysses_degree, False)
+        return Algorithm(ulysses_degree, False)
     if ulysses_degree is None:
         found = [n for n in range(2, size) if size % n == 0 and heads % n == 0]
         if not found:
             raise ValueError(
                 f"{NAME}: hybrid needs a ulysses_degree between 1 and {size} that divides {size} ranks and {heads} kv "
-                'heads, and there are none; use algorithm="ring", "all_to_all" or "gathered"'
+                'heads, and there are none; use algorithm="ring", "all_to_all" or "all_gather"'
             )
-        return Way(found[-1], False)
+        return Algorithm(found[-1], False)
     if ulysses_degree < 1 or size % ulysses_degree or heads % ulysses_degree:
         raise ValueError(
             f"{NAME}: ulysses_degree must divide the {size} ranks of the group and the {heads} kv heads, "
             f"got {ulysses_degree}"
         )
-    return Way(ulysses_degree, False)
+    return Algorithm(ulysses_degree, False)

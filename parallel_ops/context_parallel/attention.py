@@ -1,18 +1,17 @@
 """Attention over a sequence that the ranks of a group share.
 
-Each rank has some of the tokens and calls this with the queries, keys and values of these. Four ways lead to the same
-result, and ``algorithm`` chooses one:
+Each rank has some of the tokens and passes their queries, keys and values. Four algorithms give the same result:
 
     ring         keys and values travel while blocks are computed, and each block is merged into a running result
-    all_to_all   ranks change tokens for heads, attend to the whole sequence in their heads, and change back
-    hybrid       neighbouring ranks do the latter, and the ring goes around what they are to each other
-    gathered     all keys and values are fetched first, for few kv heads or many documents
+    all_to_all   ranks exchange tokens for heads, attend to the whole sequence in their heads, and exchange back
+    hybrid       all-to-all in groups of ``ulysses_degree`` ranks, and a ring across the groups
+    all_gather   all keys and values are gathered first, for few kv heads or many documents
 
-Bytes that a rank sends, forward and backward, and the length above which a ring hides them: ``cost``. How it is done:
-``_ring`` and ``_heads``. A step's result is merged in fp32 and a gradient of keys travels in fp32 to the rank whose
-keys they are, so the error does not grow with the number of ranks. Sources: Liu et al., arXiv:2310.01889 (ring
-attention); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao, arXiv:2405.07719 (their product); Dubey et al.,
-arXiv:2407.21783 (gathered keys); zigzag is Zhu's, github.com/zhuzilin/ring-flash-attention.
+The bytes that a rank sends, and the length above which a ring hides them, are in ``cost.py``; the schedules in
+``schedule/``. Results of steps are merged in fp32, and gradients of keys are sent to their owner in fp32, so the error
+does not grow with the number of ranks. Sources: Liu et al., arXiv:2310.01889 (ring attention); Jacobs et al.,
+arXiv:2309.14509 (Ulysses); Fang and Zhao, arXiv:2405.07719 (hybrid); Dubey et al., arXiv:2407.21783 (all-gather);
+zigzag: github.com/zhuzilin/ring-flash-attention.
 """
 
 import math
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import Unpack
 
 from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.group_checks import check_tensor
@@ -31,14 +31,19 @@ from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
 from parallel_ops.comm.transport.exchange import in_flight
 from parallel_ops.comm.transport.registry import transport_of
-from parallel_ops.context_parallel.algorithm import NAME, Algorithm, Layout, check_placement, way_of
-from parallel_ops.context_parallel.cost import Way
+from parallel_ops.context_parallel.algorithm import NAME, AlgorithmName, Layout, check_placement, select_algorithm
+from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.transport import Attention
-from parallel_ops.context_parallel.token_ranges import lengths, runs, tokens
+from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, shard_ranges
 from parallel_ops.ops.attention.checks import check_attention
-from parallel_ops.ops.attention.flash_attention import cast_attention, flash_attention, flash_attention_reference
+from parallel_ops.ops.attention.flash_attention import (
+    AttentionArguments,
+    cast_attention,
+    flash_attention,
+    flash_attention_reference,
+)
 
 
 def ring_attention(
@@ -48,7 +53,7 @@ def ring_attention(
     *,
     group: ProcessGroup | None,
     layout: Layout = "zigzag",
-    algorithm: Algorithm = "auto",
+    algorithm: AlgorithmName = "auto",
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -61,42 +66,44 @@ def ring_attention(
     length: int | None = None,
     ulysses_degree: int | None = None,
 ) -> Tensor:
-    """``flash_attention`` of the whole sequence, of which each rank has a part.
+    """``flash_attention`` over a sequence sharded over ``group``.
 
-    ``functools.partial(ring_attention, group=group, layout=layout)`` is a core for ``ParallelSelfAttention``.
+    ``functools.partial(ring_attention, group=group, layout=layout)`` can be the ``core_attention`` of
+    ``ParallelSelfAttention``.
 
     Args:
         q: ``[s, b, heads, d]``, this rank's tokens, in the order of the sequence; float32, float16 or bfloat16, on CPU
             float64 too; any strides.
-        k, v: ``[s, b, kv_heads, d]``, the same tokens; ``kv_heads`` divides ``heads``. Never repeated: what travels is
-            these.
+        k, v: ``[s, b, kv_heads, d]``, the same tokens; ``kv_heads`` divides ``heads``. They are sent as they are, not
+            repeated for each query head.
         group: the ranks that share the sequence; ``None``, or one rank, is ``flash_attention``.
-        layout: which tokens a rank has; see ``SequenceLayout``, which splits and joins them.
-        algorithm: ``"ring"``; ``"all_to_all"``, which needs kv heads that the ranks divide, or that divide the ranks:
-            the rest is a ring; ``"hybrid"``: all-to-all among ``ulysses_degree`` neighbours, a ring around;
-            ``"gathered"``; ``"auto"``: the fastest of them by ``cost.chosen`` (``ring_attention_choice`` says why).
-        causal, scale, window, sink, softcap, dropout_p: as of ``flash_attention``; the same on every rank, sink too.
-        seed: as of ``flash_attention``, the same on every rank, and the mask is that of one rank with the whole
-            sequence. ``None`` draws it from the default generator, which must be in the same state on every rank.
+        layout: which tokens a rank has: ``"zigzag"``, ``"striped"`` or ``"contiguous"``; see ``SequenceLayout``, which
+            splits and joins them.
+        algorithm: ``"ring"``; ``"all_to_all"``, which needs kv heads that are a multiple or a divisor of the ranks, and
+            with fewer kv heads than ranks continues with a ring; ``"hybrid"``: all-to-all in groups of
+            ``ulysses_degree`` ranks, a ring across them; ``"all_gather"``; ``"auto"``: the fastest of them, which
+            ``ring_attention_algorithm`` returns.
+        causal, scale, window, sink, softcap, dropout_p: as in ``flash_attention``; the same on every rank, sink too.
+        seed: as in ``flash_attention``, the same on every rank; the dropout mask is that of a single rank. ``None``
+            draws it from the default generator, which must be in the same state on every rank.
         cu_seqlens: ``[documents + 1]``, int32 or int64, where documents begin in the whole sequence, from 0 to its
-            length; the same on every rank. Documents may be empty, and lie across ranks as they come.
-        first_head: where these heads begin among those of all ranks, which is what dropout draws by.
-        length: tokens of the whole sequence; ``None`` where all ranks have as many. Otherwise ``s`` must be what the
-            layout gives this rank, 0 for some if there are fewer tokens than ranks.
-        ulysses_degree: for ``"hybrid"``: how many ranks share out the heads, a divisor of ``kv_heads`` and of the
-            group's size; ``None`` for the largest below the group's size.
+            length; the same on every rank. Documents may be empty and may cross ranks.
+        first_head: the index of the first of these heads among those of all ranks, for dropout.
+        length: tokens of the whole sequence; ``None`` if all ranks have the same number. Otherwise ``s`` must be the
+            number that the layout gives this rank, which is 0 on some ranks if there are fewer tokens than ranks.
+        ulysses_degree: for ``"hybrid"``, the number of ranks that exchange heads for tokens: a divisor of ``kv_heads``
+            and of the group's size; ``None`` for the largest below the group's size.
 
     Returns:
         ``[s, b, heads, d]``, the dtype of q. Under autocast q, k and v are cast to the autocast dtype.
 
     Raises:
-        TypeError, ValueError: on every rank and before data moves, also where the ranks disagree. On CPU every call is
-            compared, values of ``seed`` and ``cu_seqlens`` included; on CUDA the first one of its kind, without them.
-        PeerError: a rank is gone or does not come within the transport's timeout.
+        TypeError, ValueError: on every rank and before data moves, also if the calls of the ranks differ. On CPU every
+            call is compared, with the values of ``seed`` and ``cu_seqlens``; on CUDA the first of its kind, without.
+        PeerError: a rank failed or did not respond within the transport's timeout.
 
     Sharding: q, k, v and the result S(0) over group, in the tokens of the layout. The gradients of q, k and v are
-    complete. That of sink is what this rank's tokens give, so it is summed over group like that of any weight that is
-    used on other tokens by every rank.
+    complete. The gradient of sink is partial: that of this rank's tokens, to be summed over group.
     """
     name = group_name(NAME, group)
     if group is None or name is None:
@@ -115,15 +122,15 @@ def ring_attention(
         drawn = dropout_seed(NAME, "dropout_p", dropout_p, seed, "q", q)
         check_placement(q, group, layout, algorithm, length, ulysses_degree)
         documents = cu_seqlens is not None
-        way = way_of(q, k, group, layout, algorithm, causal, window, documents, length, ulysses_degree)
-    held = way.ulysses_degree * q.shape[0]
-    if length is not None and way.ulysses_degree > 1:
-        held = tokens(runs(layout, length, group.size(), group.rank(), way.ulysses_degree))
+        selected = select_algorithm(q, k, group, layout, algorithm, causal, window, documents, length, ulysses_degree)
+    head_tokens = selected.ulysses_degree * q.shape[0]
+    if length is not None and selected.ulysses_degree > 1:
+        head_tokens = count_tokens(shard_ranges(layout, length, group.size(), group.rank(), selected.ulysses_degree))
     whole = q.shape[0] * group.size() if length is None else length
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sink))
     sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
     out, *_ = _op(
-        q, k, v, sink, drawn, cu_seqlens, name, whole, held, layout, *way, causal,
+        q, k, v, sink, drawn, cu_seqlens, name, whole, head_tokens, layout, *selected, causal,
         1 / math.sqrt(q.shape[3]) if scale is None else scale, window, softcap or 0.0,
         0.0 if drawn is None else dropout_p, first_head, gradients,
     )  # fmt: skip
@@ -138,13 +145,13 @@ def ring_attention_reference(
     group: ProcessGroup | None,
     layout: Layout = "zigzag",
     length: int | None = None,
-    **options: Any,
+    **options: Unpack[AttentionArguments],
 ) -> Tensor:
-    """The same in plain PyTorch: everything is gathered, all scores are in memory. Second derivatives too."""
+    """The same in plain PyTorch: gathers everything, keeps all scores in memory, and has second derivatives."""
     size = group_size(group)
     whole = SequenceLayout(q.shape[0] * size if length is None else length, size, layout)
-    gathered = (all_gather(t, group, sizes=whole.lengths).split(list(whole.lengths)) for t in (q, k, v))
-    out = flash_attention_reference(*(whole.join(shards) for shards in gathered), **options)
+    q, k, v = (whole.join(all_gather(t, group, sizes=whole.lengths).split(list(whole.lengths))) for t in (q, k, v))
+    out = flash_attention_reference(q, k, v, **options)
     return whole.shard(out, group_rank(group))
 
 
@@ -155,7 +162,7 @@ class _Call(NamedTuple):
     length: int
     layout: str
     ulysses_degree: int
-    gathered: bool
+    all_gather: bool
     causal: bool
     scale: float
     window: int | None
@@ -163,31 +170,35 @@ class _Call(NamedTuple):
     dropout_p: float
     first_head: int
 
+    @property
+    def algorithm(self) -> Algorithm:
+        return Algorithm(self.ulysses_degree, self.all_gather)
+
     def attention(self, seed: Tensor | None, cu_seqlens: Tensor | None) -> Attention:
         options = Options(
             self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head
         )
-        way = Way(self.ulysses_degree, self.gathered)
-        return Attention(NAME, transport_of(resolve_group(self.group)), self.length, self.layout, way, options)
+        transport = transport_of(resolve_group(self.group))
+        return Attention(NAME, transport, self.length, self.layout, self.algorithm, options)
 
     def check_consistency(
         self, q: Tensor, k: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, gradients: bool
     ) -> None:
-        """The ranks make the same call: else all raise."""
+        """Raises on all ranks unless all make the same call."""
         group = resolve_group(self.group)
         transport, size = transport_of(group), group.size()
-        # Values can be read without waiting for a device on a CPU alone.
+        # Only on a CPU can values be read without waiting for a device.
         documents = None if cu_seqlens is None or cu_seqlens.is_cuda else tuple(cu_seqlens.tolist())
         drawn = None if seed is None or seed.is_cuda else seed.item()
-        way = Way(self.ulysses_degree, self.gathered).name(size)
         s, *rest = q.shape
-        options = (*rest, k.shape[2], *self[1:], sink is None, cu_seqlens is None, gradients)
-        # Cut off where the message ends, so with what differs most often first.
+        call = self._replace(group="")  # the name may differ between ranks
+        options = (*rest, k.shape[2], call, sink is None, cu_seqlens is None, gradients)
+        # The message is cut off at a maximal length, so the arguments that differ most often come first.
         text = (
-            f"{way} in {self.layout} over {transport.capabilities.name}, q of {[s, *rest]} {q.dtype}, "
-            f"{k.shape[2]} kv heads, length={self.length}, causal={self.causal}, window={self.window}, "
-            f"requires_grad={gradients}, dropout_p={self.dropout_p:.4g}, seed={drawn}, documents={documents}, "
-            f"sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
+            f"{self.algorithm.name(size)} in {self.layout} over {transport.capabilities.name}, "
+            f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads, length={self.length}, causal={self.causal}, "
+            f"window={self.window}, requires_grad={gradients}, dropout_p={self.dropout_p:.4g}, seed={drawn}, "
+            f"documents={documents}, sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
         answer = check_consistency(group, CallSignature(NAME, same, text, (s,)), q.device)
@@ -196,7 +207,7 @@ class _Call(NamedTuple):
         if answer is not None and have != list(want):
             raise shared_error(
                 group,
-                f"{NAME}: the ranks have {have} tokens, but of length={self.length} in {self.layout} layout they have "
+                f"{NAME}: the ranks have {have} tokens, but length={self.length} in {self.layout} layout gives them "
                 f"{list(want)}",
             )
         if documents is not None and (
@@ -211,7 +222,7 @@ class _Call(NamedTuple):
 @communicates
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
-    length: int, held: int, *arguments: Any,
+    length: int, head_tokens: int, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *options, gradients = arguments
     call = _Call(group, length, *options)
@@ -231,12 +242,12 @@ def _backward(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
-    length: int, held: int, layout: str, ulysses_degree: int, *arguments: Any,
+    length: int, head_tokens: int, layout: str, ulysses_degree: int, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     s, b, h, d = q.shape
     statistics = q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
-    kept = q.new_empty((held, b, (h + 2 * k.shape[2]) // ulysses_degree, d) if ulysses_degree > 1 else 0)
-    return q.new_empty(q.shape), statistics, kept
+    qkv = q.new_empty((head_tokens, b, (h + 2 * k.shape[2]) // ulysses_degree, d) if ulysses_degree > 1 else 0)
+    return q.new_empty(q.shape), statistics, qkv
 
 
 def _fake_backward(
@@ -251,25 +262,24 @@ def _fake_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink, seed, cu_seqlens, group, length, _, *arguments, _ = inputs
-    out, statistics, kept = output
-    ctx.mark_non_differentiable(statistics, kept)
+    out, statistics, qkv = output
+    ctx.mark_non_differentiable(statistics, qkv)
     ctx.set_materialize_grads(False)
     ctx.call = _Call(group, length, *arguments)
     u = ctx.call.ulysses_degree
     ctx.heads = [t.shape[2] // u for t in (q, k, v)]
-    ctx.save_for_backward(*((q, k, v) if u == 1 else (kept,)), sink, out, statistics, seed, cu_seqlens)
+    ctx.save_for_backward(*((q, k, v) if u == 1 else (qkv,)), sink, out, statistics, seed, cu_seqlens)
 
 
 def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * _ARGUMENTS
     if grad is None:
-        return nothing
+        return (None,) * _ARGUMENTS
     *inputs, sink, out, statistics, seed, cu_seqlens = ctx.saved_tensors
     q, k, v = inputs if ctx.call.ulysses_degree == 1 else inputs[0].split(ctx.heads, dim=2)
     if sink is not None:
         sink = kept_parameter(ctx, NAME, "sink", sink, 3, requested(ctx))
     dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, statistics, seed, cu_seqlens, *ctx.call)
-    return dq, dk, dv, None if sink is None else dsink, *nothing[4:]
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * (_ARGUMENTS - 4)
 
 
 _ARGUMENTS = len(torch.ops.parallel_ops.ring_attention.default._schema.arguments)

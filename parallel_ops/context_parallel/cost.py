@@ -1,25 +1,26 @@
-"""What context parallelism sends, what it takes, and which way is the fastest. No torch: the planner asks it too.
+"""Bytes and seconds of context parallelism, and its fastest algorithm. No torch: the planner uses it too.
 
 P ranks with n tokens each, batch b, H query and G kv heads of width d, w bytes an element, a = max(w, 4) bytes of one
 that is summed. Bytes that a rank sends for one attention:
 
-    ring, gathered   forward   (P - 1) 2 n b G d w
-                     backward  (P - 1) 2 n b G d (w + a)            k and v again, and their gradients to their owner
+    ring, all-gather forward   (P - 1) 2 n b G d w
+                     backward  (P - 1) 2 n b G d (w + a)            k and v again, and their gradients
     all-to-all       forward   (P - 1) / P n b (2 (H + G) d w + 2 H a)      q, k, v there, O and its M and Z back
                      backward  (P - 1) / P n b (2 (H + G) d w + 3 H a)      dO, C, W and D there, dq, dk, dv back
     hybrid of U      all-to-all over U, and a ring over P / U whose steps have n U tokens of G / U heads
 
-That is without a mask; M, Z, C, W and D are the numbers of a row in ``ops/attention/block.py``. Keys that the
-receiver's queries do not see are not sent. Causal in zigzag layout, in a step a rank sends all of its keys or the first
-half, and of all steps together three quarters; contiguous, half on average.
+That is without a mask; M, Z, C, W and D are the numbers of a row in ``ops/attention/block.py``. Keys that are not
+visible to the receiver's queries are not sent. Under a causal mask in zigzag layout, each step sends all keys of a rank
+or their first half, three quarters over all steps; in contiguous layout half on average.
 
-A ring hides its transfer where a step computes longer than it sends. Causal in zigzag or striped layout, F FLOP/s and B
-bytes/s, a step is half a square of n tokens, 2 H b d n^2 FLOPs forward and 5/2 of it backward:
+A ring hides its transfers if a step computes longer than it sends. Under a causal mask in zigzag or striped
+layout, with F FLOP/s and B bytes/s, a step is half a square of n tokens, 2 H b d n^2 FLOPs forward and 5/2 of it
+backward:
 
     n  >=  w G F / (H B)   forward        n  >=  2 (w + a) G F / (5 H B)   backward        half of that if not causal
 
-``chosen`` compares seconds: an all-to-all and a gather are waited for, a ring only for what it does not hide; with
-documents nobody knows on the host how much there is to compute, so nothing counts as hidden.
+``select`` compares seconds: all of an all-to-all and of an all-gather, and the part of a ring that is not hidden. With
+documents the amount of computation is not known on the host, so nothing counts as hidden.
 """
 
 import functools
@@ -27,16 +28,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel_ops.context_parallel.token_ranges import Run, counterparts, lengths, neighbours, runs, seen, tokens
+from parallel_ops._internal.token_range import TokenRange
+from parallel_ops.context_parallel.token_ranges import (
+    count_tokens,
+    lengths,
+    ring_ranks,
+    shard_ranges,
+    ulysses_ranks,
+    visible_keys,
+)
 
-# Seconds by which each step of a ring is longer than its arithmetic: launches, and the merge of its result.
+# Seconds that a step of a ring takes beside its arithmetic: launches, and the merge of its result.
 _STEP_SECONDS = 20e-6
 
-# What of ``keys_sent`` travels around a causal ring in zigzag layout. A step takes as long as all of it.
+# The share of ``keys_sent`` that a causal ring in zigzag layout sends. A step takes as long as all of it.
 ZIGZAG_SHARE = 0.75
 
-# Gathered keys and their gradients in fp32 may take as much as this where "auto" chooses.
-_GATHERED_BYTES = 512 << 20
+# Above this size of gathered keys and their gradients in fp32, "auto" does not select the all-gather.
+_MAX_GATHERED_BYTES = 512 << 20
 
 
 class Sent(NamedTuple):
@@ -48,11 +57,11 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One attention over a sequence that ``ranks`` ranks share.
+    """An attention over a sequence that ``ranks`` ranks share.
 
     Args:
         length: tokens of the whole sequence. itemsize: bytes of an element of q, k and v.
-        documents: tokens see those of their own document alone.
+        documents: tokens see only their own document.
     """
 
     length: int
@@ -68,30 +77,34 @@ class AttentionShape:
     documents: bool = False
 
 
-class Way(NamedTuple):
-    """How an attention is shared out: ``ulysses_degree`` neighbours share out the heads, and the keys of the rest
-    come one rank after another, or all at once if ``gathered``."""
+class Algorithm(NamedTuple):
+    """How ranks share an attention.
+
+    ulysses_degree: ranks that exchange heads for tokens by all-to-all.
+    all_gather: the keys of the other ranks are all gathered first. Otherwise they come one rank after another, in a
+        ring.
+    """
 
     ulysses_degree: int
-    gathered: bool
+    all_gather: bool
 
     def name(self, ranks: int) -> str:
-        if self.gathered:
-            return "gathered"
+        if self.all_gather:
+            return "all_gather"
         if self.ulysses_degree == 1:
             return "ring"
         return "all_to_all" if self.ulysses_degree == ranks else f"hybrid of {self.ulysses_degree}"
 
 
-class Choice(NamedTuple):
-    """A way and the reason for it."""
+class Selection(NamedTuple):
+    """An algorithm and the reason for it."""
 
-    way: Way
-    why: str
+    algorithm: Algorithm
+    reason: str
 
 
 class Link(NamedTuple):
-    """What a device does and what a rank sends: FLOP/s of attention, bytes per second, seconds of an exchange."""
+    """Rates of a rank: FLOP/s of attention, bytes per second that it sends, seconds of latency of an exchange."""
 
     flops: float
     bandwidth: float
@@ -104,8 +117,8 @@ def summed(itemsize: int) -> int:
 
 
 def keys_sent(leaving: float, returning: float, key_value_width: float, itemsize: int) -> Sent:
-    """What goes to another rank: k and v of ``leaving`` tokens forward and again backward, and the gradients of
-    ``returning`` ones of its own. ``key_value_width``: elements of a token's k and v together."""
+    """Bytes sent to another rank: k and v of ``leaving`` tokens forward and again backward, and the gradients of
+    ``returning`` tokens of that rank. ``key_value_width``: elements of a token's k and v together."""
     forward = leaving * key_value_width * itemsize
     return Sent(forward, forward + returning * key_value_width * summed(itemsize))
 
@@ -119,53 +132,56 @@ def heads_sent(
     heads: float,
     itemsize: int,
 ) -> Sent:
-    """What goes to another rank: ``own`` tokens in its heads, and results of ``theirs`` in the heads of this one. The
-    widths are those of the heads of one rank, ``value_width`` that of the output."""
+    """Bytes sent to another rank in an all-to-all: ``own`` tokens in the heads of that rank, and the results of
+    ``theirs`` in the heads of this one. Widths are elements of one rank's heads; ``value_width`` is the output's."""
     inputs, output = (query_width + key_value_width) * itemsize, value_width * itemsize
     statistic = heads * summed(itemsize)
     return Sent(own * inputs + theirs * (output + 2 * statistic), own * (output + 3 * statistic) + theirs * inputs)
 
 
-def sent(shape: AttentionShape, way: Way) -> list[Sent]:
-    """Exactly what each rank sends."""
-    inside, around = _inside(shape, way.ulysses_degree), _around(shape, way.ulysses_degree)
-    return [Sent(a.forward + b.forward, a.backward + b.backward) for a, b in zip(inside, around, strict=True)]
+def sent(shape: AttentionShape, algorithm: Algorithm) -> list[Sent]:
+    """The bytes that each rank sends."""
+    exchanged, keys = _all_to_all_sent(shape, algorithm.ulysses_degree), _keys_sent(shape, algorithm.ulysses_degree)
+    return [Sent(a.forward + b.forward, a.backward + b.backward) for a, b in zip(exchanged, keys, strict=True)]
 
 
-def _inside(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
-    """What goes to neighbours, for all-to-all."""
+def _all_to_all_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
+    """The bytes of each rank's all-to-all."""
     own = lengths(shape.layout, shape.length, shape.ranks)
     queries, keys = (shape.batch * shape.head_dim * n / ulysses_degree for n in (shape.heads, shape.kv_heads))
     heads = shape.batch * shape.heads / ulysses_degree
     return [
         _total(
             heads_sent(own[rank], own[other], queries, 2 * keys, queries, heads, shape.itemsize)
-            for other in neighbours(shape.layout, shape.ranks, rank, ulysses_degree)
+            for other in ulysses_ranks(shape.layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
     ]
 
 
-def _around(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
-    """What goes around the ring, or is gathered."""
-    shards = [runs(shape.layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)]
+def _keys_sent(shape: AttentionShape, ulysses_degree: int) -> list[Sent]:
+    """The bytes of keys, and of their gradients, that each rank sends."""
+    shards = [
+        shard_ranges(shape.layout, shape.length, shape.ranks, rank, ulysses_degree) for rank in range(shape.ranks)
+    ]
     width = 2 * shape.batch * shape.kv_heads / ulysses_degree * shape.head_dim
     return [
         _total(
             keys_sent(
-                _seen(shape, shards[rank], shards[other]), _seen(shape, shards[other], shards[rank]), width,
-                shape.itemsize,
+                _visible_tokens(shape, shards[rank], shards[other]),
+                _visible_tokens(shape, shards[other], shards[rank]),
+                width, shape.itemsize,
             )
-            for other in counterparts(shape.layout, shape.ranks, rank, ulysses_degree)
+            for other in ring_ranks(shape.layout, shape.ranks, rank, ulysses_degree)
             if other != rank
         )
         for rank in range(shape.ranks)
     ]  # fmt: skip
 
 
-def _seen(shape: AttentionShape, keys: tuple[Run, ...], queries: tuple[Run, ...]) -> int:
-    return tokens(seen(keys, queries, shape.causal, shape.window))
+def _visible_tokens(shape: AttentionShape, keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...]) -> int:
+    return count_tokens(visible_keys(keys, queries, shape.causal, shape.window))
 
 
 def _total(parts: Iterable[Sent]) -> Sent:
@@ -174,11 +190,14 @@ def _total(parts: Iterable[Sent]) -> Sent:
 
 
 def hiding_tokens(shape: AttentionShape, *, bandwidth: float, flops: float) -> Sent:
-    """From how many tokens a rank on a ring hides its transfers, forward and backward: bytes/s and FLOP/s of a rank.
+    """The number of tokens per rank above which a ring hides its transfers, forward and backward.
+
+    Args:
+        bandwidth: bytes/s that a rank sends. flops: FLOP/s of a rank.
 
     Raises:
-        ValueError: a window or documents, with which a step does not grow with the square of its tokens, or contiguous
-        tokens under a causal mask, where ranks wait for each other.
+        ValueError: with a window or documents a step does not grow with the square of its tokens; in contiguous layout
+            under a causal mask ranks wait for each other.
     """
     if shape.window is not None or shape.documents or (shape.causal and shape.layout == "contiguous"):
         raise ValueError("hiding_tokens: there is no such length with a window, documents or causal contiguous tokens")
@@ -187,24 +206,24 @@ def hiding_tokens(shape: AttentionShape, *, bandwidth: float, flops: float) -> S
     return Sent(w * flops / (half * group * bandwidth), 2 * (w + summed(w)) * flops / (5 * half * group * bandwidth))
 
 
-def ways(shape: AttentionShape) -> list[Way]:
-    """What the heads and ranks allow."""
+def algorithms(shape: AttentionShape) -> list[Algorithm]:
+    """The algorithms that the numbers of heads and ranks allow."""
     sizes = [u for u in range(1, shape.ranks + 1) if shape.ranks % u == 0 and shape.kv_heads % u == 0]
-    return [Way(1, False), Way(1, True), *(Way(u, False) for u in sizes if u > 1)]
+    return [Algorithm(1, False), Algorithm(1, True), *(Algorithm(u, False) for u in sizes if u > 1)]
 
 
-def seconds(shape: AttentionShape, way: Way, link: Link) -> float:
-    """Forward and backward of the slowest rank."""
-    u = way.ulysses_degree
-    others = counterparts(shape.layout, shape.ranks, 0, u)
-    shards = [runs(shape.layout, shape.length, shape.ranks, rank, u) for rank in others]
+def seconds(shape: AttentionShape, algorithm: Algorithm, link: Link) -> float:
+    """Seconds of forward and backward together on the slowest rank."""
+    u = algorithm.ulysses_degree
+    others = ring_ranks(shape.layout, shape.ranks, 0, u)
+    shards = [shard_ranges(shape.layout, shape.length, shape.ranks, rank, u) for rank in others]
     work = max(_pairs(shard, shape) for shard in shards) * 4 * shape.head_dim * shape.heads / u * shape.batch
     compute = Sent(work / link.flops, 2.5 * work / link.flops)
-    waited = [sum(s) for s in _inside(shape, u)]
+    waited = [sum(s) for s in _all_to_all_sent(shape, u)]
     total = sum(compute) + max(waited) / link.bandwidth + (4 * link.latency if u > 1 else 0.0)
-    if way.gathered:
-        return total + max(sum(s) for s in _around(shape, u)) / link.bandwidth + 3 * link.latency
-    arriving = [[_seen(shape, k, q) if k != q else 0 for k in shards] for q in shards]
+    if algorithm.all_gather:
+        return total + max(sum(s) for s in _keys_sent(shape, u)) / link.bandwidth + 3 * link.latency
+    arriving = [[_visible_tokens(shape, k, q) if k != q else 0 for k in shards] for q in shards]
     hops = max(sum(n > 0 for n in of_rank) for of_rank in arriving)
     largest = max(max(of_rank) for of_rank in arriving)
     width = 2 * shape.batch * shape.kv_heads / u * shape.head_dim
@@ -215,35 +234,34 @@ def seconds(shape: AttentionShape, way: Way, link: Link) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def chosen(shape: AttentionShape, link: Link | None) -> Choice:
-    """The fastest way; where nothing is known of the device (``None``), the one that sends least, and of several the
-    first of ring, gathered, and all-to-all."""
+def select(shape: AttentionShape, link: Link | None) -> Selection:
+    """The fastest algorithm, or without ``link`` the one that sends fewest bytes; ties go to ring, then all-gather."""
     candidates = []
-    for way in ways(shape):
-        if way.gathered and _gathered_bytes(shape) > _GATHERED_BYTES:
+    for algorithm in algorithms(shape):
+        if algorithm.all_gather and _gathered_bytes(shape) > _MAX_GATHERED_BYTES:
             continue
-        most = max(s.forward + s.backward for s in sent(shape, way))
-        candidates.append((way, most if link is None else seconds(shape, way, link), most))
+        most = max(s.forward + s.backward for s in sent(shape, algorithm))
+        candidates.append((algorithm, most if link is None else seconds(shape, algorithm, link), most))
     best = min(candidates, key=lambda candidate: candidate[1])
     described = []
-    for way, value, most in sorted(candidates, key=lambda candidate: candidate[1]):
+    for algorithm, value, most in sorted(candidates, key=lambda candidate: candidate[1]):
         time = "" if link is None else f"{1e3 * value:.3g} ms, "
-        described.append(f"{way.name(shape.ranks)} {time}{most / 2**20:.3g} MiB sent")
+        described.append(f"{algorithm.name(shape.ranks)} {time}{most / 2**20:.3g} MiB sent")
     reason = "sends least" if link is None else "fastest"
-    return Choice(best[0], f"{best[0].name(shape.ranks)}: {reason} (forward and backward: {'; '.join(described)})")
+    return Selection(best[0], f"{best[0].name(shape.ranks)}: {reason} (forward and backward: {'; '.join(described)})")
 
 
-def _pairs(shard: Sequence[Run], shape: AttentionShape) -> float:
-    """How many (query, key) pairs there are to compute for a shard's queries."""
+def _pairs(shard: Sequence[TokenRange], shape: AttentionShape) -> float:
+    """The number of (query, key) pairs to compute for a shard's queries."""
     if not shape.causal:
-        return tokens(shard) * shape.length
+        return count_tokens(shard) * shape.length
     widest = shape.length if shape.window is None else shape.window
     total = 0
-    for run in shard:
+    for part in shard:
         # Query p sees min(p + 1, window) keys.
-        growing = min(run.length, max(0, -(-(widest - run.start) // run.step)))
-        total += growing * (run.start + 1) + run.step * growing * (growing - 1) // 2
-        total += (run.length - growing) * widest
+        growing = min(part.length, max(0, -(-(widest - part.start) // part.step)))
+        total += growing * (part.start + 1) + part.step * growing * (growing - 1) // 2
+        total += (part.length - growing) * widest
     return total
 
 

@@ -1,12 +1,12 @@
-"""Sequences that the ranks of a context-parallel group share: who has which tokens, and how to split and join them.
+"""Sequences sharded over a context-parallel group: which rank has which tokens, and how to split and join them.
 
     layout = SequenceLayout(length=10, ranks=2)                zigzag: chunks of 3, 3, 2 and 2 tokens
     layout.positions(0)                                        tensor([0, 1, 2, 8, 9])
-    x0, x1 = layout.split(x)                                   tokens, labels, masks: whatever has a value a token
+    x0, x1 = layout.split(x)                                   tokens, labels, masks: any tensor over the sequence
     layout.join([x0, x1])                                      x again
 
-Labels of next tokens are shifted before they are split: the next token may be on another rank. Nothing has to divide
-and nothing is padded; a rank may have no tokens at all.
+Shift labels of next tokens before splitting them: the next token may be on another rank. Lengths need not divide and
+nothing is padded; a rank may have no tokens.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.groups import group_rank, group_size
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.collectives import gather_from_group
-from parallel_ops.context_parallel.token_ranges import LAYOUTS, Run, lengths, runs
+from parallel_ops.context_parallel.token_ranges import LAYOUTS, lengths, shard_ranges
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class SequenceLayout:
 
     Args:
         length: tokens of the whole sequence.
-        ranks: how many share it.
+        ranks: number of ranks that share it.
         kind: ``"zigzag"`` (each rank a chunk of the first half and the mirrored one of the second: balanced under a
             causal mask), ``"striped"`` (every ``ranks``-th token) or ``"contiguous"``.
 
     Raises:
-        TypeError, ValueError: a length or ranks that are no count, an unknown kind.
+        TypeError, ValueError: ``length`` or ``ranks`` is not a count, ``kind`` is unknown.
     """
 
     length: int
@@ -51,39 +52,39 @@ class SequenceLayout:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each rank has: they differ by at most one."""
+        """The number of tokens on each rank; they differ by at most one."""
         return lengths(self.kind, self.length, self.ranks)
 
     def positions(
         self, rank: int, *, cu_seqlens: Tensor | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """Where the tokens of ``rank`` stand in the sequence, int64 ``[lengths[rank]]``: rows of a rotary table.
+        """The positions of the tokens of ``rank``, int64 ``[lengths[rank]]``: rows of a rotary table.
 
         Args:
-            cu_seqlens: where documents begin, ``[documents + 1]`` from 0 to ``length``: then where each token stands in
-                its document.
+            cu_seqlens: starts of documents, ``[documents + 1]`` from 0 to ``length``; positions are then those in each
+                document.
         """
         device = cu_seqlens.device if cu_seqlens is not None else device
-        parts = [torch.arange(run.length, device=device) * run.step + run.start for run in self._runs(rank)]
-        places = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        parts = [torch.arange(part.length, device=device) * part.step + part.start for part in self._ranges(rank)]
+        positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
         if cu_seqlens is None:
-            return places
+            return positions
         bounds = cu_seqlens.to(torch.int64)
-        return places - bounds[torch.searchsorted(bounds, places, right=True) - 1]
+        return positions - bounds[torch.searchsorted(bounds, positions, right=True) - 1]
 
     def shard(self, x: Tensor, rank: int, *, dim: int = 0) -> Tensor:
-        """What ``rank`` has of ``x``, whose dimension ``dim`` is the whole sequence: a copy."""
+        """A copy of the tokens of ``rank`` in ``x``, whose dimension ``dim`` is the whole sequence."""
         self._check(x, dim, self.length)
         dim %= x.dim()
-        parts = [_of_run(x, run, dim) for run in self._runs(rank)]
+        parts = [_narrow(x, part, dim) for part in self._ranges(rank)]
         return torch.cat(parts, dim=dim) if parts else x.narrow(dim, 0, 0).clone()
 
     def split(self, x: Tensor, *, dim: int = 0) -> list[Tensor]:
-        """What each rank has of ``x``."""
+        """``shard`` for every rank."""
         return [self.shard(x, rank, dim=dim) for rank in range(self.ranks)]
 
     def join(self, shards: Sequence[Tensor], *, dim: int = 0) -> Tensor:
-        """The whole sequence from what each rank has, in rank order."""
+        """The whole sequence from the shards of all ranks, in rank order."""
         if len(shards) != self.ranks:
             raise ValueError(f"SequenceLayout.join: shards must be one for each of the {self.ranks} ranks")
         for shard, length in zip(shards, self.lengths, strict=True):
@@ -92,10 +93,10 @@ class SequenceLayout:
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return torch.cat(list(shards), dim=dim).index_select(dim, order.to(shards[0].device))
 
-    def _runs(self, rank: int) -> tuple[Run, ...]:
+    def _ranges(self, rank: int) -> tuple[TokenRange, ...]:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"SequenceLayout: rank must be from 0 to {self.ranks - 1}, got {rank}")
-        return runs(self.kind, self.length, self.ranks, rank)
+        return shard_ranges(self.kind, self.length, self.ranks, rank)
 
     def _check(self, x: Tensor, dim: int, length: int) -> None:
         if x.shape[dim] != length:
@@ -103,12 +104,12 @@ class SequenceLayout:
 
 
 def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: str = "zigzag", dim: int = 0) -> Tensor:
-    """This rank's tokens of ``x``, of which every rank has the whole. Nothing is sent.
+    """This rank's tokens of ``x``, which is whole on every rank. Nothing is sent.
 
     Args:
         x: any shape and dtype; its dimension ``dim`` is the sequence.
         group: the ranks that share the sequence; ``None`` for one.
-        layout: as of ``ring_attention``.
+        layout: as in ``ring_attention``.
     """
     return SequenceLayout(x.shape[dim], group_size(group), layout).shard(x, group_rank(group), dim=dim)
 
@@ -116,12 +117,12 @@ def split_sequence(x: Tensor, group: ProcessGroup | None, *, layout: str = "zigz
 def join_sequence(
     x: Tensor, group: ProcessGroup | None, *, length: int | None = None, layout: str = "zigzag", dim: int = 0
 ) -> Tensor:
-    """The whole sequence from every rank's tokens: an all-gather. In the backward each rank takes its tokens' gradient,
-    as is right where every rank goes on alike with the whole (see ``gather_from_group``).
+    """The whole sequence from every rank's tokens: an all-gather. The backward takes the gradient of this rank's
+    tokens, which is right if every rank computes the same with the whole (see ``gather_from_group``).
 
     Args:
         x: this rank's tokens along ``dim``.
-        length: tokens of the whole; ``None`` where all ranks have as many.
+        length: tokens of the whole sequence; ``None`` if all ranks have the same number.
 
     Raises:
         TypeError, ValueError: on every rank and before data moves.
@@ -132,5 +133,5 @@ def join_sequence(
     return whole.join(gathered.split(list(whole.lengths), dim=dim), dim=dim)
 
 
-def _of_run(x: Tensor, run: Run, dim: int) -> Tensor:
-    return x.narrow(dim, run.start, run.last - run.start + 1)[(slice(None),) * dim + (slice(None, None, run.step),)]
+def _narrow(x: Tensor, part: TokenRange, dim: int) -> Tensor:
+    return x.narrow(dim, part.start, part.last - part.start + 1)[(slice(None),) * dim + (slice(None, None, part.step),)]

@@ -1,126 +1,117 @@
-"""Which tokens of a sequence a rank has, and which of them the queries of another see. Integers alone: no torch.
+"""Which tokens of a sequence a rank has, and which of them the queries of another rank see. Integers alone: no torch.
 
-    contiguous   rank r has one run of adjacent tokens
-    zigzag       the sequence is cut in 2 P chunks; rank r has chunks r and 2 P - 1 - r, so that under a causal mask all
-                 ranks have as much to do in every step
+    contiguous   rank r has one range of adjacent tokens
+    zigzag       the sequence is cut in 2 P chunks; rank r has chunks r and 2 P - 1 - r, which balances every step of a
+                 ring under a causal mask
     striped      token i is on rank i mod P
 
-Nothing needs to divide: chunks differ by one token at most, and where there are fewer tokens than ranks some ranks have
-none. A rank keeps its tokens in the order of the sequence, run after run. Sources: Liu et al., arXiv:2310.01889 (ring);
-Brandon et al., arXiv:2311.09431 (striped).
+Lengths need not divide: chunks differ by one token at most, and with fewer tokens than ranks some ranks have none. A
+rank keeps its tokens in the order of the sequence. Sources: Liu et al., arXiv:2310.01889 (ring); Brandon et al.,
+arXiv:2311.09431 (striped).
 
-Where ``together`` neighbouring ranks share out the heads, they see the union of their tokens: a shard of the same
-layout over ``ranks / together``. Neighbours have adjacent numbers, as the GPUs of a node have, but for striped tokens,
-where every ``ranks / together``-th rank is one, since that makes the union striped too.
+The ``ulysses_degree`` ranks that exchange heads for tokens see the union of their tokens: a shard of the same layout
+over ``ranks / ulysses_degree``. They have adjacent numbers, as the GPUs of a node have. In the striped layout they are
+every ``ranks / ulysses_degree``-th rank, since that makes the union striped too.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from parallel_ops._internal.token_range import TokenRange
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
 
-class Run(NamedTuple):
-    """Tokens ``start, start + step, ...`` of the sequence, ``length`` of them, at least one."""
-
-    start: int
-    length: int
-    step: int = 1
-
-    @property
-    def last(self) -> int:
-        return self.start + self.step * (self.length - 1)
-
-
 @functools.lru_cache(maxsize=4096)
-def runs(layout: str, length: int, ranks: int, rank: int, together: int = 1) -> tuple[Run, ...]:
-    """What ``rank`` of the sequence's ``length`` tokens has, with its neighbours if ``together`` is more than one."""
-    members = neighbours(layout, ranks, rank, together)
+def shard_ranges(layout: str, length: int, ranks: int, rank: int, ulysses_degree: int = 1) -> tuple[TokenRange, ...]:
+    """The tokens of ``rank`` among the sequence's ``length``; those of all its ``ulysses_ranks`` if there are more."""
+    members = ulysses_ranks(layout, ranks, rank, ulysses_degree)
     if layout == "striped":
-        step, first = ranks // together, members[0]
-        found = [Run(first, -(-(length - first) // step), step)]
+        step, first = ranks // ulysses_degree, members[0]
+        found = [TokenRange(first, -(-(length - first) // step), step)]
     else:
         chunks, low, high = (ranks, members[0], members[-1] + 1)
         spans = [(low, high)]
         if layout == "zigzag":
             chunks = 2 * ranks
             spans.append((chunks - high, chunks - low))
-        edges = [(_edge(length, chunks, first), _edge(length, chunks, end)) for first, end in spans]
+        edges = [(_chunk_start(length, chunks, first), _chunk_start(length, chunks, end)) for first, end in spans]
         if len(edges) == 2 and edges[0][1] == edges[1][0]:
             edges = [(edges[0][0], edges[1][1])]
-        found = [Run(first, end - first) for first, end in edges]
-    return tuple(run for run in found if run.length > 0)
+        found = [TokenRange(first, end - first) for first, end in edges]
+    return tuple(part for part in found if part.length > 0)
 
 
-def _edge(length: int, chunks: int, chunk: int) -> int:
-    """Where a chunk starts; the first chunks get one more token where the length does not divide."""
+def _chunk_start(length: int, chunks: int, chunk: int) -> int:
+    """The first token of a chunk; the first chunks have one token more if the length does not divide."""
     return chunk * (length // chunks) + min(chunk, length % chunks)
 
 
-def neighbours(layout: str, ranks: int, rank: int, together: int) -> tuple[int, ...]:
-    """The ranks that share out the heads with ``rank``, itself included."""
-    apart = ranks // together
+def ulysses_ranks(layout: str, ranks: int, rank: int, ulysses_degree: int) -> tuple[int, ...]:
+    """The ranks that share the heads with ``rank``, itself included."""
+    ring_degree = ranks // ulysses_degree
     if layout == "striped":
-        return tuple(range(rank % apart, ranks, apart))
-    first = rank // together * together
-    return tuple(range(first, first + together))
+        return tuple(range(rank % ring_degree, ranks, ring_degree))
+    first = rank // ulysses_degree * ulysses_degree
+    return tuple(range(first, first + ulysses_degree))
 
 
-def counterparts(layout: str, ranks: int, rank: int, together: int) -> tuple[int, ...]:
-    """The ranks that have the heads of ``rank``, itself included, in the order of the ring."""
-    apart = ranks // together
+def ring_ranks(layout: str, ranks: int, rank: int, ulysses_degree: int) -> tuple[int, ...]:
+    """The ranks that have the same heads as ``rank``, itself included, in the order of the ring."""
+    ring_degree = ranks // ulysses_degree
     if layout == "striped":
-        first = rank // apart * apart
-        return tuple(range(first, first + apart))
-    return tuple(range(rank % together, ranks, together))
+        first = rank // ring_degree * ring_degree
+        return tuple(range(first, first + ring_degree))
+    return tuple(range(rank % ulysses_degree, ranks, ulysses_degree))
 
 
 def lengths(layout: str, length: int, ranks: int) -> tuple[int, ...]:
-    """How many tokens each rank has."""
-    return tuple(tokens(runs(layout, length, ranks, rank)) for rank in range(ranks))
+    """The number of tokens on each rank."""
+    return tuple(count_tokens(shard_ranges(layout, length, ranks, rank)) for rank in range(ranks))
 
 
-def tokens(of: Sequence[Run]) -> int:
-    return sum(run.length for run in of)
+def count_tokens(ranges: Sequence[TokenRange]) -> int:
+    return sum(part.length for part in ranges)
 
 
-def where(part: Run, whole: Sequence[Run]) -> slice:
-    """The indices of ``part``, which lies in one run of ``whole``, among the tokens of ``whole``."""
+def local_slice(part: TokenRange, shard: Sequence[TokenRange]) -> slice:
+    """The indices of ``part``, which lies in one range of ``shard``, among the tokens of ``shard``."""
     offset = 0
-    for run in whole:
-        if run.start <= part.start <= run.last and (part.start - run.start) % run.step == 0:
-            first, step = offset + (part.start - run.start) // run.step, part.step // run.step
+    for whole in shard:
+        if whole.start <= part.start <= whole.last and (part.start - whole.start) % whole.step == 0:
+            first, step = offset + (part.start - whole.start) // whole.step, part.step // whole.step
             return slice(first, first + step * (part.length - 1) + 1, step)
-        offset += run.length
-    raise ValueError(f"{part} is not in {whole}")
+        offset += whole.length
+    raise ValueError(f"{part} is not in {shard}")
 
 
 @functools.lru_cache(maxsize=4096)
-def seen(keys: tuple[Run, ...], queries: tuple[Run, ...], causal: bool, window: int | None) -> tuple[Run, ...]:
-    """The keys that have to be there for the queries: of each run a part without gaps, none where nobody sees one."""
+def visible_keys(
+    keys: tuple[TokenRange, ...], queries: tuple[TokenRange, ...], causal: bool, window: int | None
+) -> tuple[TokenRange, ...]:
+    """The keys visible to the queries: one contiguous part of each range, left out if no query sees it."""
     parts = []
-    for run in keys:
+    for k in keys:
         bounds = []
         for q in queries:
-            low = 0 if window is None else max(0, -(-(q.start - window + 1 - run.start) // run.step))
-            high = run.length - 1 if not causal else min(run.length - 1, (q.last - run.start) // run.step)
+            low = 0 if window is None else max(0, -(-(q.start - window + 1 - k.start) // k.step))
+            high = k.length - 1 if not causal else min(k.length - 1, (q.last - k.start) // k.step)
             if low <= high:
                 bounds.append((low, high))
         if bounds:
             first, last = min(low for low, _ in bounds), max(high for _, high in bounds)
-            parts.append(Run(run.start + first * run.step, last - first + 1, run.step))
+            parts.append(TokenRange(k.start + first * k.step, last - first + 1, k.step))
     return tuple(parts)
 
 
-def merged(parts: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs of adjacent tokens in the order of the sequence, as few as there can be; others as they are."""
-    if any(part.step != 1 for part in parts):
-        return tuple(parts)
-    out: list[Run] = []
-    for part in sorted(parts):
+def merged(ranges: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
+    """The fewest ranges of adjacent tokens in the order of the sequence; ranges with a step stay as they are."""
+    if any(part.step != 1 for part in ranges):
+        return tuple(ranges)
+    out: list[TokenRange] = []
+    for part in sorted(ranges):
         if out and out[-1].last + 1 == part.start:
-            out[-1] = Run(out[-1].start, out[-1].length + part.length)
+            out[-1] = TokenRange(out[-1].start, out[-1].length + part.length)
         else:
             out.append(part)
     return tuple(out)

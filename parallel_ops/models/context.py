@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import primitives as _primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
-from parallel_ops.context_parallel.algorithm import Algorithm, Layout
+from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.parameters import check_mesh
 
@@ -43,7 +43,7 @@ class RingCoreAttention:
     """``ring_attention`` over a group as the core attention of a layer. Deep copies are the same object, since groups
     cannot be copied."""
 
-    def __init__(self, group: ProcessGroup, layout: Layout, algorithm: Algorithm) -> None:
+    def __init__(self, group: ProcessGroup, layout: Layout, algorithm: AlgorithmName) -> None:
         self.group, self.layout, self.algorithm = group, layout, algorithm
 
     def __call__(
@@ -77,7 +77,7 @@ class Context:
         core_attention: ring attention over the group; ``None`` for one rank.
     """
 
-    def __init__(self, layer: str, mesh: DeviceMesh | None, layout: Layout, algorithm: Algorithm) -> None:
+    def __init__(self, layer: str, mesh: DeviceMesh | None, layout: Layout, algorithm: AlgorithmName) -> None:
         mesh = check_mesh(layer, mesh)
         self.kind = SequenceLayout(1, 1, layout).kind  # checked here, not at the first forward
         self.group: ProcessGroup | None = None if mesh is None else mesh.get_group()

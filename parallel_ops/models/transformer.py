@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.comm import copy_to_group, gather_from_group
-from parallel_ops.context_parallel.algorithm import Algorithm, Layout
+from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
@@ -77,7 +77,7 @@ class Transformer(PretrainedModel):
         overlap: Overlap = "auto",
         context: DeviceMesh | None = None,
         layout: Layout = "zigzag",
-        algorithm: Algorithm = "auto",
+        algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

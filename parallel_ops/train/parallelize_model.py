@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from parallel_ops._internal.compat import replicate
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.context_parallel.algorithm import Algorithm, Layout
+from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.models import Transformer
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
@@ -31,7 +31,7 @@ from parallel_ops.train.recompute import KINDS, recompute
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-_ALGORITHMS: dict[str, Algorithm] = {"ring": "ring", "all-to-all": "all_to_all"}
+_ALGORITHMS: dict[str, AlgorithmName] = {"ring": "ring", "all-to-all": "all_to_all"}
 
 
 def parallelize(
@@ -39,7 +39,7 @@ def parallelize(
     mesh: ParallelMesh,
     plan: Plan | None = None,
     *,
-    algorithm: Algorithm | None = None,
+    algorithm: AlgorithmName | None = None,
     layout: Layout = "zigzag",
     recompute_every: int = 1,
     compile: bool = False,
@@ -109,7 +109,7 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
         raise ValueError("parallelize: offload needs dp_shard x cp of several ranks: it is FSDP2 that offloads")
 
 
-def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm, layout: Layout) -> nn.Module:
+def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, layout: Layout) -> nn.Module:
     """The same model, its layers and its sequences over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(

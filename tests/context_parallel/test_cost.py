@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from parallel_ops.context_parallel import cost
-from parallel_ops.context_parallel.cost import AttentionShape, Link, Way
+from parallel_ops.context_parallel.cost import Algorithm, AttentionShape, Link
 from parallel_ops.planner import Plan, communication, presets
 
 LLAMA = AttentionShape(length=65536, ranks=8, batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
@@ -23,22 +23,22 @@ def test_the_formulas_of_the_docstring(layout, itemsize):
     shape = changed(causal=False, layout=layout, itemsize=itemsize)
     p, n, b, h, g, d, w = 8, 8192, 1, 32, 8, 128, itemsize
     ring = (p - 1) * 2 * n * b * g * d * w, (p - 1) * 2 * n * b * g * d * (w + 4)
-    assert cost.sent(shape, Way(1, False)) == cost.sent(shape, Way(1, True)) == [ring] * p
+    assert cost.sent(shape, Algorithm(1, False)) == cost.sent(shape, Algorithm(1, True)) == [ring] * p
     exchange = n * b * (2 * (h + g) * d * w + 8 * h), n * b * (2 * (h + g) * d * w + 12 * h)
-    assert cost.sent(shape, Way(8, False)) == [tuple((p - 1) / p * size for size in exchange)] * p
+    assert cost.sent(shape, Algorithm(8, False)) == [tuple((p - 1) / p * size for size in exchange)] * p
     halves = [
         3 / 4 * e + r for e, r in zip(exchange, (2 * n * b * g * d * w, 2 * n * b * g * d * (w + 4)), strict=True)
     ]
-    assert cost.sent(shape, Way(4, False)) == [tuple(halves)] * p
+    assert cost.sent(shape, Algorithm(4, False)) == [tuple(halves)] * p
 
 
 def test_a_causal_mask_saves_a_quarter_in_zigzag_and_half_in_contiguous_layout():
-    whole = sum(s.forward for s in cost.sent(changed(causal=False), Way(1, False)))
+    whole = sum(s.forward for s in cost.sent(changed(causal=False), Algorithm(1, False)))
     for layout, share in (("zigzag", 3 / 4), ("contiguous", 1 / 2)):
-        sent = [s.forward for s in cost.sent(changed(layout=layout), Way(1, False))]
+        sent = [s.forward for s in cost.sent(changed(layout=layout), Algorithm(1, False))]
         assert sum(sent) == share * whole and max(sent) == whole / 8
     # Striped, nearly all of it: of each pair of ranks one does not need the last token of the other.
-    striped = [s.forward for s in cost.sent(changed(layout="striped"), Way(1, False))]
+    striped = [s.forward for s in cost.sent(changed(layout="striped"), Algorithm(1, False))]
     assert whole - sum(striped) == 28 * 2 * 8 * 128 * 2
 
 
@@ -61,23 +61,25 @@ def test_the_length_that_hides_the_transfer(causal, itemsize):
 
 
 def test_the_choice_and_its_reason():
-    long, why = cost.chosen(changed(length=8 * 32768), NVLINK)
-    assert long == Way(1, False) and why.startswith("ring: fastest") and "all_to_all" in why and "MiB sent" in why
+    long, why = cost.select(changed(length=8 * 32768), NVLINK)
+    assert long == Algorithm(1, False) and why.startswith("ring: fastest") and "all_to_all" in why and "MiB sent" in why
     # Where the ring cannot hide, heads change hands, if there are enough.
-    assert cost.chosen(changed(length=8 * 1024), NETWORK).way.ulysses_degree > 1
-    assert cost.chosen(changed(length=8 * 1024, heads=8, kv_heads=1, documents=True), NETWORK).way == Way(1, True)
+    assert cost.select(changed(length=8 * 1024), NETWORK).algorithm.ulysses_degree > 1
+    assert cost.select(changed(length=8 * 1024, heads=8, kv_heads=1, documents=True), NETWORK).algorithm == Algorithm(
+        1, True
+    )
     # Nothing is known of a CPU: the fewest bytes.
     for shape in (LLAMA, changed(kv_heads=32), changed(kv_heads=1)):
-        chosen = cost.chosen(shape, None).way
-        most = {way: max(sum(s) for s in cost.sent(shape, way)) for way in cost.ways(shape)}
+        chosen = cost.select(shape, None).algorithm
+        most = {way: max(sum(s) for s in cost.sent(shape, way)) for way in cost.algorithms(shape)}
         assert most[chosen] == min(most.values())
-    assert cost.ways(changed(kv_heads=6)) == [Way(1, False), Way(1, True), Way(2, False)]
+    assert cost.algorithms(changed(kv_heads=6)) == [Algorithm(1, False), Algorithm(1, True), Algorithm(2, False)]
 
 
 def test_gathering_more_than_memory_has_is_not_chosen():
     few = {"heads": 8, "kv_heads": 1, "documents": True}
-    assert cost.chosen(changed(length=8 * 1024, **few), NETWORK).way.gathered
-    assert not cost.chosen(changed(length=2**24, **few), NETWORK).way.gathered
+    assert cost.select(changed(length=8 * 1024, **few), NETWORK).algorithm.all_gather
+    assert not cost.select(changed(length=2**24, **few), NETWORK).algorithm.all_gather
 
 
 @pytest.mark.parametrize("kind", ["ring", "all-to-all"])
@@ -89,7 +91,7 @@ def test_the_planner_counts_what_every_rank_sends(kind):
         length=model.seq_length, ranks=8, batch=1, heads=model.num_heads, kv_heads=model.num_kv_heads,
         head_dim=model.head_dim, itemsize=2,
     )  # fmt: skip
-    for sent in cost.sent(shape, Way(1 if kind == "ring" else 8, False)):
+    for sent in cost.sent(shape, Algorithm(1 if kind == "ring" else 8, False)):
         assert sum(t.bytes for t in found) == pytest.approx(model.num_layers * sum(sent))
 
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence
-from parallel_ops.context_parallel import token_ranges as places
+from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
 from support import context_parallel_ranks as on_rank
 from support.distributed import ranks
 
@@ -31,16 +30,16 @@ def test_every_token_is_on_one_rank_in_order(kind, length, size):
 
 @given(kind=kinds, length=st.integers(0, 50), size=st.integers(1, 16), data=st.data())
 def test_neighbours_hold_a_shard_of_the_same_layout(kind, length, size, data):
-    together = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    ulysses_degree = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
     rank = data.draw(st.integers(0, size - 1))
-    near, far = (f(kind, size, rank, together) for f in (places.neighbours, places.counterparts))
-    assert len(near) == together and len(far) == size // together and set(near) & set(far) == {rank}
-    union = places.runs(kind, length, size, rank, together)
+    near, far = (f(kind, size, rank, ulysses_degree) for f in (token_ranges.ulysses_ranks, token_ranges.ring_ranks))
+    assert len(near) == ulysses_degree and len(far) == size // ulysses_degree and set(near) & set(far) == {rank}
+    union = token_ranges.shard_ranges(kind, length, size, rank, ulysses_degree)
     own = [token for member in near for token in SequenceLayout(length, size, kind).positions(member).tolist()]
     assert sorted(own) == [run.start + i * run.step for run in union for i in range(run.length)]
     if length % (2 * size) == 0:
         index = far.index(rank)
-        assert union == places.runs(kind, length, size // together, index)
+        assert union == token_ranges.shard_ranges(kind, length, size // ulysses_degree, index)
 
 
 @given(
@@ -50,7 +49,7 @@ def test_neighbours_hold_a_shard_of_the_same_layout(kind, length, size, data):
 def test_what_is_sent_is_what_is_seen(kind, length, size, causal, window):
     """No key is missing, and under a causal mask or a window within a run none is sent that nobody sees."""
     window = window if causal else None
-    shards = [places.runs(kind, length, size, rank) for rank in range(size)]
+    shards = [token_ranges.shard_ranges(kind, length, size, rank) for rank in range(size)]
     tokens = [[run.start + i * run.step for run in shard for i in range(run.length)] for shard in shards]
 
     def sees(q, k):
@@ -58,13 +57,15 @@ def test_what_is_sent_is_what_is_seen(kind, length, size, causal, window):
 
     for source in range(size):
         for target in range(size):
-            sent = places.seen(shards[source], shards[target], causal, window)
+            sent = token_ranges.visible_keys(shards[source], shards[target], causal, window)
             listed = [run.start + i * run.step for run in sent for i in range(run.length)]
             needed = [k for k in tokens[source] if any(sees(q, k) for q in tokens[target])]
             assert set(needed) <= set(listed) <= set(tokens[source])
             if needed != listed:  # between what two runs of queries see may be what neither sees
                 assert len(shards[target]) > 1 and window is not None
-            index = [i for run in sent for i in range(len(tokens[source]))[places.where(run, shards[source])]]
+            index = [
+                i for run in sent for i in range(len(tokens[source]))[token_ranges.local_slice(run, shards[source])]
+            ]
             assert [tokens[source][i] for i in index] == listed
 
 

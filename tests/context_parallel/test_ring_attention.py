@@ -16,7 +16,12 @@ def cases_of(size):
     """Every layout and way; odd lengths, fewer tokens than ranks, grouped queries, and every option."""
     documents = (0, 3, 7, 0, 1, 8)
     for layout in LAYOUTS:
-        for way in ({}, {"gathered": True}, {"ulysses_degree": size}, *([{"ulysses_degree": 2}] if size == 4 else [])):
+        for way in (
+            {},
+            {"all_gather": True},
+            {"ulysses_degree": size},
+            *([{"ulysses_degree": 2}] if size == 4 else []),
+        ):
             options = {"heads": 2 * size, "kv_heads": size, "layout": layout, **way}
             yield Case(19, batch=2, **options)
             yield Case(size - 1, causal=False, sink=True, **options)
@@ -41,9 +46,9 @@ def test_the_dropout_mask_is_the_same_on_any_number_of_ranks():
     assert not torch.allclose(whole[0][0], oracle(Case(23, heads=4, kv_heads=4), case.tensors())[0])
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "hybrid", "gathered"])
+@pytest.mark.parametrize("algorithm", ["ring", "hybrid", "all_gather"])
 def test_every_run_has_the_same_bits(algorithm):
-    way = {"hybrid": {"ulysses_degree": 2}, "gathered": {"gathered": True}}.get(algorithm, {})
+    way = {"hybrid": {"ulysses_degree": 2}, "all_gather": {"all_gather": True}}.get(algorithm, {})
     for results in ranks(4).run(on_rank.repeated, Case(33, heads=4, kv_heads=2, head_dim=16, **way), 3):
         for again in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
@@ -67,7 +72,7 @@ def test_compiles_to_one_graph_for_any_length(backend, algorithm):
             torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "all_to_all", "gathered"])
+@pytest.mark.parametrize("algorithm", ["ring", "all_to_all", "all_gather"])
 def test_custom_op_contract(algorithm):
     ranks(2).run(on_rank.opcheck, algorithm)
 
@@ -94,7 +99,7 @@ def test_two_rings_at_once_on_ranks_apart():
         ("tokens", "make different calls"),
         ("heads", "make different calls"),
         ("layout", "in striped"),
-        ("algorithm", "gathered in zigzag"),
+        ("algorithm", "all_gather in zigzag"),
         ("window", "window=5"),
         ("seed", "seed=1"),
         ("documents", "documents=(0, 4, "),
@@ -177,8 +182,8 @@ class TestOneRank:
 
 
 def test_why_an_algorithm_was_chosen():
-    for why in ranks(2).run(on_rank.why):
-        assert why.startswith("ring: sends least") and "gathered" in why and "all_to_all" in why
+    for why in ranks(2).run(on_rank.reason):
+        assert why.startswith("ring: sends least") and "all_gather" in why and "all_to_all" in why
 
 
 def test_a_killed_peer_raises_everywhere():

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops.comm.transport.base import Send
-from parallel_ops.context_parallel import cost
-from parallel_ops.context_parallel import token_ranges as places
+from parallel_ops.context_parallel import cost, token_ranges
 from parallel_ops.context_parallel.schedule import blocks as _blocks
 from support.context_parallel import Case, joined, oracle, shared
 from support.loopback import LoopbackGroup
@@ -57,7 +56,7 @@ def cases(draw):
         documents=documents,
         layout=draw(st.sampled_from(KINDS)),
         ulysses_degree=ulysses_degree,
-        gathered=ulysses_degree == 1 and draw(st.booleans()),
+        all_gather=ulysses_degree == 1 and draw(st.booleans()),
     )
     return case, size
 
@@ -68,7 +67,7 @@ def test_any_attention_is_that_of_one_rank(drawn, seed, credits):
 
 
 @pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4}])
+@pytest.mark.parametrize("way", [{}, {"all_gather": True}, {"ulysses_degree": 2}, {"ulysses_degree": 4}])
 def test_every_layout_and_way_with_every_option(layout, way):
     """4 ranks; 13 tokens of which one document is empty and one a single token; fewer tokens than ranks."""
     options = {"heads": 8, "kv_heads": 4, "layout": layout, **way}
@@ -80,13 +79,13 @@ def test_every_layout_and_way_with_every_option(layout, way):
 
 
 @pytest.mark.parametrize("size", [8, 16])
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}])
+@pytest.mark.parametrize("way", [{}, {"all_gather": True}, {"ulysses_degree": 2}])
 def test_the_error_does_not_grow_with_the_ring(size, way):
     """In bfloat16: the relative error of each result is that of one rank."""
     case = Case(192, heads=4, kv_heads=2, head_dim=32, **way)
     tensors = case.tensors(torch.bfloat16)
     want = oracle(case, tensors)
-    alone = run(dataclasses.replace(case, ulysses_degree=1, gathered=False), 1, tensors)[0]
+    alone = run(dataclasses.replace(case, ulysses_degree=1, all_gather=False), 1, tensors)[0]
     for got, one, true in zip(joined(case, run(case, size, tensors)), alone, want, strict=True):
         errors = [((t.double() - true).norm() / true.norm()).item() for t in (got, one)]
         assert errors[0] <= 1.01 * errors[1], errors
@@ -128,7 +127,7 @@ def random_case(draw):
         length, heads=kv_heads * draw.choice((1, 2)), kv_heads=kv_heads, head_dim=draw.choice((4, 16)), causal=causal,
         window=draw.randint(1, 150) if causal and draw.random() < 0.3 else None, sink=draw.random() < 0.3,
         documents=documents, layout=draw.choice(KINDS), ulysses_degree=ulysses_degree,
-        gathered=ulysses_degree == 1 and draw.random() < 0.3, dropout_p=draw.choice((0.0, 0.0, 0.0, 0.3)),
+        all_gather=ulysses_degree == 1 and draw.random() < 0.3, dropout_p=draw.choice((0.0, 0.0, 0.0, 0.3)),
     )  # fmt: skip
     return case, size, draw.choice((torch.float32, torch.float64))
 
@@ -145,7 +144,7 @@ def test_random_documents(trials):
         )
 
 
-@pytest.mark.parametrize("way", [{}, {"gathered": True}, {"ulysses_degree": 2}])
+@pytest.mark.parametrize("way", [{}, {"all_gather": True}, {"ulysses_degree": 2}])
 def test_the_same_bits_in_any_interleaving(way):
     case = Case(45, heads=4, kv_heads=2, head_dim=8, dropout_p=0.2, **way)
     tensors = case.tensors(torch.bfloat16)
@@ -195,7 +194,7 @@ def shape_of(case, size, itemsize):
 def test_the_cost_is_what_is_sent(drawn, dtype):
     case, size = drawn
     case = dataclasses.replace(case, documents=None, dropout_p=0.0)
-    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Way(case.ulysses_degree, case.gathered))
+    want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Algorithm(case.ulysses_degree, case.all_gather))
     assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
 
 
@@ -214,12 +213,12 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
     """8 ranks, causal: one call of the block op a step, in contiguous layout none for ranks behind this one."""
     calls, block = [], _blocks.block_attention
     monkeypatch.setattr(_blocks, "block_attention", lambda *args, **kwargs: calls.append(0) or block(*args, **kwargs))
-    case, shards = Case(64, layout=layout), [places.runs(layout, 64, 8, rank) for rank in range(8)]
+    case, shards = Case(64, layout=layout), [token_ranges.shard_ranges(layout, 64, 8, rank) for rank in range(8)]
     for rank, own in enumerate(shards):
         calls.clear()
         q, k, v = (torch.randn(8, 1, 2, 4) for _ in range(3))
         carry = _blocks.SoftmaxAccumulator(q, own, None, case.options())
         for shard in shards:
-            parts = places.seen(shard, own, True, None)
-            carry.add(k[: places.tokens(parts)], v[: places.tokens(parts)], parts)
+            parts = token_ranges.visible_keys(shard, own, True, None)
+            carry.add(k[: token_ranges.count_tokens(parts)], v[: token_ranges.count_tokens(parts)], parts)
         assert len(calls) == (rank + 1 if layout == "contiguous" else 8)

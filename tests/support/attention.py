@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.philox import kept_scale
-from parallel_ops.ops.attention.block import Visible, seen
+from parallel_ops.ops.attention.block import MaskBounds, dense_mask
 
 
 def attention(
@@ -61,8 +61,8 @@ def random_spans(draw: random.Random, sq: int, sk: int, kinds: Sequence[str] = S
     return torch.tensor([first, end], dtype=torch.int32)
 
 
-def spans_from_keys(spans: Tensor, sk: int) -> Visible:
+def spans_from_keys(spans: Tensor, sk: int) -> MaskBounds:
     """The mask with the spans of the keys; of a mask that is not convex these mean nothing."""
-    here = seen(Visible(spans=spans), spans.shape[1], sk, spans.device)
+    here = dense_mask(MaskBounds(spans=spans), spans.shape[1], sk, spans.device)
     first, after = here.int().argmax(0), spans.shape[1] - here.flip(0).int().argmax(0)
-    return Visible(spans=spans, query_spans=(torch.stack([first, after]) * here.any(0)).int())
+    return MaskBounds(spans=spans, query_spans=(torch.stack([first, after]) * here.any(0)).int())

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.context_parallel.cost import Way
+from parallel_ops._internal.token_range import TokenRange
+from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.transport import Attention
-from parallel_ops.ops.attention.block import Dropout, Tokens, kept
+from parallel_ops.ops.attention.block import Dropout, dropout_keep_mask
 
 SEED = 1234567
 
@@ -34,7 +35,7 @@ class Case:
     documents: tuple[int, ...] | None = None  # their lengths
     layout: str = "zigzag"
     ulysses_degree: int = 1
-    gathered: bool = False
+    all_gather: bool = False
 
     @property
     def scale(self) -> float:
@@ -81,8 +82,8 @@ def full_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | N
     p = scores.softmax(-1)
     p = p[..., : case.length]
     if case.dropout_p:
-        places = Tokens(0, case.length)
-        mask = kept(Dropout(case.dropout_p, torch.tensor([SEED]), places, places), *p.shape)
+        places = TokenRange(0, case.length)
+        mask = dropout_keep_mask(Dropout(case.dropout_p, torch.tensor([SEED]), places, places), *p.shape)
         p = p * mask / (1 - case.dropout_p)
     return torch.einsum("bhqk,kbhd->qbhd", p, v)
 
@@ -104,7 +105,7 @@ def shared(
     q, k, v, sink, grad = tensors
     q, k, v, grad = (layout.shard(t, transport.rank) for t in (q, k, v, grad))
     attention = Attention(
-        "test", transport, case.length, case.layout, Way(case.ulysses_degree, case.gathered), case.options()
+        "test", transport, case.length, case.layout, Algorithm(case.ulysses_degree, case.all_gather), case.options()
     )
     out, statistics, held = attention.forward(q, k, v, sink)
     if case.ulysses_degree > 1:

@@ -17,7 +17,7 @@ from parallel_ops.context_parallel import (
     SequenceLayout,
     join_sequence,
     ring_attention,
-    ring_attention_choice,
+    ring_attention_algorithm,
     ring_attention_reference,
     split_sequence,
 )
@@ -32,7 +32,7 @@ def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str 
     leaves = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
     sink = None if sink is None else sink.clone().requires_grad_()
     if not algorithm:
-        algorithm = "gathered" if case.gathered else "ring" if case.ulysses_degree == 1 else "hybrid"
+        algorithm = "all_gather" if case.all_gather else "ring" if case.ulysses_degree == 1 else "hybrid"
         options["ulysses_degree"] = case.ulysses_degree if algorithm == "hybrid" else None
     out = ring_attention(
         *leaves,
@@ -157,7 +157,7 @@ def mismatched(rank: int, what: str) -> None:
     s, heads = {"tokens": (6 + rank, 4), "heads": (6, 4 + 2 * rank)}.get(what, (6, 4))
     options: dict[str, Any] = {
         "layout": {"layout": "striped" if rank else "zigzag"},
-        "algorithm": {"algorithm": "gathered" if rank else "ring"},
+        "algorithm": {"algorithm": "all_gather" if rank else "ring"},
         "window": {"window": 4 + rank},
         "seed": {"dropout_p": 0.5, "seed": rank},
         "documents": {"cu_seqlens": torch.tensor([0, 3 + rank, 6 * world])},
@@ -201,7 +201,7 @@ def goes_on(rank: int) -> Tensor:
 
 def why(rank: int) -> str:
     q, k, _ = inputs(rank)
-    return ring_attention_choice(q, k, group=dist.group.WORLD).why
+    return ring_attention_algorithm(q, k, group=dist.group.WORLD).reason
 
 
 def killed(rank: int, victim: int) -> None:
@@ -226,6 +226,6 @@ def opcheck(rank: int, algorithm: str) -> None:
 
     q, k, v = inputs(rank, 4)
     name, size = dist.group.WORLD.group_name, dist.get_world_size()
-    ways = {"ring": (1, False), "all_to_all": (2, False), "gathered": (1, True)}
+    ways = {"ring": (1, False), "all_to_all": (2, False), "all_gather": (1, True)}
     arguments = (name, 4 * size, 8, "zigzag", *ways[algorithm], True, 0.3, None, 0.0, 0.0, 0, True)
     suite.check_op(torch.ops.parallel_ops.ring_attention.default, [q, k, v, None, None, None, *arguments])

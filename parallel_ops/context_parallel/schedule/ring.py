@@ -1,17 +1,17 @@
-"""Attention over the keys of all ranks: block by block as they arrive, or once all are there.
+"""Attention over the keys of all ranks: block by block as they arrive, or after all have been gathered.
 
-    ring       step k = 0, 1, ...: rank r attends to the keys of rank r - k and merges the result into its own; those of
-               the next steps are on their way. Backward: the same, and the gradient of the keys of rank r - k goes
-               straight there, in fp32; that rank adds what arrives to its own, in the order r, r + 1, ...
-    gathered   all keys arrive, then are attended to at once. Backward: the same, and each rank adds what all ranks have
-               for its keys in rank order
+    ring         step k = 0, 1, ...: rank r attends to the keys of rank r - k and merges the result into its own, while
+                 the keys of the next steps are in flight. Backward: the same, and the gradient of the keys of rank
+                 r - k is sent to it in fp32; each rank adds what it receives to its own, in the order r, r + 1, ...
+    all-gather   all keys are gathered, then attended to at once. Backward: the same, and each rank adds the gradients
+                 of its keys in rank order
 
-Keys go straight to who needs them: in step k every rank sends to one rank and receives from one, and what the queries
-of the receiver cannot see does not travel. Under a causal mask in zigzag that is a quarter of the bytes of a ring that
-hands everything on; under a window, all that lies further back. Nothing is rounded on the way, and a sum has one order,
-so the error does not grow with the ring and every run has the same bits.
+Keys are sent directly to the ranks that need them: in step k every rank sends to one rank and receives from one. Keys
+that the receiver's queries do not see are not sent. Under a causal mask in zigzag layout this saves a quarter of the
+bytes of a ring that passes everything on; under a window, all keys before it. Nothing is rounded in between and sums
+have a fixed order, so the error does not grow with the ring and results are bitwise reproducible.
 
-With CUDA's streams all is posted by one host thread, each rank in the same order (see ``comm/transport.py``).
+On CUDA one host thread posts all exchanges, on every rank in the same order (see ``comm/transport/base.py``).
 """
 
 from collections import deque
@@ -20,101 +20,110 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
 from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator
-from parallel_ops.context_parallel.token_ranges import Run, merged, seen, tokens, where
+from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks whose keys belong to one attention.
+    """The ranks that share the keys of an attention.
 
     Args:
         op: named in errors.
         ranks: their numbers in the transport's group, in the order of the ring.
-        at: which of them this one is.
-        shards: the tokens of each.
+        at: the index of this rank among them.
+        shards: the tokens of each rank.
     """
 
     op: str
     transport: Transport
     ranks: Sequence[int]
     at: int
-    shards: Sequence[tuple[Run, ...]]
+    shards: Sequence[tuple[TokenRange, ...]]
     options: Options
 
     @property
-    def own(self) -> tuple[Run, ...]:
+    def own(self) -> tuple[TokenRange, ...]:
         return self.shards[self.at]
 
-    def parts(self, source: int, target: int) -> tuple[Run, ...]:
-        """The keys of ``source`` that queries of ``target`` see."""
-        return seen(self.shards[source], self.shards[target], self.options.causal, self.options.window)
+    def parts(self, source: int, target: int) -> tuple[TokenRange, ...]:
+        """The keys of ``source`` that are visible to queries of ``target``."""
+        return visible_keys(self.shards[source], self.shards[target], self.options.causal, self.options.window)
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, gathered: bool) -> SoftmaxAccumulator:
+def ring_forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, all_gather: bool
+) -> SoftmaxAccumulator:
     """The attention of this rank's queries.
 
     Args:
-        q: ``[s, b, h, d]``; k, v: ``[s, b, kv_heads, d]``, contiguous: this rank's.
+        q: ``[s, b, h, d]``; k, v: ``[s, b, kv_heads, d]``, contiguous; of this rank's tokens.
         sink: ``[h]``.
     """
-    carry = SoftmaxAccumulator(q, ring.own, sink, ring.options)
-    if gathered:
+    result = SoftmaxAccumulator(q, ring.own, sink, ring.options)
+    if all_gather:
         parts, keys = _gather(ring, k, v)
-        carry.add(keys[0], keys[1], parts)
+        result.add(keys[0], keys[1], parts)
     else:
-        feed = KVPrefetcher(ring, k, v)
-        carry.add(k, v, ring.own)
+        prefetcher = KVPrefetcher(ring, k, v)
+        result.add(k, v, ring.own)
         for _ in range(1, len(ring.shards)):
-            parts, keys = feed.take()
-            carry.add(keys[0], keys[1], parts)
-    carry.finish()
-    return carry
+            parts, keys = prefetcher.take()
+            result.add(keys[0], keys[1], parts)
+    result.finish()
+    return result
 
 
-def backward(
-    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, gathered: bool
+def ring_backward(
+    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, all_gather: bool
 ) -> tuple[Tensor, Tensor]:
-    """dq, and dk and dv as ``[2, s, b, kv_heads, d]``, of this rank's tokens, in the dtype of ``rows``."""
+    """dq, and dk and dv as ``[2, s, b, kv_heads, d]``, of this rank's tokens, in the dtype of ``rows``.
+
+    Args:
+        rows: what ``attention_gradient_rows`` returns for the final output.
+    """
     gradients = Gradients(grad, q, rows, ring.own, ring.options)
-    if gathered:
+    if all_gather:
         parts, keys = _gather(ring, k, v)
         total = _scatter(ring, gradients.add(keys[0], keys[1], parts), parts)
     else:
-        feed = KVPrefetcher(ring, k, v)
-        returns = KVGradReducer(ring, gradients.add(k, v, ring.own))
+        prefetcher = KVPrefetcher(ring, k, v)
+        reducer = KVGradReducer(ring, gradients.add(k, v, ring.own))
         for step in range(1, len(ring.shards)):
-            parts, keys = feed.take()
-            returns.post(step, gradients.add(keys[0], keys[1], parts))
-        total = returns.total()
+            parts, keys = prefetcher.take()
+            reducer.post(step, gradients.add(keys[0], keys[1], parts))
+        total = reducer.total()
     gradients.finish()
     return gradients.dq, total
 
 
 def _sends(ring: Ring, k: Tensor, v: Tensor, to: int) -> list[Send]:
-    parts = [where(part, ring.own) for part in ring.parts(ring.at, to)]
+    parts = [local_slice(part, ring.own) for part in ring.parts(ring.at, to)]
     return [Send(t[part], ring.ranks[to]) for t in (k, v) for part in parts]
 
 
-def _receives(ring: Ring, keys: Tensor, parts: Sequence[Run], among: Sequence[Run], source: int) -> list[Receive]:
-    """Into ``keys`` ``[2, tokens of among, ...]``."""
-    return [Receive(t[where(part, among)], ring.ranks[source]) for t in keys for part in parts]
+def _receives(
+    ring: Ring, keys: Tensor, parts: Sequence[TokenRange], buffer: Sequence[TokenRange], source: int
+) -> list[Receive]:
+    """Receives into ``keys``, which holds k and v of the tokens of ``buffer``: ``[2, tokens, ...]``."""
+    return [Receive(t[local_slice(part, buffer)], ring.ranks[source]) for t in keys for part in parts]
 
 
 class KVPrefetcher:
-    """The keys of the other ranks, one rank after another, of which the next are on their way."""
+    """Receives the keys of the other ranks one rank after another, and posts the next exchanges ahead."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
         self._ring, self._k, self._v = ring, k, v
         self._steps = iter(range(1, len(ring.shards)))
-        self._posted: deque[tuple[tuple[Run, ...], Tensor, Exchange]] = deque()
+        self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
         for _ in range(in_flight(ring.transport)):
             self._post()
 
-    def take(self) -> tuple[tuple[Run, ...], Tensor]:
-        """What the queries see of the next rank's keys: its places, and k and v."""
+    def take(self) -> tuple[tuple[TokenRange, ...], Tensor]:
+        """The next rank's keys that the queries see: their token ranges, and k and v as one tensor ``[2, ...]``."""
         parts, keys, exchange = self._posted.popleft()
         exchange.wait()
         self._post()
@@ -126,7 +135,7 @@ class KVPrefetcher:
             size = len(ring.shards)
             to, source = (ring.at + step) % size, (ring.at - step) % size
             parts = ring.parts(source, ring.at)
-            keys = k.new_empty((2, tokens(parts), *k.shape[1:]))
+            keys = k.new_empty((2, count_tokens(parts), *k.shape[1:]))
             receives = _receives(ring, keys, parts, parts, source)
             self._posted.append(
                 (parts, keys, Exchange(ring.op, ring.transport, _sends(ring, k, self._v, to), receives))
@@ -135,26 +144,26 @@ class KVPrefetcher:
 
 
 class KVGradReducer:
-    """The gradients of keys, on their way to whose keys they are.
+    """Sends the gradients of keys to the ranks that own these, and sums those of this rank's keys.
 
     Args:
-        total: ``[2, s, ...]``: what this rank's queries give for its own keys. The others' shares are added to it.
+        total: ``[2, s, ...]``, the gradients of this rank's keys from its own queries. The others are added to it.
     """
 
     def __init__(self, ring: Ring, total: Tensor) -> None:
         self._ring, self._total = ring, total
-        self._posted: deque[tuple[tuple[Run, ...], Tensor, Exchange]] = deque()
+        self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
 
     def post(self, step: int, shares: Tensor) -> None:
-        """Sends the gradient of the keys that came in this step, and receives that of those that left."""
+        """Sends the gradient of the keys received in ``step``, and receives that of the keys sent in it."""
         ring, total = self._ring, self._total
         size = len(ring.shards)
         owner, source = (ring.at - step) % size, (ring.at + step) % size
         parts = ring.parts(ring.at, source)
-        landing = total.new_empty((2, tokens(parts), *total.shape[2:]))
-        sends, receives = [Send(shares, ring.ranks[owner])], [Receive(landing, ring.ranks[source])]
-        self._posted.append((parts, landing, Exchange(ring.op, ring.transport, sends, receives)))
-        if len(self._posted) > 1:  # it had the last step's computation to arrive
+        received = total.new_empty((2, count_tokens(parts), *total.shape[2:]))
+        sends, receives = [Send(shares, ring.ranks[owner])], [Receive(received, ring.ranks[source])]
+        self._posted.append((parts, received, Exchange(ring.op, ring.transport, sends, receives)))
+        if len(self._posted) > 1:  # it was in flight during the last step's computation
             self._add()
 
     def total(self) -> Tensor:
@@ -163,22 +172,22 @@ class KVGradReducer:
         return self._total
 
     def _add(self) -> None:
-        parts, landing, exchange = self._posted.popleft()
+        parts, received, exchange = self._posted.popleft()
         exchange.wait()
-        _add_parts(self._total, self._ring.own, landing, parts)
+        _add_parts(self._total, self._ring.own, received, parts)
 
 
-def _add_parts(total: Tensor, own: Sequence[Run], shares: Tensor, parts: Sequence[Run]) -> None:
+def _add_parts(total: Tensor, own: Sequence[TokenRange], shares: Tensor, parts: Sequence[TokenRange]) -> None:
     for part in parts:
-        total[:, where(part, own)] += shares[:, where(part, parts)]
+        total[:, local_slice(part, own)] += shares[:, local_slice(part, parts)]
 
 
-def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[tuple[Run, ...], Tensor]:
-    """All keys that the queries see, in the order of the sequence where ranks have adjacent tokens."""
+def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
+    """All keys visible to the queries, in the order of the sequence if ranks have adjacent tokens."""
     size, at = len(ring.shards), ring.at
     parts = [ring.own if source == at else ring.parts(source, at) for source in range(size)]
     everything = merged([part for of_rank in parts for part in of_rank])
-    keys = k.new_empty((2, tokens(everything), *k.shape[1:]))
+    keys = k.new_empty((2, count_tokens(everything), *k.shape[1:]))
     exchanges = []
     for step in range(1, size):
         to, source = (at + step) % size, (at - step) % size
@@ -186,29 +195,33 @@ def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[tuple[Run, ...], Tensor]:
         exchanges.append(Exchange(ring.op, ring.transport, _sends(ring, k, v, to), receives))
     for t, own in zip(keys, (k, v), strict=True):
         for part in ring.own:
-            t[where(part, everything)] = own[where(part, ring.own)]
+            t[local_slice(part, everything)] = own[local_slice(part, ring.own)]
     for exchange in exchanges:
         exchange.wait()
     return everything, keys
 
 
-def _scatter(ring: Ring, shares: Tensor, places: Sequence[Run]) -> Tensor:
-    """The gradients of this rank's keys, from those of all keys that each rank has seen; summed in rank order."""
+def _scatter(ring: Ring, shares: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
+    """The gradients of this rank's keys, summed over all ranks in rank order.
+
+    Args:
+        shares: the gradients of the keys ``ranges`` from this rank's queries.
+    """
     size, at = len(ring.shards), ring.at
-    total = shares.new_zeros((2, tokens(ring.own), *shares.shape[2:]))
-    landings, exchanges = [], []
+    total = shares.new_zeros((2, count_tokens(ring.own), *shares.shape[2:]))
+    arrivals, exchanges = [], []
     for source in range(size):
         parts = ring.own if source == at else ring.parts(at, source)
-        landings.append((parts, shares.new_empty((2, tokens(parts), *shares.shape[2:]))))
+        arrivals.append((parts, shares.new_empty((2, count_tokens(parts), *shares.shape[2:]))))
     for step in range(1, size):
         to, source = (at + step) % size, (at - step) % size
-        sends = [Send(t[where(part, places)], ring.ranks[to]) for t in shares for part in ring.parts(to, at)]
-        parts, landing = landings[source]
-        exchanges.append(Exchange(ring.op, ring.transport, sends, _receives(ring, landing, parts, parts, source)))
+        sends = [Send(t[local_slice(part, ranges)], ring.ranks[to]) for t in shares for part in ring.parts(to, at)]
+        parts, received = arrivals[source]
+        exchanges.append(Exchange(ring.op, ring.transport, sends, _receives(ring, received, parts, parts, source)))
     for part in ring.own:
-        landings[at][1][:, where(part, ring.own)] = shares[:, where(part, places)]
+        arrivals[at][1][:, local_slice(part, ring.own)] = shares[:, local_slice(part, ranges)]
     for exchange in exchanges:
         exchange.wait()
-    for parts, landing in landings:
-        _add_parts(total, ring.own, landing, parts)
+    for parts, received in arrivals:
+        _add_parts(total, ring.own, received, parts)
     return total

@@ -1,4 +1,4 @@
-"""Attention over a transport: all-to-all inside, ring or gather outside, forward and backward."""
+"""Attention over a transport: all-to-all among the ranks that share heads, ring or all-gather across them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,49 +7,54 @@ import torch
 from torch import Tensor
 
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.context_parallel.cost import Way
-from parallel_ops.context_parallel.schedule import ring as _ring
+from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
 from parallel_ops.context_parallel.schedule.ulysses import Heads, join_heads, split_heads
-from parallel_ops.context_parallel.token_ranges import counterparts, neighbours, runs
+from parallel_ops.context_parallel.token_ranges import ring_ranks, shard_ranges, ulysses_ranks
 from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient
 from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One rank's part in an attention that the ranks of ``transport`` share.
+    """One rank's part of an attention that the ranks of ``transport`` share.
 
     Args:
         op: named in errors. length: tokens of the whole sequence.
-        options: for the first head.
+        options: those of this rank's first head.
     """
 
     op: str
     transport: Transport
     length: int
     layout: str
-    way: Way
+    algorithm: Algorithm
     options: Options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """O ``[s, b, h, d]``, its M and Z ``[2, b, h, s]``, and q, k and v of this rank's heads where heads are shared
-        out, ``[all tokens, b, (h + 2 kv_heads) / ulysses_degree, d]``: what a backward then takes in their place."""
+        """O ``[s, b, h, d]``, its M and Z ``[2, b, h, s]``, and q, k and v after the all-to-all.
+
+        The last, ``[tokens, b, (h + 2 kv_heads) / ulysses_degree, d]``, replace q, k and v in the backward. They are
+        empty if ``ulysses_degree`` is 1.
+        """
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
-            carry = _ring.forward(self.ring(), with_unit_last_stride(q), k, v, sink, gathered=self.way.gathered)
-            return carry.out.to(q.dtype), carry.statistics, q.new_empty(0)
-        u, at = self.way.ulysses_degree, self._heads.at
-        kept = self._heads.tokens_to_heads(split_heads(u, q, k, v))
+            result = ring_forward(
+                self.ring(), with_unit_last_stride(q), k, v, sink, all_gather=self.algorithm.all_gather
+            )
+            return result.out.to(q.dtype), result.statistics, q.new_empty(0)
+        u, at = self.algorithm.ulysses_degree, self._heads.at
+        qkv = self._heads.tokens_to_heads(split_heads(u, q, k, v))
         heads = q.shape[2] // u
-        q, k, v = kept.split([heads, k.shape[2] // u, v.shape[2] // u], dim=2)
+        q, k, v = qkv.split([heads, k.shape[2] // u, v.shape[2] // u], dim=2)
         k, v = k.contiguous(), v.contiguous()
         sink = None if sink is None else sink.chunk(u)[at]
-        carry = _ring.forward(self.ring(at * heads), q, k, v, sink, gathered=False)
-        (out,) = join_heads(self._heads.heads_to_tokens(carry.out.to(q.dtype)), heads)
-        statistics = carry.statistics.permute(3, 1, 2, 0).contiguous()
+        result = ring_forward(self.ring(at * heads), q, k, v, sink, all_gather=False)
+        (out,) = join_heads(self._heads.heads_to_tokens(result.out.to(q.dtype)), heads)
+        statistics = result.statistics.permute(3, 1, 2, 0).contiguous()
         statistics = torch.cat(self._heads.heads_to_tokens(statistics), dim=2).permute(3, 1, 2, 0).contiguous()
-        return out, statistics, kept
+        return out, statistics, qkv
 
     def backward(
         self,
@@ -61,41 +66,41 @@ class Attention:
         out: Tensor,
         statistics: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv of this rank's tokens, and the gradient of the sink that they give."""
+        """dq, dk and dv of this rank's tokens, and their share of the sink's gradient."""
         grad = with_unit_last_stride(grad)
         rows = attention_gradient_rows(grad, out, statistics)
         dsink = None if sink is None else attention_sink_gradient(sink, rows)
         if self._heads is None:
             k, v = k.contiguous(), v.contiguous()
-            dq, (dk, dv) = _ring.backward(
-                self.ring(), grad, with_unit_last_stride(q), k, v, rows, gathered=self.way.gathered
+            dq, (dk, dv) = ring_backward(
+                self.ring(), grad, with_unit_last_stride(q), k, v, rows, all_gather=self.algorithm.all_gather
             )
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
-        u, at = self.way.ulysses_degree, self._heads.at
+        u, at = self.algorithm.ulysses_degree, self._heads.at
         heads = [t.shape[2] for t in (q, k, v)]
         grad = self._heads.tokens_to_heads(split_heads(u, grad))
         rows = self._heads.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0)))
         rows = rows.permute(3, 1, 2, 0).contiguous()
         k, v = k.contiguous(), v.contiguous()
-        dq, (dk, dv) = _ring.backward(self.ring(at * heads[0]), grad, q, k, v, rows, gathered=False)
-        together = torch.cat([dq, dk, dv], dim=2).to(q.dtype)
-        dq, dk, dv = join_heads(self._heads.heads_to_tokens(together), *heads)
+        dq, (dk, dv) = ring_backward(self.ring(at * heads[0]), grad, q, k, v, rows, all_gather=False)
+        gradients = torch.cat([dq, dk, dv], dim=2).to(q.dtype)
+        dq, dk, dv = join_heads(self._heads.heads_to_tokens(gradients), *heads)
         return dq, dk, dv, dsink
 
     @cached_property
     def _heads(self) -> Heads | None:
-        rank, size, u = self.transport.rank, self.transport.size, self.way.ulysses_degree
+        rank, size, u = self.transport.rank, self.transport.size, self.algorithm.ulysses_degree
         if u == 1:
             return None
-        ranks = neighbours(self.layout, size, rank, u)
-        own = [runs(self.layout, self.length, size, r) for r in ranks]
-        together = runs(self.layout, self.length, size, rank, u)
-        return Heads(self.op, self.transport, ranks, ranks.index(rank), own, together)
+        ranks = ulysses_ranks(self.layout, size, rank, u)
+        own = [shard_ranges(self.layout, self.length, size, r) for r in ranks]
+        union = shard_ranges(self.layout, self.length, size, rank, u)
+        return Heads(self.op, self.transport, ranks, ranks.index(rank), own, union)
 
-    def ring(self, first_head: int = 0) -> _ring.Ring:
-        """Whose keys this rank attends to."""
-        rank, size, u = self.transport.rank, self.transport.size, self.way.ulysses_degree
-        ranks = counterparts(self.layout, size, rank, u)
-        shards = [runs(self.layout, self.length, size, r, u) for r in ranks]
+    def ring(self, first_head: int = 0) -> Ring:
+        """The ranks whose keys this rank attends to. ``first_head``: relative to ``options``."""
+        rank, size, u = self.transport.rank, self.transport.size, self.algorithm.ulysses_degree
+        ranks = ring_ranks(self.layout, size, rank, u)
+        shards = [shard_ranges(self.layout, self.length, size, r, u) for r in ranks]
         options = self.options.with_first_head(self.options.first_head + first_head)
-        return _ring.Ring(self.op, self.transport, ranks, ranks.index(rank), shards, options)
+        return Ring(self.op, self.transport, ranks, ranks.index(rank), shards, options)

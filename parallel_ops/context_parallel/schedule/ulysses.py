@@ -1,7 +1,7 @@
-"""All-to-all between ranks that share out the heads: tokens of this rank in all heads, or all tokens in this rank's.
+"""All-to-all between ranks that share the heads: from this rank's tokens in all heads to all tokens in its heads.
 
-Each rank of the neighbours sends every other one message for each run of its tokens, and what arrives lands where it
-belongs in the sequence. Source: Jacobs et al., arXiv:2309.14509 (DeepSpeed-Ulysses).
+Each rank sends every other rank one message for each of its token ranges, which is received at its place in the
+sequence. Source: Jacobs et al., arXiv:2309.14509 (DeepSpeed-Ulysses).
 """
 
 from collections.abc import Sequence
@@ -10,79 +10,86 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange
-from parallel_ops.context_parallel.token_ranges import Run, tokens, where
+from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Neighbours that share out the heads.
+    """The ranks that share the heads.
 
     Args:
         ranks: their numbers in the transport's group, in the order of the heads.
-        at: which of them this one is.
-        own: the tokens of each. together: the tokens of all of them.
+        at: the index of this rank among them.
+        own: the tokens of each rank. union: the tokens of all of them.
     """
 
     op: str
     transport: Transport
     ranks: Sequence[int]
     at: int
-    own: Sequence[tuple[Run, ...]]
-    together: tuple[Run, ...]
+    own: Sequence[tuple[TokenRange, ...]]
+    union: tuple[TokenRange, ...]
 
-    def of(self, source: int) -> list[tuple[slice, slice]]:
-        """For each run of a rank, where it is in its own tokens and in those of all."""
-        return [(where(run, self.own[source]), where(run, self.together)) for run in self.own[source]]
+    def slices(self, source: int) -> list[tuple[slice, slice]]:
+        """The indices of each token range of ``source`` among its own tokens and among those of all ranks."""
+        return [(local_slice(part, self.own[source]), local_slice(part, self.union)) for part in self.own[source]]
 
     def tokens_to_heads(self, parts: Sequence[Tensor]) -> Tensor:
-        """``parts[j]``, ``[s, b, ...]``, contiguous: this rank's tokens in the heads of rank j. All tokens in this
-        rank's heads."""
+        """All tokens in this rank's heads.
+
+        Args:
+            parts: for each rank, this rank's tokens in the heads of that rank, ``[s, b, ...]``, contiguous.
+        """
         mine = parts[self.at]
-        out = mine.new_empty((tokens(self.together), *mine.shape[1:]))
-        sends, receives, apart = [], [], []
+        out = mine.new_empty((count_tokens(self.union), *mine.shape[1:]))
+        sends, receives, copies = [], [], []
         for j, rank in enumerate(self.ranks):
-            for own, all_of_it in self.of(j):
-                target = out[all_of_it]
+            for own, union in self.slices(j):
+                target = out[union]
                 if j == self.at:
                     target.copy_(mine[own])
                     continue
                 if not target.is_contiguous():
-                    apart.append((target, target.new_empty(target.shape)))
-                    target = apart[-1][1]
+                    copies.append((target, target.new_empty(target.shape)))
+                    target = copies[-1][1]
                 receives.append(Receive(target, rank))
             if j != self.at:
-                sends += [Send(parts[j][own], rank) for own, _ in self.of(self.at)]
+                sends += [Send(parts[j][own], rank) for own, _ in self.slices(self.at)]
         Exchange(self.op, self.transport, sends, receives).wait()
-        for target, arrived in apart:
-            target.copy_(arrived)
+        for target, received in copies:
+            target.copy_(received)
         return out
 
     def heads_to_tokens(self, x: Tensor) -> list[Tensor]:
-        """``x``: all tokens in this rank's heads, ``[.., b, ...]``, contiguous. This rank's tokens, in the heads of
-        each rank."""
-        s = tokens(self.own[self.at])
+        """This rank's tokens in the heads of each rank.
+
+        Args:
+            x: all tokens in this rank's heads, ``[tokens, b, ...]``, contiguous.
+        """
+        s = count_tokens(self.own[self.at])
         parts = [x.new_empty((s, *x.shape[1:])) for _ in self.ranks]
         sends, receives = [], []
         for j, rank in enumerate(self.ranks):
             if j == self.at:
-                for own, all_of_it in self.of(j):
-                    parts[j][own] = x[all_of_it]
+                for own, union in self.slices(j):
+                    parts[j][own] = x[union]
                 continue
-            sends += [Send(x[all_of_it].contiguous(), rank) for _, all_of_it in self.of(j)]
-            receives += [Receive(parts[j][own], rank) for own, _ in self.of(self.at)]
+            sends += [Send(x[union].contiguous(), rank) for _, union in self.slices(j)]
+            receives += [Receive(parts[j][own], rank) for own, _ in self.slices(self.at)]
         Exchange(self.op, self.transport, sends, receives).wait()
         return parts
 
 
 def split_heads(count: int, *tensors: Tensor) -> list[Tensor]:
-    """For each of ``count`` ranks its heads of all tensors ``[s, b, heads, d]``, one after another."""
+    """The tensors ``[s, b, heads, d]`` split by heads over ``count`` ranks, and concatenated for each rank."""
     chunks = zip(*(t.chunk(count, dim=2) for t in tensors), strict=True)
     return [torch.cat(of_rank, dim=2) for of_rank in chunks]
 
 
 def join_heads(parts: Sequence[Tensor], *heads: int) -> list[Tensor]:
-    """The tensors of which ``split_heads`` made ``parts``. ``heads``: how many each has in a part."""
+    """Inverse of ``split_heads``. ``heads``: the heads of each tensor in a part."""
     chunks = zip(*(part.split(heads, dim=2) for part in parts), strict=True)
     return [torch.cat(of_tensor, dim=2) for of_tensor in chunks]

@@ -30,17 +30,10 @@ from torch import Tensor
 
 import parallel_ops._internal.extension  # noqa: F401  (defines the torch ops)
 from parallel_ops._internal.philox import philox4x32, threshold
+from parallel_ops._internal.token_range import TokenRange
 
 
-class Tokens(NamedTuple):
-    """Where the tokens of a block stand in the whole sequence: token i at ``start + step * i``."""
-
-    start: int
-    length: int
-    step: int = 1
-
-
-class Visible(NamedTuple):
+class MaskBounds(NamedTuple):
     """Which keys of a block each of its queries sees, in indices of the block.
 
     ``left <= j - i <= right`` where ``spans`` is ``None``; otherwise ``spans[0, i] <= j < spans[1, i]``, which is the
@@ -65,16 +58,16 @@ class Dropout(NamedTuple):
 
     p: float
     seed: Tensor  # one int64 element on the device of q
-    queries: Tokens
-    keys: Tokens
+    queries: TokenRange
+    keys: TokenRange
     first_head: int = 0
     first_batch: int = 0
 
 
-def visible(
-    queries: Tokens, keys: Tokens, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
+def attention_bounds(
+    queries: TokenRange, keys: TokenRange, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
     from_keys: bool = True,
-) -> Visible | None:  # fmt: skip
+) -> MaskBounds | None:  # fmt: skip
     """What the queries see of the keys; ``None`` where that is nothing. Both have one ``step``.
 
     Args:
@@ -95,15 +88,15 @@ def visible(
         # Bounds that cut nothing off are none, so that kernels may skip the test.
         right = None if right is not None and right >= keys.length - 1 else right
         left = None if left is not None and left <= 1 - queries.length else left
-        return Visible(left, right)
+        return MaskBounds(left, right)
     after = 1 if causal else None
     spans = _spans(queries, keys, cu_seqlens, before=window, after=after)
-    return Visible(
+    return MaskBounds(
         spans=spans, query_spans=_spans(keys, queries, cu_seqlens, before=after, after=window) if from_keys else None
     )
 
 
-def _spans(of: Tokens, among: Tokens, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
+def _spans(of: TokenRange, among: TokenRange, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
     """For each token, first and end of those ``among`` which are in its document, fewer than ``before`` places before
     it and fewer than ``after`` places after it."""
     first, step = of.start, of.step
@@ -127,7 +120,7 @@ def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, afte
     return torch.stack([first, end])
 
 
-def seen(mask: Visible, sq: int, sk: int, device: torch.device) -> Tensor:
+def dense_mask(mask: MaskBounds, sq: int, sk: int, device: torch.device) -> Tensor:
     """The mask as booleans ``[sq, sk]``: for references and tests."""
     j = torch.arange(sk, device=device)
     if mask.spans is not None:
@@ -138,7 +131,7 @@ def seen(mask: Visible, sq: int, sk: int, device: torch.device) -> Tensor:
     return here if mask.right is None else here & (apart <= mask.right)
 
 
-def kept(dropout: Dropout, batch: int, heads: int, sq: int, sk: int) -> Tensor:
+def dropout_keep_mask(dropout: Dropout, batch: int, heads: int, sq: int, sk: int) -> Tensor:
     """The dropout mask as booleans ``[batch, heads, sq, sk]``: for references and tests."""
     seed = dropout.seed.reshape(())
     device = seed.device
@@ -161,7 +154,7 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Visible,
+    mask: MaskBounds,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -193,7 +186,7 @@ def block_attention_backward(
     k: Tensor,
     v: Tensor,
     rows: Tensor,
-    mask: Visible,
+    mask: MaskBounds,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -260,7 +253,7 @@ _gradient_rows = torch.ops.parallel_ops.attention_gradient_rows_.default
 _backward = torch.ops.parallel_ops.block_attention_backward_.default
 
 
-def _cpu_options(mask: Visible, scale: float, softcap: float, dropout: Dropout | None) -> tuple[Any, ...]:
+def _cpu_options(mask: MaskBounds, scale: float, softcap: float, dropout: Dropout | None) -> tuple[Any, ...]:
     bounds = (mask.spans, mask.left, mask.right, scale, softcap)
     if dropout is None:
         return (*bounds, 0.0, None, [])

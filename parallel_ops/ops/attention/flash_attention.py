@@ -12,7 +12,7 @@ Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:24
 """
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,21 +21,35 @@ from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.philox import kept_scale
 from parallel_ops._internal.registration import register
 from parallel_ops._internal.split_backward import kept_parameter, requested
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention.block import (
     Dropout,
-    Tokens,
-    Visible,
+    MaskBounds,
+    attention_bounds,
     attention_gradient_rows,
     attention_sink_gradient,
     begin_carry,
     block_attention,
     block_attention_backward,
-    kept,
-    seen,
-    visible,
+    dense_mask,
+    dropout_keep_mask,
 )
 from parallel_ops.ops.attention.checks import check_attention
 from parallel_ops.ops.softmaxes.shared import visible_softmax
+
+
+class AttentionArguments(TypedDict, total=False):
+    """Keyword arguments of ``flash_attention``."""
+
+    causal: bool
+    scale: float | None
+    window: int | None
+    sink: Tensor | None
+    softcap: float | None
+    dropout_p: float
+    seed: int | Tensor | None
+    cu_seqlens: Tensor | None
+    first_head: int
 
 
 def flash_attention(
@@ -118,27 +132,27 @@ def flash_attention_reference(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     queries, keys = _tokens(sq, sk)
-    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=False)
+    mask = attention_bounds(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=False)
     nothing = torch.ones(sq, sk, dtype=torch.bool, device=q.device)
-    weights = visible_softmax(scores, nothing if mask is None else ~seen(mask, sq, sk, q.device), sink)
+    weights = visible_softmax(scores, nothing if mask is None else ~dense_mask(mask, sq, sk, q.device), sink)
     drawn = dropout_seed("flash_attention", "dropout_p", dropout_p, seed, "q", q)
     if drawn is not None:
-        keep = kept(Dropout(dropout_p, drawn, queries, keys, first_head), b, heads, sq, sk)
+        keep = dropout_keep_mask(Dropout(dropout_p, drawn, queries, keys, first_head), b, heads, sq, sk)
         weights = torch.where(keep, weights * kept_scale(dropout_p), 0.0)
     return (weights @ v).permute(2, 0, 1, 3)
 
 
-def _tokens(sq: int, sk: int) -> tuple[Tokens, Tokens]:
-    return Tokens(max(sk - sq, 0), sq), Tokens(0, sk)
+def _tokens(sq: int, sk: int) -> tuple[TokenRange, TokenRange]:
+    return TokenRange(max(sk - sq, 0), sq), TokenRange(0, sk)
 
 
 def _mask(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, causal: bool, window: int | None, p: float,
     first_head: int, from_keys: bool = False,
-) -> tuple[Visible | None, Dropout | None]:  # fmt: skip
+) -> tuple[MaskBounds | None, Dropout | None]:  # fmt: skip
     queries, keys = _tokens(q.shape[0], k.shape[0])
     dropout = None if seed is None else Dropout(p, seed, queries, keys, first_head)
-    mask = visible(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=from_keys)
+    mask = attention_bounds(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=from_keys)
     return mask, dropout
 
 

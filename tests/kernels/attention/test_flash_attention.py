@@ -8,14 +8,22 @@ import pytest
 import torch
 import triton
 
-from parallel_ops.ops.attention.block import Dropout, Tokens, Visible, begin_carry, kept, seen, visible
+from parallel_ops._internal.token_range import TokenRange
+from parallel_ops.ops.attention.block import (
+    Dropout,
+    MaskBounds,
+    attention_bounds,
+    begin_carry,
+    dense_mask,
+    dropout_keep_mask,
+)
 from ptx import aot, machine_code
 from ptx.kernels import meta, poisoned
 from support import suite
 from support.attention import CONVEX_SPANS, attention, random_spans, spans_from_keys
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TOKENS = Tokens(0, 150)
+TOKENS = TokenRange(0, 150)
 SEED = torch.tensor([0x0123_4567_89AB_CDEF])
 
 
@@ -23,8 +31,8 @@ SEED = torch.tensor([0x0123_4567_89AB_CDEF])
 class Case:
     """Queries, and blocks of keys that they attend to one after the other."""
 
-    queries: Tokens = TOKENS
-    keys: tuple[Tokens, ...] = (TOKENS,)
+    queries: TokenRange = TOKENS
+    keys: tuple[TokenRange, ...] = (TOKENS,)
     heads: int = 2
     kv_heads: int = 1
     batch: int = 1
@@ -33,20 +41,21 @@ class Case:
     causal: bool = True
     window: int | None = None
     documents: tuple[int, ...] | None = None
-    mask: Visible | None = None  # of the one block, instead of what the options say
+    mask: MaskBounds | None = None  # of the one block, instead of what the options say
     scale: float = 0.3
     softcap: float = 0.0
     p: float = 0.0
 
-    def visible(self) -> list[Visible | None]:
+    def attention_bounds(self) -> list[MaskBounds | None]:
         if self.mask is not None:
             return [self.mask]
         bounds = None if self.documents is None else torch.tensor(self.documents)
         return [
-            visible(self.queries, keys, causal=self.causal, window=self.window, cu_seqlens=bounds) for keys in self.keys
+            attention_bounds(self.queries, keys, causal=self.causal, window=self.window, cu_seqlens=bounds)
+            for keys in self.keys
         ]
 
-    def dropout(self, keys: Tokens) -> Dropout | None:
+    def dropout(self, keys: TokenRange) -> Dropout | None:
         return Dropout(self.p, SEED, self.queries, keys, first_head=3, first_batch=2**31) if self.p else None
 
     def inputs(self) -> list[torch.Tensor]:
@@ -98,10 +107,10 @@ def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
 
 def here_of(case: Case) -> torch.Tensor:
     sq = case.queries.length
-    nothing = Visible(left=10**6)
+    nothing = MaskBounds(left=10**6)
     return torch.cat(
         [
-            seen(nothing if mask is None else mask, sq, keys.length, torch.device("cpu"))
+            dense_mask(nothing if mask is None else mask, sq, keys.length, torch.device("cpu"))
             for mask, keys in zip(case.visible(), case.keys, strict=True)
         ],
         1,
@@ -113,7 +122,7 @@ def theirs(case: Case, dtype, q, k, v, grad) -> list[torch.Tensor]:
     drawn = None
     if case.p:
         sizes = case.batch, case.heads, case.queries.length
-        drawn = torch.cat([kept(case.dropout(keys), *sizes, keys.length) for keys in case.keys], -1)
+        drawn = torch.cat([dropout_keep_mask(case.dropout(keys), *sizes, keys.length) for keys in case.keys], -1)
     out, lse = attention(q, k, v, here_of(case), scale=case.scale, softcap=case.softcap, kept=drawn, p=case.p)
     out.backward(grad.to(dtype))
     return [out.detach(), lse, q.grad, k.grad, v.grad]
@@ -157,36 +166,36 @@ def small_tiles(monkeypatch):
 
 
 OPTIONS = {
-    "an offset, more keys": Case(Tokens(70, 80), (Tokens(0, 150),)),
-    "an offset, fewer keys": Case(Tokens(40, 150), (Tokens(0, 101),), heads=3),
-    "later keys": Case(Tokens(0, 150), (Tokens(20, 97),)),
+    "an offset, more keys": Case(TokenRange(70, 80), (TokenRange(0, 150),)),
+    "an offset, fewer keys": Case(TokenRange(40, 150), (TokenRange(0, 101),), heads=3),
+    "later keys": Case(TokenRange(0, 150), (TokenRange(20, 97),)),
     "no mask": Case(causal=False, heads=4, kv_heads=2),
-    "one query": Case(Tokens(99, 1), (Tokens(0, 100),), heads=1),
+    "one query": Case(TokenRange(99, 1), (TokenRange(0, 100),), heads=1),
     "a window": Case(window=40, batch=2),
     "a window of one": Case(window=1),
-    "a window, then nothing": Case(Tokens(100, 150), (Tokens(0, 130),), window=30),
+    "a window, then nothing": Case(TokenRange(100, 150), (TokenRange(0, 130),), window=30),
     "documents": Case(documents=(0, 3, 3, 70, 71, 150)),
-    "documents and a window": Case(Tokens(1, 90, 2), (Tokens(0, 91, 2),), documents=(0, 5, 90, 182), window=50),
+    "documents and a window": Case(TokenRange(1, 90, 2), (TokenRange(0, 91, 2),), documents=(0, 5, 90, 182), window=50),
     "documents in both directions": Case(causal=False, documents=(0, 40, 129, 150)),
-    "dropout": Case(p=0.3, batch=2, causal=False, keys=(Tokens(8, 150),)),
-    "dropout of keys apart": Case(Tokens(1, 75, 2), (Tokens(3, 75, 2),), p=0.3),
+    "dropout": Case(p=0.3, batch=2, causal=False, keys=(TokenRange(8, 150),)),
+    "dropout of keys apart": Case(TokenRange(1, 75, 2), (TokenRange(3, 75, 2),), p=0.3),
     "everything dropped": Case(p=1.0, heads=1),
     "all at once": Case(
-        Tokens(8, 90), (Tokens(0, 98),), documents=(0, 20, 21, 182), window=50, softcap=3.0, p=0.2, dtype=FP16
+        TokenRange(8, 90), (TokenRange(0, 98),), documents=(0, 20, 21, 182), window=50, softcap=3.0, p=0.2, dtype=FP16
     ),
     "a negative scale": Case(scale=-0.3, heads=1),
     "no scale": Case(scale=0.0, heads=1),
     "dims by padding": Case(dims=40),
-    "odd dims": Case(Tokens(0, 70), (Tokens(0, 70),), dims=33, heads=1),
-    "zigzag, dropout": Case(Tokens(104, 52), (Tokens(156, 52), Tokens(0, 52), Tokens(104, 52), Tokens(52, 52)), p=0.3),
+    "odd dims": Case(TokenRange(0, 70), (TokenRange(0, 70),), dims=33, heads=1),
+    "zigzag, dropout": Case(TokenRange(104, 52), tuple(TokenRange(start, 52) for start in (156, 0, 104, 52)), p=0.3),
     "striped, documents": Case(
-        Tokens(1, 70, 2), (Tokens(0, 70, 2), Tokens(1, 70, 2)), documents=(0, 30, 31, 139, 140), softcap=5.0
+        TokenRange(1, 70, 2), (TokenRange(0, 70, 2), TokenRange(1, 70, 2)), documents=(0, 30, 31, 139, 140), softcap=5.0
     ),
     "fp32 in blocks, large logits": Case(
-        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), scale=10.0, dtype=FP32, heads=1
+        TokenRange(64, 64), (TokenRange(64, 64), TokenRange(0, 64)), scale=10.0, dtype=FP32, heads=1
     ),
     "fp32 in blocks, a window, a soft cap": Case(
-        Tokens(64, 64), (Tokens(64, 64), Tokens(0, 64)), window=50, softcap=2.0, dtype=FP32, heads=1
+        TokenRange(64, 64), (TokenRange(64, 64), TokenRange(0, 64)), window=50, softcap=2.0, dtype=FP32, heads=1
     ),
 }  # fmt: skip
 
@@ -204,20 +213,22 @@ def test_random_spans(small_tiles, trials):
         draw = random.Random(trial)
         sq, sk = draw.randint(1, 200), draw.randint(1, 200)
         mask = spans_from_keys(random_spans(draw, sq, sk, CONVEX_SPANS), sk)
-        check(Case(Tokens(0, sq), (Tokens(0, sk),), heads=1, dims=16, mask=mask, dtype=draw.choice((BF16, FP32))))
+        check(
+            Case(TokenRange(0, sq), (TokenRange(0, sk),), heads=1, dims=16, mask=mask, dtype=draw.choice((BF16, FP32)))
+        )
 
 
 @pytest.mark.executed
 @pytest.mark.parametrize("dims", [64, 128])
 def test_at_the_sizes_that_a_gpu_runs(dims):
     """The published tiles: their loops over whole tiles, and both edges."""
-    check(Case(Tokens(180, 140), (Tokens(0, 320),), dims=dims, heads=1, window=300, scale=0.1))
+    check(Case(TokenRange(180, 140), (TokenRange(0, 320),), dims=dims, heads=1, window=300, scale=0.1))
 
 
 @pytest.mark.executed
 def test_layouts(small_tiles):
     """Slices of a projection, heads before tokens, tokens far apart: the bits of contiguous tensors."""
-    case = Case(Tokens(0, 40), (Tokens(0, 40),), dims=16)
+    case = Case(TokenRange(0, 40), (TokenRange(0, 40),), dims=16)
     q, k, v, grad = case.inputs()
     expected = ours(case, q, k, v, grad)
     fused = torch.cat([q, k, v, grad], 2).transpose(0, 2).contiguous().transpose(0, 2)
@@ -225,7 +236,7 @@ def test_layouts(small_tiles):
     for whole in (projected, fused):
         for a, b in zip(ours(case, *whole.split([2, 1, 1, 2], 2)), expected, strict=True):
             assert torch.equal(a, b)
-    case = Case(Tokens(0, 3), (Tokens(0, 3),), dims=16, heads=1)
+    case = Case(TokenRange(0, 3), (TokenRange(0, 3),), dims=16, heads=1)
     inputs = case.inputs()
     apart = [torch.zeros(3, 2**22, dtype=BF16)[:, :16].view(3, 1, 1, 16).copy_(t) for t in inputs]
     for a, b in zip(ours(case, *apart), ours(case, *inputs), strict=True):
@@ -233,12 +244,12 @@ def test_layouts(small_tiles):
 
 
 @pytest.mark.executed
-@pytest.mark.parametrize("mask", [Visible(), Visible(right=-3), Visible(left=5)], ids=str)
+@pytest.mark.parametrize("mask", [MaskBounds(), MaskBounds(right=-3), MaskBounds(left=5)], ids=str)
 def test_nothing_to_see(mask, small_tiles):
     """No queries, no keys, or none that any query sees: zeros and -inf; merged and added, what was there."""
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-    for queries, keys in [(0, 5), (5, 0)] if mask == Visible() else [(3, 5)]:
+    for queries, keys in [(0, 5), (5, 0)] if mask == MaskBounds() else [(3, 5)]:
         q, k = torch.ones(queries, 1, 2, 16, dtype=BF16), torch.ones(keys, 1, 1, 16, dtype=BF16)
         out, dq = torch.full(q.shape, 7.0), torch.full(q.shape, 7.0)
         statistics, rows = torch.full((2, 1, 2, queries), 7.0), torch.zeros(3, 1, 2, queries)
@@ -270,7 +281,7 @@ def launches(dtype, dims, capability, *, left=None, right=0, softcap=0.0, dropou
 
 
 PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-DRAWS = Dropout(0.1, meta(1, dtype=torch.int64), Tokens(0, 4096), Tokens(0, 4096))
+DRAWS = Dropout(0.1, meta(1, dtype=torch.int64), TokenRange(0, 4096), TokenRange(0, 4096))
 COMPILED = [
     *((BF16, dims, sm, "causal", {}) for sm in PRODUCTS for dims in (64, 128)),
     (BF16, 128, 90, "window, merged", {"left": -1000, "merge": True}),
@@ -335,7 +346,7 @@ def test_blocks_of_a_ring_share_one_kernel():
     with aot.recorded() as recorded:
         for right in (0, 1, 16, -3, 2**40):
             for start in (0, 1 << 20, 2**33):
-                draws = Dropout(0.1, seed, Tokens(start, 100), Tokens(16, 100))
+                draws = Dropout(0.1, seed, TokenRange(start, 100), TokenRange(16, 100))
                 kernels.forward(
                     q, q, q, q, rows, merge=False, left=None, right=right, spans=None, scale=0.5, softcap=0.0,
                     dropout=draws,

@@ -6,17 +6,17 @@ import random
 import pytest
 import torch
 
+from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops import flash_attention_reference
 from parallel_ops.ops.attention.block import (
     Dropout,
-    Tokens,
-    Visible,
+    MaskBounds,
+    attention_bounds,
     attention_gradient_rows,
     begin_carry,
     block_attention,
     block_attention_backward,
-    seen,
-    visible,
+    dense_mask,
 )
 from support.attention import CONVEX_SPANS, SPANS, attention, random_spans, spans_from_keys
 from support.suite import DEVICES, forward_backward, randn
@@ -28,9 +28,9 @@ S, B, HEADS, KV_HEADS, D = 150, 2, 4, 2, 24
 def cut(layout):
     """Blocks of tokens: adjacent with an empty one, or every third token."""
     if layout == "striped":
-        return [Tokens(i, S // 3, 3) for i in range(3)]
+        return [TokenRange(i, S // 3, 3) for i in range(3)]
     edges = [0, 70, 70, 71, S]
-    return [Tokens(start, end - start) for start, end in itertools.pairwise(edges)]
+    return [TokenRange(start, end - start) for start, end in itertools.pairwise(edges)]
 
 
 def part(t, tokens):
@@ -69,7 +69,7 @@ def test_blocks_in_any_order_are_the_whole(device, options, layout):
         begin_carry(out, statistics, None)
         blocks = []
         for keys in reversed(cut(layout)):
-            mask = visible(queries, keys, **mask_options)
+            mask = attention_bounds(queries, keys, **mask_options)
             if mask is None:
                 continue
             seed = torch.tensor([options.get("seed", 0)], device=device)
@@ -102,7 +102,7 @@ def test_queries_that_see_nothing_contribute_nothing(device, dtype):
     spans[:, 40:] = torch.tensor([[10], [20]])
     query_spans = torch.zeros(2, 70, dtype=torch.int32, device=device)
     query_spans[:, 10:20], query_spans[:, 20:] = torch.tensor([[40], [70]]), 70
-    mask = Visible(spans=spans, query_spans=query_spans)
+    mask = MaskBounds(spans=spans, query_spans=query_spans)
     for merge in (False, True):
         out = torch.zeros(70, 1, 2, 16, device=device) if merge else torch.full_like(q, torch.nan)
         statistics = torch.zeros(2, 1, 2, 70, device=device)
@@ -158,13 +158,13 @@ def test_random_spans(device, trials):
         dtype = dtype if device == "cpu" else torch.bfloat16
         spans = random_spans(draw, sq, sk, kinds)
         mask = spans_from_keys(spans, sk)
-        here = seen(mask, sq, sk, "cpu")
+        here = dense_mask(mask, sq, sk, "cpu")
         shapes = (sq, 2), (sk, kv_heads), (sk, kv_heads), (sq, 2)
         q, k, v, grad = (
             randn(n, 2, h, d, dtype=dtype, device=device, seed=4 * trial + i).detach()
             for i, (n, h) in enumerate(shapes)
         )
-        mask = Visible(spans=mask.spans.to(device), query_spans=mask.query_spans.to(device))
+        mask = MaskBounds(spans=mask.spans.to(device), query_spans=mask.query_spans.to(device))
         statistics = q.new_full((2, 2, 2, sq), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
         out, dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, q, k, v))
         block_attention(q, k, v, mask, scale=0.5, out=out, statistics=statistics, merge=False)
