@@ -15,10 +15,14 @@ The private names of torch below only detect such observers. A torch without one
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -36,24 +40,60 @@ _tracing = getattr(torch._C, "_get_tracing_state", _always)
 _profiler = getattr(torch.autograd, "_profiler_enabled", _always)
 
 
-def bypass_dispatcher(
-    op: torch._ops.OpOverload, kernel: Callable[..., Any], apply: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """``op`` as a function: ``kernel``, or ``apply`` with gradients, if nothing observes it; else dispatched.
+class Op(Generic[P, R]):
+    """A torch op as a function of the same arguments, all positional.
 
-    Beside the op's arguments the function takes ``check``, which raises if they are bad. It runs first, except for a
-    CPU kernel, which must refuse the same arguments by itself: there it runs after the kernel has raised.
-    ``all_outputs`` takes the dispatcher, for the outputs that ``with_autograd`` leaves out.
+    It runs ``kernel``, or ``apply`` with gradients, if nothing observes the call, and else the dispatched op.
+
+    Attributes:
+        dispatched: the op itself. Unlike the function, it always returns the outputs that only a backward needs.
     """
-    arguments = op._schema.arguments
-    kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
-    if any("List[Tensor]" in kind for kind in kinds):
-        return op  # autograd functions see no tensors within lists
-    tensors = [i for i, kind in enumerate(kinds[: len(arguments)]) if "Tensor" in kind]
 
-    def call(*args: Any, check: Callable[[], None] | None = None, all_outputs: bool = False) -> Any:
-        plain = not (
-            all_outputs
+    dispatched: Callable[P, R]
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        kernel: Callable[..., R],
+        cpu: Callable[..., R],
+        apply: Callable[..., R] | None = None,
+    ) -> None:
+        arguments = op._schema.arguments
+        kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
+        self.dispatched, self._kernel, self._cpu, self._apply = op, kernel, cpu, apply
+        # Autograd functions see no tensors within lists.
+        self._has_lists = any("List[Tensor]" in kind for kind in kinds)
+        self._tensors = [i for i, kind in enumerate(kinds[: len(arguments)]) if "Tensor" in kind]
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def checked(self, check: Callable[[], None], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    else:
+
+        def __call__(self, *args):
+            return self._implementation(args)(*args)
+
+        def checked(self, check, *args):
+            """Calls the op, and ``check``, which raises if the arguments are bad.
+
+            ``check`` runs first, except for a CPU kernel, which must refuse the same arguments by itself: there it runs
+            after the kernel has raised.
+            """
+            run = self._implementation(args)
+            if run is self.dispatched or not args[0].is_cpu:
+                check()
+                return run(*args)
+            try:
+                return run(*args)
+            except (RuntimeError, TypeError):
+                check()
+                raise
+
+    def _implementation(self, args: tuple[Any, ...]) -> Callable[..., R]:
+        if (
+            self._has_lists
             or _is_compiling()
             or _autocast()
             or _dispatch_modes()
@@ -61,68 +101,54 @@ def bypass_dispatcher(
             or _transforms()
             or _tracing()
             or _profiler()
-        )
-        requires_grad, run = False, kernel
-        if plain:
-            for i in tensors:
-                a = args[i]
-                if a is None:
-                    continue
-                # A negative view and a zero that has no memory are plain to Python, and not to a kernel.
-                if type(a) not in _PLAIN or a.is_neg() or a._is_zerotensor():
-                    plain = False
-                    break
-                requires_grad = requires_grad or a.requires_grad
+        ):
+            return self.dispatched
+        requires_grad = False
+        for i in self._tensors:
+            a = args[i]
+            if a is None:
+                continue
+            # A negative view and a zero that has no memory are plain to Python, and not to a kernel.
+            if type(a) not in _PLAIN or a.is_neg() or a._is_zerotensor():
+                return self.dispatched
+            requires_grad = requires_grad or a.requires_grad
         if requires_grad and _is_grad_enabled():
-            if apply is None:
-                plain = False
-            else:
-                run = apply
-        if check is None:
-            return run(*args) if plain else op(*args)
-        if not (plain and args[0].is_cpu):
-            check()
-            return run(*args) if plain else op(*args)
-        try:
-            return run(*args)
-        except (RuntimeError, TypeError):
-            check()
-            raise
-
-    return call
+            return self._apply or self.dispatched
+        return self._cpu if args[0].is_cpu else self._kernel
 
 
-def with_autograd(
+def differentiable_op(
     name: str,
     op: torch._ops.OpOverload,
-    kernel: Callable[..., Any],
+    kernel: Callable[..., R],
+    cpu: Callable[..., R],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
     differentiable: int | None,
-) -> Callable[..., Any]:
-    """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes, and returns the
-    function to call it by.
+) -> Op[P, R]:
+    """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes.
 
-    ``differentiable`` is how many of the op's outputs, the first ones, have gradients; ``None`` for all. The others are
-    for the backward: with gradients and past the dispatcher, the function gives ``None`` in their places, since
-    autograd takes a microsecond for each that it sees.
+    Args:
+        differentiable: how many of the op's outputs, the first ones, have gradients; ``None`` for all. The others are
+            for the backward: with gradients and past the dispatcher, the function returns ``None`` in their places,
+            since autograd takes a microsecond for each that it sees.
     """
-    checked = once_differentiable(name, backward)
-    torch.library.register_autograd(op._schema.name, checked, setup_context=setup_context)
+    formula = once_differentiable(name, backward)
+    torch.library.register_autograd(op._schema.name, formula, setup_context=setup_context)
     others = () if differentiable is None else (None,) * (len(op._schema.returns) - differentiable)
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        output = kernel(*args)
+    def forward(ctx: Any, *args: Any) -> object:
+        output: Any = kernel(*args)
         setup_context(ctx, args, output)
         return (*output[:differentiable], *others) if others else output
 
     function: Any = type(
         op._opname,
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(checked)},
+        {"forward": staticmethod(forward), "backward": staticmethod(formula)},
     )
     # Past what torch.autograd.Function does in Python for function transforms, which are not in force here.
-    return bypass_dispatcher(op, kernel, super(torch.autograd.Function, function).apply)
+    return Op(op, kernel, cpu, super(torch.autograd.Function, function).apply)
 
 
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""How an op gets its pieces: one call per op, the same for all.
+"""Registration of an op: one call, the same for all ops.
 
-The schema and the CPU kernel are compiled (``csrc``). Here the op gets its CUDA kernel (Triton, imported at the
-first CUDA tensor), its fake (shape inference for ``torch.compile``), its autograd formula and its autocast rule,
+The schema and the CPU kernel are compiled (``csrc``). ``register`` adds the CUDA kernel (Triton, imported at
+the first CUDA tensor), the fake (shape inference for ``torch.compile``), the autograd formula and the autocast rule,
 all under torch's own dispatch keys.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.autograd import bypass_dispatcher, with_autograd
+from parallel_ops._internal.autograd import Op, P, R, differentiable_op
 
 _library = torch.library.Library("parallel_ops", "FRAGMENT")
 
@@ -23,51 +23,53 @@ cuda_kernels: dict[str, Callable[..., Any]] = {}
 def register(
     name: str,
     *,
-    fake: Callable[..., Any],
-    cuda: Callable[..., Any],
-    cpu: Callable[..., Any] | None = None,
+    fake: Callable[..., object],
+    cuda: Callable[P, R],
+    cpu: Callable[P, R] | None = None,
     setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
+    backward: Callable[..., object] | None = None,
     differentiable: int | None = None,
     autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
-) -> Callable[..., Any]:
+) -> Op[P, R]:
     """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
 
     Args:
-        fake: gives outputs of the right shape, dtype and device without computing.
+        fake: returns outputs of the right shape, dtype and device without computing.
         cuda: allocates the outputs and launches the Triton kernels.
-        cpu: for ops made of other ops; absent, the CPU kernel is the compiled one.
+        cpu: for ops made of other ops; ``None`` for the compiled CPU kernel.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:
-            asking for its gradient raises.
-        differentiable: how many of the outputs, the first ones, have gradients; absent, all.
-        autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. Absent,
+            computing its gradient raises.
+        differentiable: how many of the outputs, the first ones, have gradients; ``None`` for all.
+        autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. ``None`` if
             autocast changes nothing.
     """
     qualified = f"parallel_ops::{name}"
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, fake)
-    kernel = _kernel(op, cpu, cuda)
+    on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
+    on_cuda = _on_its_device(cuda)
+    kernel = _kernel(op, on_cpu, on_cuda)
     cuda_kernels[name] = cuda
-    _library.impl(name, _on_its_device(cuda), "CUDA")
+    _library.impl(name, on_cuda, "CUDA")
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
+    call: Op[P, R]
     if backward is None or setup_context is None:
-        return bypass_dispatcher(op, kernel)
-    call = with_autograd(name, op, kernel, setup_context, backward, differentiable)
+        call = Op(op, kernel, on_cpu)
+        return call
+    call = differentiable_op(name, op, kernel, on_cpu, setup_context, backward, differentiable)
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(call, device_type, autocast), key)
     return call
 
 
-def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], on_cuda: Callable[..., R]) -> Callable[..., R]:
     """The kernel of the device of the first argument, called without the dispatcher."""
-    on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
-    on_cuda = _on_its_device(cuda)
     # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
     floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
 
-    def kernel(*args: Any) -> Any:
+    def kernel(*args: Any) -> R:
         if args[0].is_cpu:
             return on_cpu(*args)
         if not args[0].is_cuda:
@@ -80,17 +82,17 @@ def _kernel(op: torch._ops.OpOverload, cpu: Callable[..., Any] | None, cuda: Cal
 
 
 def _redispatch(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """``op.redispatch`` without a frame of Python around it, where torch has it so."""
+    """``op.redispatch``, without a Python frame around it if this torch has it."""
     handle = getattr(op, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", op.redispatch)
     return redispatch
 
 
-def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, so make it the one that the first argument lives on."""
+def _on_its_device(cuda: Callable[..., R]) -> Callable[..., R]:
+    """Makes the device of the first argument current, since Triton launches on the current device."""
 
     @functools.wraps(cuda)
-    def launch(first: Tensor, *args: Any) -> Any:
+    def launch(first: Tensor, *args: Any) -> R:
         if first.device.index == torch.cuda.current_device():
             return cuda(first, *args)
         with torch.cuda.device(first.device):
@@ -99,8 +101,8 @@ def _on_its_device(cuda: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def _autocast(call: Callable[..., Any], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+def _autocast(call: Callable[..., R], device_type: str, rule: Callable[..., tuple[Any, ...]]) -> Callable[..., R]:
+    def run(*args: Any) -> R:
         cast = rule(torch.get_autocast_dtype(device_type), args)
         with torch.autocast(device_type, enabled=False):
             return call(*cast)

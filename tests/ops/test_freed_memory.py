@@ -37,7 +37,7 @@ BLOCK = {"left": None, "right": None, "scale": 1.0, "softcap": 0.0, "p": 0.5, "p
 STATISTICS = {"statistics": lambda: t(2, 1, 2, ROWS)}
 LOSS = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": 0.0}
 TARGETS = {"target": lambda: t(ROWS, dtype=I64), "class_weight": lambda: t(COLS)}
-IGNORE = {"ignore_index": -100, "ignore_invalid": False}
+IGNORE = {"ignore_index": -100, "ignore_out_of_range": False}
 ROTARY = {"cos": lambda: t(ROWS, 2), "sin": lambda: t(ROWS, 2), "positions": lambda: t(ROWS, dtype=I64)}
 PACKED = {"cos": lambda: t(ROWS, 2), "sin": lambda: t(ROWS, 2), "positions": None}
 HEADS_LAST = {"interleaved": False, "heads_first": False}

@@ -27,7 +27,7 @@ ROW_WARPS = 32
 
 def statistics(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, out: Tensor, column: Tensor,
-    *, start: int, vocab: int, ignore_index: int, ignore_invalid: bool, softcap: float,
+    *, start: int, vocab: int, ignore_index: int, ignore_out_of_range: bool, softcap: float,
 ) -> None:  # fmt: skip
     """Fills ``out`` ``[3, 5 or 7, rows]`` and ``column`` ``[rows]``; ``target`` is contiguous."""
     width, rows = out.shape
@@ -41,9 +41,9 @@ def statistics(
     launch(
         _statistics_kernel, (rows * parts,),
         x, target, _contiguous(class_weight), part_out, column, rows, cols, x_stride, start, vocab, ignore_index, parts,
-        softcap,
-        IGNORE_INVALID=ignore_invalid, SOFTCAP=softcap > 0.0, WIDTH=width, EVEN=cols % block_cols == 0 and cols > 0,
-        UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols, num_warps=max(1, block_cols // (32 * PART_ELEMENTS)),
+        softcap, IGNORE_OUT_OF_RANGE=ignore_out_of_range, SOFTCAP=softcap > 0.0, WIDTH=width,
+        EVEN=cols % block_cols == 0 and cols > 0, UNIT=unit_of(cols, x_stride), BLOCK_COLS=block_cols,
+        num_warps=max(1, block_cols // (32 * PART_ELEMENTS)),
     )  # fmt: skip
     if parts > 1:
         launch(
@@ -90,7 +90,7 @@ def backward(
 def with_gradient(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, scale: Tensor,
     loss: Tensor, column: Tensor, saved: Tensor, gradient: Tensor,
-    *, label_smoothing: float, z_loss: float, softcap: float, ignore_index: int, ignore_invalid: bool,
+    *, label_smoothing: float, z_loss: float, softcap: float, ignore_index: int, ignore_out_of_range: bool,
 ) -> None:  # fmt: skip
     """The losses of all rows of unsharded logits and their gradient for an incoming gradient of ``scale``.
 
@@ -108,7 +108,7 @@ def with_gradient(
         _with_gradient_kernel, (rows,),
         x, target, _contiguous(class_weight), scale, loss, column, saved, gradient, rows, cols, x_stride,
         ignore_index, label_smoothing, z_loss, softcap,
-        IGNORE_INVALID=ignore_invalid, SOFTCAP=softcap > 0.0, SMOOTHING=smoothing,
+        IGNORE_OUT_OF_RANGE=ignore_out_of_range, SOFTCAP=softcap > 0.0, SMOOTHING=smoothing,
         WIDTH=7 if class_weight is not None else 5 if smoothing else 3, EVEN=cols % block_cols == 0 and cols > 0,
         UNIT=unit_of(cols, x_stride), WHOLE=cols <= block_cols, BLOCK_COLS=block_cols,
         num_warps=max(1, min(ROW_WARPS, block_cols * logits.dtype.itemsize // (32 * thread_bytes))),

@@ -95,7 +95,7 @@ def _store_gradient(pointers, col, cols, dx, target, EVEN: tl.constexpr):
 def _with_gradient_kernel(
     x_ptr, target_ptr, weight_ptr, scale_ptr, loss_ptr, column_ptr, saved_ptr, dx_ptr, rows, cols, x_stride,
     ignore_index, label_smoothing: tl.float64, z_loss: tl.float64, cap: tl.float64,
-    IGNORE_INVALID: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, WIDTH: tl.constexpr,
+    IGNORE_OUT_OF_RANGE: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,7 @@ def _with_gradient_kernel(
             count += other_count
             weights += other_weights
 
-    target = column_of(tl.load(target_ptr + row), 0, cols, cols, ignore_index, IGNORE_INVALID)
+    target = column_of(tl.load(target_ptr + row), 0, cols, cols, ignore_index, IGNORE_OUT_OF_RANGE)
     here = target >= 0
     at_target = to_acc(tl.load(x_ptr + target, mask=here, other=0.0))
     if SOFTCAP:

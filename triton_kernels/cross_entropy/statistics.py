@@ -21,13 +21,13 @@ def load(pointers, col, cols, EVEN: tl.constexpr, other):
 
 
 @triton.jit
-def column_of(target, start, vocab, cols, ignore_index, IGNORE_INVALID: tl.constexpr):
+def column_of(target, start, vocab, cols, ignore_index, IGNORE_OUT_OF_RANGE: tl.constexpr):
     """Where the target of a row is."""
     target = target.to(tl.int64)
     valid = (target >= 0) & (target < vocab)
     here = valid & (target >= start) & (target - start < cols)
     column = tl.where(here, target - start, ON_ANOTHER_SHARD)
-    column = tl.where(valid, column, IGNORED if IGNORE_INVALID else INVALID)
+    column = tl.where(valid, column, IGNORED if IGNORE_OUT_OF_RANGE else INVALID)
     return tl.where(target == ignore_index, IGNORED, column)
 
 
@@ -57,8 +57,8 @@ def part_statistics(z, col, cols, weight_ptr, EVEN: tl.constexpr, SMOOTHING: tl.
 def _statistics_kernel(
     x_ptr, target_ptr, weight_ptr, out_ptr, column_ptr, rows, cols, x_stride, start, vocab, ignore_index, parts,
     cap: tl.float64,
-    IGNORE_INVALID: tl.constexpr, SOFTCAP: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    IGNORE_OUT_OF_RANGE: tl.constexpr, SOFTCAP: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     row, part = tile_of(tl.program_id(0), parts)
     row = row.to(tl.int64)
@@ -71,7 +71,7 @@ def _statistics_kernel(
         z, _ = capped(z, cap)
     largest, exps, total, count, weights = part_statistics(z, col, cols, weight_ptr, EVEN, WIDTH > 3, WIDTH > 5)
 
-    column = column_of(tl.load(target_ptr + row), start, vocab, cols, ignore_index, IGNORE_INVALID)
+    column = column_of(tl.load(target_ptr + row), start, vocab, cols, ignore_index, IGNORE_OUT_OF_RANGE)
     in_part = (column >= first) & (column < first + BLOCK_COLS)
     at_target = to_acc(tl.load(x_ptr + column, mask=in_part, other=0.0))
     if SOFTCAP:

@@ -32,7 +32,7 @@ std::pair<A, A> sum_and_divisor(const std::vector<A>& losses, const int64_t* col
 std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tensor& logits, const Tensor& target,
                                                      const std::optional<Tensor>& class_weight,
                                                      const LossOptions& options, int64_t ignore_index,
-                                                     bool ignore_invalid, int64_t reduction, void* gradient,
+                                                     bool ignore_out_of_range, int64_t reduction, void* gradient,
                                                      bool of_sum = false) {
   check_rows(op, logits, target);
   check_target(op, target);
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
     A* kept = static_cast<A*>(saved.mutable_data_ptr());
     std::vector<A> losses(static_cast<size_t>(rows)), target_weights(static_cast<size_t>(weighted ? rows : 0));
     for (int64_t row = 0; row < rows; ++row) {
-      columns[row] = in.column(row, 0, cols, ignore_index, ignore_invalid);
+      columns[row] = in.column(row, 0, cols, ignore_index, ignore_out_of_range);
       STD_TORCH_CHECK(columns[row] != kInvalid, op, ": the target in row ", row, " is outside the vocabulary");
       if (weighted) target_weights[static_cast<size_t>(row)] = columns[row] >= 0 ? in.weight(columns[row]) : A(0);
     }
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
       });
     } else {
       std::vector<A> values(static_cast<size_t>(width * rows));
-      all_statistics(in, rows, 0, cols, ignore_index, ignore_invalid, width, values.data(), columns);
+      all_statistics(in, rows, 0, cols, ignore_index, ignore_out_of_range, width, values.data(), columns);
       for (int64_t row = 0; row < rows; ++row) {
         losses[static_cast<size_t>(row)] =
             row_loss(values.data() + row, 1, 0, rows, width, columns[row], options, kept + row, rows);
@@ -107,33 +107,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
 std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
                                                          const std::optional<Tensor>& class_weight,
                                                          double label_smoothing, double z_loss, double softcap,
-                                                         int64_t ignore_index, bool ignore_invalid, int64_t reduction,
-                                                         bool /*inplace_backward*/) {
+                                                         int64_t ignore_index, bool ignore_out_of_range,
+                                                         int64_t reduction, bool /*inplace_backward*/) {
   return unsharded("cross_entropy", logits, target, class_weight, {label_smoothing, z_loss, softcap}, ignore_index,
-                   ignore_invalid, reduction, nullptr);
+                   ignore_out_of_range, reduction, nullptr);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> with_gradient(const Tensor& logits, const Tensor& target,
                                                                  const std::optional<Tensor>& class_weight,
                                                                  double label_smoothing, double z_loss, double softcap,
-                                                                 int64_t ignore_index, bool ignore_invalid,
+                                                                 int64_t ignore_index, bool ignore_out_of_range,
                                                                  int64_t reduction) {
   Tensor gradient = empty_output(logits, logits.sizes());
   auto [loss, column, saved, divisor] =
       unsharded("cross_entropy_with_gradient", logits, target, class_weight, {label_smoothing, z_loss, softcap},
-                ignore_index, ignore_invalid, reduction, gradient.mutable_data_ptr());
+                ignore_index, ignore_out_of_range, reduction, gradient.mutable_data_ptr());
   return {loss, column, saved, divisor, gradient};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient_inplace(const Tensor& logits, const Tensor& target,
                                                                  const std::optional<Tensor>& class_weight,
                                                                  double label_smoothing, double z_loss, double softcap,
-                                                                 int64_t ignore_index, bool ignore_invalid,
+                                                                 int64_t ignore_index, bool ignore_out_of_range,
                                                                  int64_t reduction, bool of_sum) {
   const char* op = "cross_entropy_with_gradient_";
   STD_TORCH_CHECK(logits.is_contiguous(), op, ": logits must be contiguous");
-  return unsharded(op, logits, target, class_weight, {label_smoothing, z_loss, softcap}, ignore_index, ignore_invalid,
-                   reduction, logits.mutable_data_ptr(), of_sum);
+  return unsharded(op, logits, target, class_weight, {label_smoothing, z_loss, softcap}, ignore_index,
+                   ignore_out_of_range, reduction, logits.mutable_data_ptr(), of_sum);
 }
 
 // gradient *= factor, a scalar; one of 1 costs nothing.

@@ -46,10 +46,10 @@ class Logits {
   }
 
   // Where the target of a row is: a column of the shard that starts at `start`, or one of the constants.
-  int64_t column(int64_t row, int64_t start, int64_t vocab, int64_t ignore_index, bool ignore_invalid) const {
+  int64_t column(int64_t row, int64_t start, int64_t vocab, int64_t ignore_index, bool ignore_out_of_range) const {
     const int64_t t = wide_ ? static_cast<const int64_t*>(target_)[row] : static_cast<const int32_t*>(target_)[row];
     if (t == ignore_index) return kIgnored;
-    if (t < 0 || t >= vocab) return ignore_invalid ? kIgnored : kInvalid;
+    if (t < 0 || t >= vocab) return ignore_out_of_range ? kIgnored : kInvalid;
     return t >= start && t - start < cols_ ? t - start : kOnAnotherShard;
   }
 
@@ -75,7 +75,7 @@ class Logits {
 // The statistics of all rows and where their targets are.
 template <class T>
 void all_statistics(const Logits<T>& logits, int64_t rows, int64_t start, int64_t vocab, int64_t ignore_index,
-                    bool ignore_invalid, int64_t width, acc_t<T>* out, int64_t* column);
+                    bool ignore_out_of_range, int64_t width, acc_t<T>* out, int64_t* column);
 
 // The loss of one row from the statistics of all shards, which lie `shard_stride` apart, and each shard's `stride`;
 // what the gradient needs goes to `saved`, whose values lie `rows` apart.

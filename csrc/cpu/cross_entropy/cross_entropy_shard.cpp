@@ -14,7 +14,7 @@ namespace {
 
 std::tuple<Tensor, Tensor> statistics(const Tensor& logits, const Tensor& target,
                                       const std::optional<Tensor>& class_weight, int64_t start, int64_t vocab,
-                                      int64_t ignore_index, bool ignore_invalid, double softcap, bool smoothing) {
+                                      int64_t ignore_index, bool ignore_out_of_range, double softcap, bool smoothing) {
   const char* op = "cross_entropy_statistics";
   check_rows(op, logits, target);
   check_target(op, target);
@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& logits, const Tensor& target
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     all_statistics<T>({op, logits, target, class_weight, softcap, smoothing}, rows, start, vocab, ignore_index,
-                      ignore_invalid, width, static_cast<acc_t<T>*>(out.mutable_data_ptr()),
+                      ignore_out_of_range, width, static_cast<acc_t<T>*>(out.mutable_data_ptr()),
                       static_cast<int64_t*>(column.mutable_data_ptr()));
   });
   return {out, column};

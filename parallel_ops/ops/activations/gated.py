@@ -58,7 +58,7 @@ def silu_mul(
     ranks that hold different columns.
     """
     options = swiglu_options("silu_mul", alpha, limit, up_offset)
-    return _silu_forward(gate, up, weights, *options, check=lambda: _check("silu_mul", gate, up, weights))
+    return _silu_forward.checked(lambda: _check("silu_mul", gate, up, weights), gate, up, weights, *options)
 
 
 def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Te
     if approximate not in ("tanh", "none"):
         raise ValueError(f"gelu_mul: approximate must be 'tanh' or 'none', got {approximate!r}")
     check = lambda: _check("gelu_mul", gate, up, weights)  # noqa: E731
-    return _gelu_forward(gate, up, weights, approximate == "tanh", check=check)
+    return _gelu_forward.checked(check, gate, up, weights, approximate == "tanh")
 
 
 def silu_mul_reference(

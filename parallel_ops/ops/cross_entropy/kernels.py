@@ -92,7 +92,7 @@ def is_memory(t: Tensor) -> bool:
 
 def _fake_statistics(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, ignore_index: int,
-    ignore_invalid: bool, softcap: float, smoothing: bool,
+    ignore_out_of_range: bool, softcap: float, smoothing: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     width = statistics_per_row(smoothing, class_weight is not None)
     out = logits.new_empty((width, target.numel()), dtype=accumulation_dtype(logits.dtype))
@@ -101,16 +101,16 @@ def _fake_statistics(
 
 def statistics_on_cuda(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, start: int, vocab: int, ignore_index: int,
-    ignore_invalid: bool, softcap: float, smoothing: bool,
+    ignore_out_of_range: bool, softcap: float, smoothing: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
     outputs = _fake_statistics(
-        logits, target, class_weight, start, vocab, ignore_index, ignore_invalid, softcap, smoothing
+        logits, target, class_weight, start, vocab, ignore_index, ignore_out_of_range, softcap, smoothing
     )
     kernels.statistics(
         logits, target, class_weight, *outputs,
-        start=start, vocab=vocab, ignore_index=ignore_index, ignore_invalid=ignore_invalid, softcap=softcap,
+        start=start, vocab=vocab, ignore_index=ignore_index, ignore_out_of_range=ignore_out_of_range, softcap=softcap,
     )  # fmt: skip
     return outputs
 

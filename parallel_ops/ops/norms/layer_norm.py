@@ -92,7 +92,7 @@ def layer_norm(
     if type(eps) is not float or not eps >= 0:
         check_eps("layer_norm", eps)
     check = lambda: check_norm("layer_norm", x, weight, bias, residual)  # noqa: E731
-    y, total, *_ = _forward(x, weight, bias, residual, eps, zero_centered, check=check)
+    y, total, *_ = _forward.checked(check, x, weight, bias, residual, eps, zero_centered)
     return y if residual is None else (y, total)
 
 

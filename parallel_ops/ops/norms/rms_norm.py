@@ -75,7 +75,7 @@ def rms_norm(
     if type(eps) is not float or not eps >= 0:
         check_eps("rms_norm", eps)
     check = lambda: check_norm("rms_norm", x, weight, None, residual)  # noqa: E731
-    y, total, _ = _forward(x, weight, residual, eps, zero_centered, check=check)
+    y, total, _ = _forward.checked(check, x, weight, residual, eps, zero_centered)
     return y if residual is None else (y, total)
 
 

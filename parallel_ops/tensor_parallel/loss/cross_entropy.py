@@ -109,16 +109,16 @@ def vocab_parallel_cross_entropy(
 @communicates
 def _forward(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, group: str, label_smoothing: float, z_loss: float,
-    softcap: float, ignore_index: int, ignore_invalid: bool, inplace_backward: bool,
+    softcap: float, ignore_index: int, ignore_out_of_range: bool, inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     process_group, wide, weighted = resolve_group(group), logits.dtype is torch.float64, class_weight is not None
-    options = (label_smoothing, z_loss, softcap, wide, weighted, ignore_invalid)
-    # With ignore_invalid no target is an error, and ignore_index always passes the check.
-    checked = torch.full_like(target, ignore_index) if ignore_invalid else target
+    options = (label_smoothing, z_loss, softcap, wide, weighted, ignore_out_of_range)
+    # With ignore_out_of_range no target is an error, and ignore_index always passes the check.
+    checked = torch.full_like(target, ignore_index) if ignore_out_of_range else target
     layout = agreed_layout(_NAME, process_group, logits.shape[-1], checked, ignore_index, options)
     part, column = ce_kernels.statistics(
-        logits, target.contiguous(), class_weight, layout.start, layout.vocab, ignore_index, ignore_invalid, softcap,
-        label_smoothing != 0,
+        logits, target.contiguous(), class_weight, layout.start, layout.vocab, ignore_index, ignore_out_of_range,
+        softcap, label_smoothing != 0,
     )  # fmt: skip
     loss, saved = ce_kernels.combine(gathered(_NAME, part, process_group), column, label_smoothing, z_loss)
     return loss.view(target.shape), column, saved

@@ -139,9 +139,8 @@ def vocab_parallel_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     try:
-        loss, column, saved, *_ = _op(
-            hidden, weight, bias, target, class_weight, name, *options, REDUCTIONS.index(reduction), parts, size, needs,
-            all_outputs=return_statistics,
+        loss, column, saved, *_ = (_op.dispatched if return_statistics else _op)(
+            hidden, weight, bias, target, class_weight, name, *options, REDUCTIONS.index(reduction), parts, size, needs
         )  # fmt: skip
     except RuntimeError:
         # As in cross_entropy: on CPU the kernel checks the targets; the next line names a bad one with its row.

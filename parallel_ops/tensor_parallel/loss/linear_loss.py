@@ -10,9 +10,9 @@ from parallel_ops._internal.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates
 from parallel_ops.comm.primitives import gathered
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
-from parallel_ops.ops.cross_entropy.cross_entropy import forward as cross_entropy_forward
-from parallel_ops.ops.cross_entropy.cross_entropy import loss_and_grad_inplace
 from parallel_ops.ops.cross_entropy.options import NONE, REDUCTIONS, reduced
+from parallel_ops.ops.cross_entropy.whole_logits import forward as cross_entropy_forward
+from parallel_ops.ops.cross_entropy.whole_logits import loss_and_grad_inplace
 from parallel_ops.tensor_parallel.loss.logit_chunks import Chunks, LinearCall, weight_gradient_dtype
 from parallel_ops.tensor_parallel.loss.vocab_shards import agreed_layout, known_layout
 
@@ -56,8 +56,8 @@ def _over_group(
 ) -> tuple[Tensor, ...]:
     group = resolve_group(call.group)
     options = (*call.signature(), hidden.shape[-1], weight.itemsize, bias is None, class_weight is None)
-    # With ignore_invalid no target is an error, and ignore_index always passes the check.
-    checked = torch.full_like(target, call.ignore_index) if call.ignore_invalid else target
+    # With ignore_out_of_range no target is an error, and ignore_index always passes the check.
+    checked = torch.full_like(target, call.ignore_index) if call.ignore_out_of_range else target
     layout = agreed_layout(NAME, group, weight.shape[0], checked, call.ignore_index, options)
     chunks = Chunks(hidden, weight, bias, call, max(layout.sizes))
     loss, column, saved = _per_row_outputs(weight, target, class_weight, call)
@@ -72,7 +72,7 @@ def _over_group(
             layout.start,
             layout.vocab,
             call.ignore_index,
-            call.ignore_invalid,
+            call.ignore_out_of_range,
             call.softcap,
             call.label_smoothing != 0,
         )

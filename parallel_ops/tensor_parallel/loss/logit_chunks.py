@@ -22,7 +22,7 @@ class LinearCall(NamedTuple):
     z_loss: float
     softcap: float
     ignore_index: int
-    ignore_invalid: bool  # targets outside the vocabulary are ignored
+    ignore_out_of_range: bool  # targets outside the vocabulary are ignored
     reduction: int  # index in REDUCTIONS
     parts: int  # number of ranks over which the rows are sharded
     chunk_bytes: int
@@ -31,7 +31,7 @@ class LinearCall(NamedTuple):
     @property
     def loss_options(self) -> LossOptions:
         """The options of a row's loss."""
-        return LossOptions(self.label_smoothing, self.z_loss, self.softcap, self.ignore_index, self.ignore_invalid)
+        return LossOptions(self.label_smoothing, self.z_loss, self.softcap, self.ignore_index, self.ignore_out_of_range)
 
     @property
     def in_forward(self) -> bool:

@@ -21,7 +21,7 @@ def launches(dtype, cols, smoothing, softcap, weighted=False):
     out = meta(statistics_per_row(smoothing, weighted), 8192, dtype=torch.float32)
     saved = meta(saved_per_row(smoothing, weighted), 8192, dtype=torch.float32)
     options = {"label_smoothing": 0.1 if smoothing else 0.0, "z_loss": 1e-4}
-    targets = {"ignore_index": -100, "ignore_invalid": weighted}
+    targets = {"ignore_index": -100, "ignore_out_of_range": weighted}
     with aot.recorded() as recorded:
         kernels.statistics(x, target, weight, out, target, start=0, vocab=cols, softcap=softcap, **targets)
         kernels.combine(out.unsqueeze(0), target, rows, saved, **options)
@@ -78,7 +78,7 @@ def interpreted(label_smoothing, z_loss, softcap, shards, class_weight=None):
             column = poisoned((target.numel(),), torch.int64)
             kernels.statistics(
                 x, target.contiguous(), weight_of(start, x), out, column, start=start, vocab=logits.shape[-1],
-                ignore_index=-100, ignore_invalid=False, softcap=softcap or 0.0,
+                ignore_index=-100, ignore_out_of_range=False, softcap=softcap or 0.0,
             )  # fmt: skip
             start += x.shape[-1]
             parts.append(out)
@@ -167,7 +167,7 @@ def interpreted_with_gradient(inplace, label_smoothing, z_loss, softcap, class_w
         kernels.with_gradient(
             x, target, class_weight, divisor.to(dtype).reciprocal().view(1), loss, column, saved, dx,
             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap or 0.0, ignore_index=-100,
-            ignore_invalid=False,
+            ignore_out_of_range=False,
         )  # fmt: skip
         return loss.sum() / divisor, dx
 
