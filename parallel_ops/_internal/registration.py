@@ -111,13 +111,22 @@ def _autocast(call: Callable[..., R], device_type: str, rule: Callable[..., tupl
 
 
 def cast_to_autocast_dtype(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Autocast rule of ops that sit between two matrix products: everything in the autocast dtype.
+    """Autocast rule of ops between two matrix products: everything in the autocast dtype.
 
     fp64 stays fp64, as under torch's own autocast.
     """
     if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
         return promote_to_widest(dtype, args)
     return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def cast_first(count: int) -> Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]]:
+    """Autocast rule: ``cast_to_autocast_dtype`` for the first ``count`` arguments alone."""
+
+    def rule(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *cast_to_autocast_dtype(dtype, args[:count]), *args[count:]
+
+    return rule
 
 
 def promote_to_widest(_: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

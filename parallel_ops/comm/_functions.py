@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_ops.comm import primitives as _primitives
+from parallel_ops.comm import primitives
 
 # Each Function's last argument is the name of the call for errors: of the forward, or of whose backward it is.
 
@@ -30,7 +30,7 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
         ctx.args = fp32_reduction, group, _backward_of(op)
-        return _primitives.all_reduce(x, fp32_reduction, group, op)
+        return primitives.all_reduce(x, fp32_reduction, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,7 +41,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
         ctx.args = dim, sizes, group, _backward_of(op)
-        return _primitives.scatter(x, dim, sizes, group)
+        return primitives.scatter(x, dim, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,7 +52,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
         ctx.args = dim, sizes, group, _backward_of(op)
-        return _primitives.all_gather(x, dim, sizes, group, op)
+        return primitives.all_gather(x, dim, sizes, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -65,7 +65,7 @@ class AllGather(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
     ) -> Tensor:
         ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
-        return _primitives.all_gather(x, dim, sizes, group, op)
+        return primitives.all_gather(x, dim, sizes, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +78,7 @@ class ReduceScatter(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bool, group: str, op: str
     ) -> Tensor:
         ctx.args = dim, sizes, fp32_reduction, group, _backward_of(op)
-        return _primitives.reduce_scatter(x, dim, sizes, fp32_reduction, group, op)
+        return primitives.reduce_scatter(x, dim, sizes, fp32_reduction, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +98,7 @@ class AllToAll(torch.autograd.Function):
         op: str,
     ) -> Tensor:
         ctx.args = concat_dim, concat_sizes, split_dim, split_sizes, group, _backward_of(op)
-        return _primitives.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, group, op)
+        return primitives.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, group, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

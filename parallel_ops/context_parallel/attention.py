@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name, group_rank, group_size, resolve_group
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.registration import cast_first, register
 from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops.comm.collectives import all_gather
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, propagate_errors, shared_error
@@ -40,7 +40,6 @@ from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, sh
 from parallel_ops.ops.attention.checks import check_attention
 from parallel_ops.ops.attention.flash_attention import (
     AttentionArguments,
-    cast_attention,
     flash_attention,
     flash_attention_reference,
 )
@@ -292,5 +291,5 @@ _op = register(
     setup_context=_setup_context,
     backward=_autograd,
     differentiable=1,
-    autocast=cast_attention,
+    autocast=cast_first(3),
 )

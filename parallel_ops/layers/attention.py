@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention, flash
-from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
+from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule, ensure_divisible, to_local
 from parallel_ops.ops import rms_norm, rotary_embedding

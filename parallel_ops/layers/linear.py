@@ -8,126 +8,32 @@ rank or, with ``sequence_parallel``, sharded by tokens. The communication that t
 products and overlaps with them. Sources: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
-import weakref
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group
 from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear
 from parallel_ops.layers.parameters import (
     InitFn,
-    ShardedModule,
-    empty_parameter,
     ensure_divisible,
-    init_sharded_,
     to_local,
-    uniform,
 )
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.tensor_parallel import (
-    DeferredWeightGradients,
     all_gather_linear,
     column_parallel_linear,
     linear_reduce_scatter,
 )
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
-from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf, Target
-
-
-class LinearOptions(TypedDict):
-    """Arguments that all linears of a block share."""
-
-    mesh: DeviceMesh | None
-    sequence_parallel: bool
-    overlap: Overlap
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
-class _Linear(ShardedModule):
-    """Base class of the two linears.
-
-    Attributes:
-        main_grad: an fp32 tensor of the shape of this rank's shard of the weight. The weight's gradients are added to
-            it and not to ``weight.grad``; only for weights that neither FSDP nor DDP reduces.
-        deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        placements: tuple[Placement, Placement],
-        bias: bool,
-        init_method: InitFn | None,
-        options: LinearOptions,
-    ) -> None:
-        super().__init__(options["mesh"])
-        encode(type(self).__name__, options["overlap"])
-        self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
-        self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
-        self.overlap = options["overlap"]
-        where = self.mesh, options["device"], options["dtype"]
-        self.weight = empty_parameter((out_features, in_features), placements[0], *where)
-        self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None
-        self._main_grad: Tensor | None = None
-        self._deferred: DeferredWeightGradients | None = None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialises weight, then bias: by default as ``nn.Linear`` does, independently of the mesh."""
-        init_sharded_(self.weight, self.init_method or uniform(self.in_features))
-        if self.bias is not None:
-            init_sharded_(self.bias, uniform(self.in_features))
-
-    @property
-    def main_grad(self) -> Tensor | None:
-        return self._main_grad
-
-    @main_grad.setter
-    def main_grad(self, value: Tensor | None) -> None:
-        self._main_grad, self._of = value, weakref.ref(self.weight)
-
-    @property
-    def deferred(self) -> DeferredWeightGradients | None:
-        return self._deferred
-
-    @deferred.setter
-    def deferred(self, value: DeferredWeightGradients | None) -> None:
-        self._deferred, self._of = value, weakref.ref(self.weight)
-
-    def weight_gradient(self) -> Target:
-        """The ``main_grad`` argument of the linear ops: where the weight's gradient goes; ``None`` for autograd.
-
-        Raises:
-            ValueError: FSDP has replaced the parameter for which ``main_grad`` or ``deferred`` was set.
-        """
-        if self._main_grad is None and self._deferred is None:
-            return None
-        if self._of() is not self.weight:
-            raise ValueError(
-                f"{type(self).__name__}: main_grad and deferred do not work under fully_shard or replicate, which "
-                "would not reduce these gradients; leave them out (FSDP2 accumulates in the reduce_dtype of its "
-                "MixedPrecisionPolicy)"
-            )
-        return GradientOf(self.weight) if self._main_grad is None else self._main_grad
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"rank={group_rank(self.group)} of {self.ranks}, sequence_parallel={self.sequence_parallel}"
-        )
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
 def column_linears(
@@ -177,7 +83,7 @@ def column_linears(
     return list(outputs), biases
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(ParallelLinear):
     """``nn.Linear`` with its output features split over a mesh.
 
     Args:
@@ -241,7 +147,7 @@ class ColumnParallelLinear(_Linear):
         return column_linears(x, [self], sizes=sizes)[0][0]
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(ParallelLinear):
     """``nn.Linear`` with its input features split over a mesh.
 
     Args:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear import ColumnParallelLinear, LinearOptions, RowParallelLinear, column_linears
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
+from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap

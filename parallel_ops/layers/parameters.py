@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from parallel_ops._internal.compat import local_box, new_dtensor
-from parallel_ops.comm import copy_to_group
-from parallel_ops.comm import primitives as _primitives
+from parallel_ops.comm import copy_to_group, primitives
 
 InitFn = Callable[[Tensor], object]
 
@@ -193,7 +192,7 @@ def _sum_partial(ctx: Any, grads: list[Tensor | None]) -> None:
             ]
         )
         name = ctx.module.group.group_name
-        total = _primitives.all_reduce(flat, True, name, f"backward of {type(ctx.module).__name__}")
+        total = primitives.all_reduce(flat, True, name, f"backward of {type(ctx.module).__name__}")
         for i, shape, part in zip(some, shapes, total.split([s.numel() for s in shapes]), strict=True):
             grads[i] = part.view(shape)
 

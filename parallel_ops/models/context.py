@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.comm import primitives as _primitives
+from parallel_ops.comm import primitives
 from parallel_ops.context_parallel import SequenceLayout, ring_attention
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers.core_attention import CoreAttention
@@ -123,5 +123,5 @@ class Context:
         """
         assert self.group is not None
         local = total * (self.ranks / count.clamp(min=1))
-        mean = _primitives.all_reduce(local.detach(), True, self.group.group_name, "mean loss") / self.ranks
+        mean = primitives.all_reduce(local.detach(), True, self.group.group_name, "mean loss") / self.ranks
         return mean + (local - local.detach())

@@ -12,14 +12,14 @@ q and k share their tokens' angles, so one call rotates both. Saved for backward
 needed. Source: Su et al., arXiv:2104.09864.
 """
 
-import itertools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from parallel_ops._internal.checks import check_floating, check_same_device
+from parallel_ops._internal.checks import check_floating
 from parallel_ops._internal.registration import register
+from parallel_ops.ops.rotary_checks import check_rotary, check_writable
 
 Layout = Literal["sbhd", "bhsd"]
 
@@ -137,9 +137,9 @@ def _run(
     if heads_first:
         q, k = q.permute(2, 0, 1, 3), None if k is None else k.permute(2, 0, 1, 3)
         cos, sin, positions = (_sequence_first(t, dims) for t, dims in ((cos, 3), (sin, 3), (positions, 2)))
-    _check(op, names, q, k, cos, sin, positions, cu_seqlens)
+    check_rotary(op, names, q, k, cos, sin, positions, cu_seqlens)
     if inplace:
-        _check_writable(op, names, q, k)
+        check_writable(op, names, q, k)
     arguments = (cos, sin, positions, cu_seqlens, interleaved)
     if inplace and not torch.compiler.is_compiling():
         q, k = _rotate_inplace(q, k, *arguments)
@@ -182,91 +182,6 @@ def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:
 def _sequence_first(t: Any, dims: int) -> Any:
     """What has a value for each token of each batch, as the kernels have it."""
     return t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == dims else t
-
-
-def _check(
-    op: str, names: tuple[str, ...], x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    """Tensors are ``[s, b, h, d]`` or ``[t, h, d]``."""
-    if k is not None:
-        check_same_device(op, "k", k, "q", x)
-        if k.dtype != x.dtype:
-            raise TypeError(f"{op}: k is {k.dtype}, but q is {x.dtype}; cast one of them")
-        if k.dim() != x.dim() or (*k.shape[:-2], k.shape[-1]) != (*x.shape[:-2], x.shape[-1]):
-            raise ValueError(f"{op}: k must be like q but for its heads, got {list(k.shape)} and {list(x.shape)}")
-    _check_angles(op, names[0], x, cos, sin)
-    if positions is not None and (cu_seqlens is not None or cos.dim() == 3):
-        raise ValueError(f"{op}: positions, cu_seqlens and angles for each token exclude each other")
-    if cu_seqlens is not None:
-        _check_sequences(op, x, cos, cu_seqlens)
-    elif positions is None:
-        if x.shape[0] > cos.shape[0]:
-            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but {names[0]} has {x.shape[0]} positions")
-    else:
-        _check_positions(op, x, cos, positions)
-
-
-def _check_writable(op: str, names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    for name, t in zip(names, tensors, strict=False):
-        assert t is not None
-        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise ValueError(f"{op}: {name} is expanded, so it cannot be written in place; clone it")
-        if t.requires_grad and t.is_leaf and torch.is_grad_enabled():
-            raise ValueError(f"{op}: {name} is a leaf that requires a gradient, so it cannot be written in place")
-
-
-def _check_angles(op: str, x_name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    for name, angles in (("cos", cos), ("sin", sin)):
-        check_floating(op, name, angles)
-        check_same_device(op, name, angles, x_name, x)
-        if angles.dtype not in (torch.float32, x.dtype):
-            raise TypeError(f"{op}: {name} must be float32 or the dtype of {x_name}, {x.dtype}, got {angles.dtype}")
-        if angles.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: {name} requires a gradient, which is not implemented; detach it")
-        per_token = angles.dim() == 3 and x.dim() == 4 and angles.shape[:2] == x.shape[:2]
-        if not (angles.dim() == 2 or per_token) or 2 * angles.shape[-1] > x.shape[-1]:
-            raise ValueError(
-                f"{op}: {name} must be [positions, R / 2] with R at most {x.shape[-1]}, the last dimension of "
-                f"{x_name}, or have one row for each token, got {list(angles.shape)}"
-            )
-    if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(
-            f"{op}: sin must be like cos, {list(cos.shape)} of {cos.dtype}, got {list(sin.shape)} of {sin.dtype}"
-        )
-
-
-def _check_sequences(op: str, x: Tensor, cos: Tensor, cu_seqlens: Tensor) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{op}: cu_seqlens must be an int32 or int64 tensor, got {got}")
-    check_same_device(op, "cu_seqlens", cu_seqlens, "x", x)
-    if x.dim() != 3 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"{op}: cu_seqlens must be [sequences + 1], for packed [t, h, d], got {list(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        starts = cu_seqlens.tolist()
-        longest = max(b - a for a, b in itertools.pairwise(starts))
-        if starts[0] != 0 or starts[-1] != x.shape[0] or sorted(starts) != starts:
-            raise ValueError(f"{op}: cu_seqlens must rise from 0 to {x.shape[0]}, got {starts}")
-        if longest > cos.shape[0]:
-            raise ValueError(f"{op}: cos has {cos.shape[0]} rows, but a sequence has {longest} tokens")
-
-
-def _check_positions(op: str, x: Tensor, cos: Tensor, positions: Tensor) -> None:
-    if not isinstance(positions, Tensor) or positions.dtype is not torch.int64:
-        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
-        raise TypeError(f"{op}: positions must be an int64 tensor, got {got}")
-    check_same_device(op, "positions", positions, "x", x)
-    if positions.shape not in (x.shape[:1], x.shape[:-2]):
-        allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys((x.shape[:1], x.shape[:-2])))
-        raise ValueError(f"{op}: positions must have shape {allowed}, got {list(positions.shape)}")
-    # Compiled, the kernel's own check remains, a RuntimeError: values are not known while tracing.
-    if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
-        low, high = (int(v) for v in positions.aminmax())
-        if low < 0 or high >= cos.shape[0]:
-            raise ValueError(f"{op}: positions run from {low} to {high}, but cos has {cos.shape[0]} rows")
 
 
 def _output(x: Tensor, heads_first: bool) -> Tensor:

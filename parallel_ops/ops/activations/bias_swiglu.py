@@ -17,11 +17,10 @@ Source: Shazeer, arXiv:2002.05202.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel_ops._internal.checks import check_bias, check_row_weights, check_rows, empty_like_or_none
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.registration import cast_first, register
 from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops.ops.activations.gated import silu_mul_reference, swiglu_options
 
@@ -113,8 +112,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+    x, bias, weights, *ctx.options = inputs
+    ctx.save_for_backward(x, bias, weights)
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,11 +125,7 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx if for_x else None, *of_parameters, None, None, None
 
 
-def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *cast_to_autocast_dtype(dtype, args[:2]), *args[2:]
-
-
 _backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)
 _forward = register(
-    "bias_swiglu", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, autocast=_autocast
+    "bias_swiglu", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, autocast=cast_first(2)
 )

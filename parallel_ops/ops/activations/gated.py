@@ -25,7 +25,7 @@ from parallel_ops._internal.checks import (
     check_same_dtype,
     empty_like_or_none,
 )
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.registration import cast_first, register
 
 
 def silu_mul(
@@ -179,8 +179,8 @@ def _gelu_cuda_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+    gate, up, weights, *ctx.options = inputs
+    ctx.save_for_backward(gate, up, weights)
 
 
 def _gradients(op: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,10 +197,6 @@ def _gelu_autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _gradients(_gelu_backward, ctx, grad)
 
 
-def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *cast_to_autocast_dtype(dtype, args[:2]), *args[2:]
-
-
 _silu_backward = register("silu_mul_backward", fake=_fake_backward, cuda=_silu_cuda_backward)
 _silu_forward = register(
     "silu_mul",
@@ -208,7 +204,7 @@ _silu_forward = register(
     cuda=_silu_cuda,
     setup_context=_setup_context,
     backward=_silu_autograd,
-    autocast=_autocast,
+    autocast=cast_first(2),
 )
 _gelu_backward = register("gelu_mul_backward", fake=_fake_backward, cuda=_gelu_cuda_backward)
 _gelu_forward = register(
@@ -217,5 +213,5 @@ _gelu_forward = register(
     cuda=_gelu_cuda,
     setup_context=_setup_context,
     backward=_gelu_autograd,
-    autocast=_autocast,
+    autocast=cast_first(2),
 )

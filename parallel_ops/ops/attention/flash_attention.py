@@ -1,11 +1,11 @@
 """Attention whose scores are never in memory as a whole, forward and backward.
 
     s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
-    out[i]  = sum_j m[i, j] p[i, j] v[j] / (1 - p_drop)     p[i, :] = softmax of s[i, :] over the keys that i sees,
-                                                            and a sink, whose probability multiplies nothing
+    out[i]  = sum_j m[i, j] p[i, j] v[j] / (1 - p_drop)     p[i, :] = softmax of s[i, :] over the keys that i sees
+                                                            and a sink, which has no value
     dsink   = - sum over batch and i of exp(sink - M[i]) / Z[i] dout[i] . out[i]
 
-All keys are one block of ``block.py``, which has the rest of the formulas. Saved for backward: the inputs,
+All keys are one block of ``block.py``, where the other formulas are. Saved for backward: the inputs,
 out, and the maximum M and the sum Z of each row's exponentials, 8 bytes a row and head.
 
 Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:2408.00118), sink as in gpt-oss.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel_ops._internal.dropout import dropout_seed
 from parallel_ops._internal.philox import kept_scale
-from parallel_ops._internal.registration import register
+from parallel_ops._internal.registration import cast_first, register
 from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention.block import (
@@ -67,7 +67,7 @@ def flash_attention(
     cu_seqlens: Tensor | None = None,
     first_head: int = 0,
 ) -> Tensor:
-    """``softmax(scale * q k^T) v`` over the keys that each query sees, without scores in memory.
+    """``softmax(scale * q k^T) v`` over the keys visible to each query, without scores in memory.
 
     Args:
         q: ``[sq, b, heads, d]``, float32, float16, bfloat16 or float64, any strides.
@@ -76,20 +76,20 @@ def flash_attention(
         causal: query i sees the keys up to ``i + sk - sq``, so the last query sees the last key; ``sq <= sk``.
         scale: finite; ``None`` for ``1 / sqrt(d)``.
         window: how many keys a query sees at most, its own included; causal only.
-        sink: ``[heads]``, one more logit of every row, not scaled, whose probability multiplies nothing; gets a
-            gradient. Any floating-point dtype.
+        sink: ``[heads]``, one more logit of every row, not scaled, without a value; gets a gradient. Any
+            floating-point dtype.
         softcap: scores are kept within ``(-softcap, softcap)`` by ``softcap * tanh(score / softcap)``; above 0.
         dropout_p: probability of dropping a probability, from 0 to 1; kept ones are scaled by ``1 / (1 - dropout_p)``.
         seed: what dropout draws from: any 64-bit integer, or one int64 element on the device of ``q``. ``None`` draws
             one from PyTorch's default generator of that device.
         cu_seqlens: int32 or int64 ``[documents + 1]`` on the device of ``q``, never decreasing from 0 to s, where
             ``sq == sk == s``: document n is the tokens from ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``, and a query
-            sees keys of its own. Its values are not read by the host, so they are not checked.
-        first_head: where these heads begin among those of all ranks, which is what dropout draws by.
+            sees keys of its own document. The host does not read its values, so they are not checked.
+        first_head: the index of the first of these heads among those of all ranks, for dropout.
 
     Returns:
         ``[sq, b, heads, d]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); arithmetic in fp32
-        (fp64 for fp64). A query that sees no key gives zeros, and no gradient.
+        (fp64 for fp64). The result of a query that sees no key is 0, and so is its gradient.
 
     Raises:
         TypeError: unsupported or different dtypes, an option of a wrong type.
@@ -97,9 +97,9 @@ def flash_attention(
             ``softcap`` not above 0, ``scale`` not finite, ``dropout_p`` outside 0 to 1, ``cu_seqlens`` with
             ``sq != sk``.
 
-    Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also of
-    what is dropped, and so does any shard of batch where nothing is dropped; queries and keys must be whole.
-    ``ring_attention`` has them sharded.
+    Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also
+    its dropout mask. So does any shard of batch without dropout. Queries and keys must be whole; ``ring_attention``
+    takes them sharded.
     """
     op = "flash_attention"
     check_attention(op, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
@@ -230,13 +230,6 @@ def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
 
 
-def cast_attention(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Autocast rule: q, k and v in the autocast dtype; fp64 stays fp64, as under torch's own autocast."""
-    widest = torch.promote_types(torch.promote_types(args[0].dtype, args[1].dtype), args[2].dtype)
-    dtype = widest if widest is torch.float64 else dtype
-    return *(t.to(dtype) for t in args[:3]), *args[3:]
-
-
 _backward = register("flash_attention_backward", fake=_fake_backward, cuda=_run_backward, cpu=_run_backward)
 _forward = register(
     "flash_attention",
@@ -245,5 +238,5 @@ _forward = register(
     cpu=_run,
     setup_context=_setup_context,
     backward=_autograd,
-    autocast=cast_attention,
+    autocast=cast_first(3),
 )

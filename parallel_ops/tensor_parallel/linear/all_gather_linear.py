@@ -27,15 +27,8 @@ from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import (
-    Factors,
-    GroupCall,
-    LinearOp,
-    as_list,
-    matrix,
-    multiply,
-    rows_of,
-)
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix, multiply
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
 from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target

@@ -1,4 +1,4 @@
-"""Shared by the linears over a group: checks, comparison of calls between ranks, the torch ops, autograd.
+"""Shared by the linears over a group: checks, the torch ops, autograd.
 
 Each op provides two functions of a ``GroupCall``: its forward, and its gradients, which pass the factors of the weight
 gradients to a callback as soon as these are available. The forward is also a registered op, opaque to
@@ -11,7 +11,6 @@ a half, run when its queue is computed.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -24,13 +23,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.autograd import once_differentiable
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.group_checks import check_tensor
-from parallel_ops._internal.groups import group_name, resolve_group
+from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
 from parallel_ops._internal.split_backward import runs
-from parallel_ops.comm.consistency import CallSignature, check_consistency, propagate_errors
-from parallel_ops.comm.transport.base import Transport
-from parallel_ops.comm.transport.registry import transport_of
+from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall
 from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
@@ -42,84 +40,6 @@ _NOTHING = nullcontext()
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupCall:
-    """The non-tensor arguments of the op."""
-
-    op: str
-    group: str | None
-    sizes: list[int]  # of the sharded dimension, in rank order
-    overlap: int
-    needs: list[bool]  # whether x, each weight and each bias need a gradient
-    partial_bias: bool = False  # the gradient of bias is of this rank's rows only
-
-    def needs_weights(self, count: int) -> list[bool]:
-        return self.needs[1 : 1 + count]
-
-    def needs_biases(self, count: int) -> list[bool]:
-        return self.needs[1 + count :]
-
-    def check_consistency(
-        self, transport: Transport, x: Tensor, same: tuple[object, ...], shape: Callable[[], str],
-        weights: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        """Raises on all ranks unless all make the same call.
-
-        If a measurement chooses the pieces, the weights must have the same shapes too: choices are cached by shape, so
-        otherwise some ranks would measure, and wait for the others.
-        """
-        group = resolve_group(self.group)
-        over = transport.capabilities.name
-        # What a backward sends depends on which parameters need gradients.
-        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
-        measured = [tuple(w.shape) for w in weights] if self.overlap == plan.AUTO and x.is_cuda else []
-
-        def text() -> str:
-            even = len(set(self.sizes)) == 1
-            sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
-            overlap = plan.decode(self.overlap)
-            words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
-            return f"{words}, weights of {measured}" if measured else words
-
-        check_consistency(group, CallSignature(self.op, (x.dtype, *same, *options, *measured), text), x.device)
-
-    def transport(self) -> Transport | None:
-        return None if self.group is None else transport_of(resolve_group(self.group))
-
-    def pieces(
-        self, phase: plan.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
-        run: Callable[[int], object],
-    ) -> int:  # fmt: skip
-        """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
-
-        Args:
-            phase: whether the input is gathered or the output scattered.
-            like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
-            run: runs the op with a number of pieces, for timing.
-        """
-        if self.overlap > 0:
-            return self.overlap
-        if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
-            return plan.OFF
-        rows = rows_of(self.sizes, like)
-        sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
-        task = plan.Task(
-            phase=phase,
-            rows=sum(rows),
-            columns=columns,
-            inner=inner,
-            sent=sent[phase] * like.itemsize,
-            size=transport.size,
-            dtype=like.dtype,
-            transport=transport.capabilities.name,
-        )
-        return plan.choose(task, like.device, resolve_group(self.group), run)
-
-    def bulk(self, device: torch.device) -> bool:
-        """Whether whole collectives overlap with whole products. On a GPU that is free; on a CPU it gains nothing."""
-        return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
-
-
 def as_list(one_or_several: T | Sequence[T]) -> list[T]:
     return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
@@ -127,11 +47,6 @@ def as_list(one_or_several: T | Sequence[T]) -> list[T]:
 def matrix(t: Tensor) -> Tensor:
     """``[..., N]`` as a contiguous matrix."""
     return t.flatten(0, -2).contiguous()
-
-
-def rows_of(sizes: Sequence[int], t: Tensor) -> list[int]:
-    """The rows of every rank's matrix, for a tensor ``[s, ..., N]`` of which rank r has ``sizes[r]`` entries."""
-    return [size * math.prod(t.shape[1:-1]) for size in sizes]
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

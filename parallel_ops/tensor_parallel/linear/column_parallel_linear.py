@@ -24,7 +24,8 @@ from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, as_list, matrix, rows_of
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
 from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target

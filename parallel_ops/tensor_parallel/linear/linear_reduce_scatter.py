@@ -27,7 +27,8 @@ from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import Factors, GroupCall, LinearOp, matrix, multiply, rows_of
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, matrix, multiply
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
 from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target

@@ -2,7 +2,7 @@
 
     dW   = dy^T x                 returned to autograd, in the dtype of W
     M   += dy^T x                 with ``main_grad=M``: accumulated without rounding the product, none for autograd
-    later                         with ``deferred=queue``: as above, but when the queue is told to
+    later                         with ``deferred=queue``: as above, but when the queue is computed
 
 The last is for zero-bubble pipeline schedules (Qi et al., arXiv:2401.10241): the backward that other stages wait for
 computes input gradients only, and the schedule computes weight gradients where it would otherwise idle.
@@ -63,7 +63,7 @@ class DeferredWeightGradients:
         """Takes what the queue holds and returns what computes it.
 
         For ``torch.distributed.pipelining.PipelineStage(..., dw_builder=queue.dw_builder)``: the stage calls it after
-        the backward of each micro-batch and runs what it got where the schedule says so.
+        the backward of each micro-batch and runs the collected entries where the schedule places them.
         """
         taken = DeferredWeightGradients()
         taken._pending, self._pending = self._pending, taken._pending

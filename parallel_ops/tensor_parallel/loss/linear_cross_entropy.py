@@ -32,7 +32,7 @@ from typing_extensions import Unpack
 
 from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
 from parallel_ops._internal.groups import group_name
-from parallel_ops._internal.registration import cast_to_autocast_dtype, register
+from parallel_ops._internal.registration import cast_first, register
 from parallel_ops._internal.split_backward import check_memory, requested
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
@@ -200,7 +200,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     hidden, weight, bias, _, class_weight, *ctx.arguments = inputs
     _, column, saved, divisor, *gradients = output
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else zeros of the size of the weight gradient, for nobody
+    ctx.set_materialize_grads(False)  # else unused zeros of the size of the weight gradient
     call = LinearCall(*ctx.arguments)
     ctx.per_row, ctx.dtype = call.reduction == NONE, weight.dtype
     kept = (hidden, weight, bias, class_weight, column, saved) if ctx.per_row else (divisor, *gradients)
@@ -232,10 +232,6 @@ def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return *cast_to_autocast_dtype(dtype, args[:3]), *args[3:]
-
-
 _backward_op = register(f"{_NAME}_backward", fake=fake_backward, cpu=backward, cuda=backward)
 _op = register(
     _NAME,
@@ -245,5 +241,5 @@ _op = register(
     setup_context=_setup_context,
     backward=_autograd,
     differentiable=1,
-    autocast=_autocast,
+    autocast=cast_first(3),
 )
