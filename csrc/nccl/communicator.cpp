@@ -60,7 +60,7 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key, const Conf
     }
   });
   if (color == kNoColor) return nullptr;
-  // Known by its rank in this communicator until NCCL says which it has in the new one.
+  // It keeps its rank in this communicator until NCCL reports the one in the new one.
   std::unique_ptr<Communicator> child(new Communicator(library_, size_, rank_, interrupt_));
   child->comm_ = *handle;
   child->guarded("split", [&] {

@@ -40,7 +40,7 @@ enum class Kind {
   kScatter
 };
 
-// By the names that Python uses, "all_reduce" say. Throws std::invalid_argument.
+// By the names that Python uses, for example "all_reduce". Throws std::invalid_argument.
 Kind kind_of(const std::string& name);
 
 // One operation on device memory. `count` is what NCCL's function of that name calls so.

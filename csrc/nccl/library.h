@@ -1,4 +1,4 @@
-// A libnccl.so.2 opened at run time: its version, and its functions as a table that knows which of them it lacks.
+// A libnccl.so.2 opened at run time: its version, and its functions as a table that records which are missing.
 #pragma once
 
 #include <memory>
@@ -26,7 +26,7 @@ class Library {
  public:
   // Throws std::runtime_error, in the words of the dynamic loader, if `path` cannot be opened or is not NCCL.
   static std::shared_ptr<const Library> open(const std::string& path);
-  // The copy of libnccl.so.2 that this process has already loaded, torch's say; null if there is none.
+  // The copy of libnccl.so.2 that this process has already loaded, such as torch's; null if there is none.
   static std::shared_ptr<const Library> loaded();
 
   ~Library();

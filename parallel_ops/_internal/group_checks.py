@@ -88,7 +88,7 @@ def check_sizes(
 def check_receive_sizes(
     op: str, name: str, sizes: Sequence[int] | None, group: ProcessGroup | None, sent: Sequence[int]
 ) -> list[int]:
-    """How much arrives from each rank, where nothing else tells; by default as much as is sent to it."""
+    """The sizes received from each rank; by default those sent to it."""
     if sizes is None:
         return list(sent)
     _check_counts(op, name, sizes, group_size(group))

@@ -3,10 +3,10 @@
     forward                backward
     copy_to_group          all-reduce of the gradients            x is whole on every rank, each uses it differently
     reduce_from_group      the gradient as it is                  x is a partial sum
-    scatter_to_group       all-gather                             x is whole, each rank goes on with its part
+    scatter_to_group       all-gather                             x is whole, each rank continues with its part
     gather_from_group      this rank's part of the gradient       each rank holds a part, all go on alike
     all_gather             reduce-scatter                         each rank holds a part and uses the whole differently
-    reduce_scatter         all-gather                             x is a partial sum, each rank goes on with its part
+    reduce_scatter         all-gather                             x is a partial sum, each rank continues with its part
     all_to_all             all-to-all, the other way
 
 The first four are the f and g of Shoeybi et al., arXiv:1909.08053, and the next two those of sequence parallelism
@@ -112,8 +112,8 @@ def gather_from_group(
 ) -> Tensor:
     """``x`` of all ranks, concatenated along ``dim``; in the backward each rank takes its part of the gradient.
 
-    Right where every rank goes on in the same way with the whole, so that all have the same gradient of it. Where they
-    do not, use ``all_gather``.
+    Right if every rank computes the same with the whole, so that all have the same gradient of it. Otherwise use
+    ``all_gather``.
 
     Args:
         x: any shape: this rank's shard.
@@ -200,9 +200,9 @@ def all_to_all(
         concat_sizes: how much of ``concat_dim`` comes from each rank; without it, as much as ``x`` has from each
             (``split_dim`` and ``concat_dim`` differ) or equal parts (they are the same).
 
-    Where the dimensions differ, both tuples must be the same on every rank (a change of sharding, from heads to
-    sequence, say). Where they are the same, each rank has its own, and what rank i sends to rank j must be what rank j
-    expects from rank i (tokens to experts, say).
+    If the dimensions differ, both tuples must be the same on every rank (for a change of sharding, such as from heads
+    to sequence). If they are the same, each rank has its own tuples, and rank j must expect from rank i what rank i
+    sends to it (for example tokens to experts).
 
     Raises: TypeError, ValueError: see the module.
 

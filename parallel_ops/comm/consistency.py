@@ -61,7 +61,7 @@ _bodies: set[CodeType] = set()
 
 
 class _Thread(threading.local):
-    """For each group with an open ``propagate_errors`` block: the errors that its ranks know already."""
+    """For each group with an open ``propagate_errors`` block: the errors that its ranks have received."""
 
     def __init__(self) -> None:
         self.reported: dict[ProcessGroup, list[BaseException]] = {}
@@ -197,7 +197,7 @@ class propagate_errors:
             e in reported or isinstance(e, PeerError) for e in self._chain(error)
         ):
             reported.append(error)
-            with contextlib.suppress(Exception):  # this rank's own error says more
+            with contextlib.suppress(Exception):  # this rank's own error is more specific
                 self._post(group, error)
 
     def _chain(self, error: BaseException) -> list[BaseException]:

@@ -45,7 +45,7 @@ _NETWORK = 45e9
 
 
 def rates_of(device: torch.device, dtype: torch.dtype, group: ProcessGroup) -> Rates | None:
-    """What the model believes; ``None`` for a device that it does not know, and for CPUs."""
+    """The rates that the model assumes; ``None`` for an unknown device and for CPUs."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -40,7 +40,7 @@ class translate_backend_errors:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        # Running out of memory says nothing about the other ranks.
+        # Running out of memory does not mean that another rank failed.
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError | torch.OutOfMemoryError):
             group = self._group
             raise PeerError(

@@ -2,11 +2,11 @@
 
     rank = (((i_pp * dp_replicate + i_dp_replicate) * dp_shard + i_dp_shard) * cp + i_cp) * tp + i_tp
 
-Tensor parallelism is innermost: it talks most, so its ranks are neighbours, on one node's NVLink. Pipeline stages are
-outermost: they talk least. Replicas of the sharded model come before the shards, so that the all-gathers of a sharded
-data-parallel step stay closer together than the all-reduce between replicas. Expert parallelism has no ranks of its
-own: it is another view of the ranks that share a pipeline stage and a replica, with ``efsdp * ep`` in the place of
-``dp_shard * cp * tp``.
+Tensor parallelism is innermost: it communicates most, so its ranks are neighbours, on one node's NVLink. Pipeline
+stages are outermost: they communicate least. Replicas of the sharded model come before the shards, so that the
+all-gathers of a sharded data-parallel step stay closer together than the all-reduce between replicas. Expert
+parallelism has no ranks of its own: it is another view of the ranks that share a pipeline stage and a replica, with
+``efsdp * ep`` in the place of ``dp_shard * cp * tp``.
 
 All meshes come from one root, which is what lets FSDP2 shard a parameter that is a DTensor on ``tp`` already. A
 dimension of one rank costs nothing: it is not in the root, since torch would form a process group, with its threads,

@@ -101,7 +101,7 @@ def _(x: Tensor, dim: int, sizes: Sequence[int], group: str, op: str) -> Tensor:
 
 @torch.library.custom_op("parallel_ops::comm_scatter", mutates_args=())
 def scatter(x: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    """This rank's shard. Nothing is sent; an op, because a graph cannot ask a group for its rank."""
+    """This rank's shard. Nothing is sent; an op, because a graph cannot read the rank of a group."""
     return x.split(list(sizes), dim=dim)[resolve_group(group).rank()].clone(memory_format=torch.contiguous_format)
 
 

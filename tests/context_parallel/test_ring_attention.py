@@ -121,8 +121,12 @@ def test_disagreement_raises_on_every_rank(size, what, message):
     ("options", "change", "message"),
     [
         ({"layout": "blocks"}, {}, "layout must be one of zigzag, striped, contiguous, got 'blocks'"),
-        ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, gathered, got 'usp'"),
-        ({"algorithm": "all_to_all"}, {"heads": 6, "kv_heads": 3}, "all_to_all needs kv heads that 2 ranks divide"),
+        ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, all_gather, got 'usp'"),
+        (
+            {"algorithm": "all_to_all"},
+            {"heads": 6, "kv_heads": 3},
+            "all_to_all needs kv heads that are a multiple or a divisor of the 2 ranks",
+        ),
         ({"algorithm": "hybrid"}, {}, "hybrid needs a ulysses_degree between 1 and 2"),
         (
             {"algorithm": "hybrid", "ulysses_degree": 3},
@@ -132,7 +136,7 @@ def test_disagreement_raises_on_every_rank(size, what, message):
         ({"algorithm": "ring", "ulysses_degree": 2}, {}, "ulysses_degree is for algorithm=.hybrid., got 2 with 'ring'"),
         ({"window": 4, "causal": False}, {}, "window needs causal=True"),
         ({"window": 0}, {}, "window must be at least 1"),
-        ({"length": 9}, {}, "of length=9 tokens in zigzag layout rank . of 2 has"),
+        ({"length": 9}, {}, "rank . of 2 has . of length=9 tokens in zigzag layout"),
         ({"dropout_p": 1.5}, {}, "dropout_p must be from 0 to 1"),
         ({"softcap": -1.0}, {}, "softcap must be finite and above 0"),
         ({"sink": torch.zeros(3)}, {}, r"sink must have shape \[4\]"),
@@ -165,7 +169,7 @@ class TestOneRank:
         [
             ({"layout": "blocks"}, ValueError, "layout must be one of"),
             ({"algorithm": "usp"}, ValueError, "algorithm must be one of"),
-            ({"length": 5}, ValueError, "of length=5 tokens in zigzag layout rank 0 of 1 has 5, but q has 4"),
+            ({"length": 5}, ValueError, "rank 0 of 1 has 5 of length=5 tokens in zigzag layout, but q has 4"),
             ({"length": 4.0}, TypeError, "length must be an int or None, got float"),
             ({"ulysses_degree": 1}, ValueError, "ulysses_degree is for algorithm"),
             (
@@ -182,7 +186,7 @@ class TestOneRank:
 
 
 def test_why_an_algorithm_was_chosen():
-    for why in ranks(2).run(on_rank.reason):
+    for why in ranks(2).run(on_rank.why):
         assert why.startswith("ring: sends least") and "all_gather" in why and "all_to_all" in why
 
 

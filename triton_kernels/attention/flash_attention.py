@@ -29,7 +29,7 @@ class _Tokens(Protocol):
 
 
 class Dropout(Protocol):
-    """``ops._attention_block.Dropout``, which the kernels do not know."""
+    """The fields of ``ops.attention.block.Dropout``, which kernels do not import."""
 
     @property
     def p(self) -> float: ...

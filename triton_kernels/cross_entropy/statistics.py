@@ -6,7 +6,7 @@ import triton.language as tl
 from parallel_ops.triton_kernels._common import aligned, tile_of, to_acc
 from parallel_ops.triton_kernels._math import capped, exp_nonpositive
 
-# What `column` says of a row instead of a column of this shard.
+# Values of `column` for rows whose target is not a column of this shard.
 ON_ANOTHER_SHARD = tl.constexpr(-1)
 IGNORED = tl.constexpr(-2)
 INVALID = tl.constexpr(-3)

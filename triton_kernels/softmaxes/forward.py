@@ -1,4 +1,4 @@
-"""Forward kernels of both softmaxes; ``_softmax.py`` says which one a row goes to."""
+"""Forward kernels of both softmaxes; ``launchers.py`` chooses one for each shape."""
 
 import triton
 import triton.language as tl

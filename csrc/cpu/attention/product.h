@@ -2,7 +2,7 @@
 // registers.
 //
 // B comes in panels of kCols columns, each contiguous: panel[step][column]. A is read where it is, one element at a
-// time, so it may be transposed. An engine says what one step of a product is: a multiplication, or for bf16, where the
+// time, so it may be transposed. An engine defines one step of a product: a multiplication, or for bf16, where the
 // processor has an instruction for it, two multiplications of neighbours that share a 32-bit word.
 //
 // Vectors are written as such, in GCC's and Clang's own types, because loops over arrays are not kept in registers.

@@ -10,7 +10,7 @@
 
 namespace parallel_ops::cpu {
 
-// What `column` says of a row instead of a column of this shard.
+// Values of `column` for rows whose target is not a column of this shard.
 constexpr int64_t kOnAnotherShard = -1;
 constexpr int64_t kIgnored = -2;
 constexpr int64_t kInvalid = -3;

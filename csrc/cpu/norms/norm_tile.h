@@ -8,7 +8,7 @@
 
 namespace parallel_ops::cpu {
 
-// What the loops over a row's tiles need to know of the row.
+// Values of a row that the loops over its tiles need.
 template <class A>
 struct Row {
   A mean;

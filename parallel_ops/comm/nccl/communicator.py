@@ -1,15 +1,15 @@
-"""NCCL called directly: a communicator of one's own, beside those of torch.
+"""NCCL called directly, through communicators separate from torch's.
 
-What torch's process groups do not give: sends, receives and collectives in one launch on a stream that the caller
-chooses; settings per communicator (how many CTAs it may take, say); windows on symmetric memory; and calls that end
-when a peer is gone. A communicator is non-blocking: NCCL works in the background, and every call here waits for it up
-to a timeout, then aborts the communicator and raises. Work on the GPU is watched by a thread that does the same.
+In addition to torch's process groups it offers sends, receives and collectives in one launch on a stream that the
+caller chooses; settings per communicator (how many CTAs it may take, for example); windows on symmetric memory; and
+calls that end when a peer has failed. A communicator is non-blocking: NCCL works in the background, and every call here
+waits for it up to a timeout, then aborts the communicator and raises. A thread does the same for work on the GPU.
 
     communicator = Communicator(group, config=Config(max_ctas=4))
     communicator.enqueue("exchange", [send(x, right), receive(y, left)])
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html. How the library is found:
-``parallel_ops.comm.nccl.library``. CUDA graph capture is refused: launches come from a thread of NCCL's.
+``parallel_ops.comm.nccl.library``. CUDA graph capture raises: launches come from a thread of NCCL's.
 """
 
 import atexit

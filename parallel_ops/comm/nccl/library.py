@@ -44,7 +44,7 @@ def load_nccl() -> Library:
         if named and Path(named).resolve() != Path(loaded.path).resolve():
             warnings.warn(
                 f"{_VARIABLE}={named} is ignored: this process has already loaded {loaded.path}, "
-                "and two copies of NCCL would not know of each other",
+                "and two copies of NCCL do not work together",
                 stacklevel=2,
             )
         return loaded

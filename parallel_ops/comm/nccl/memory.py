@@ -41,7 +41,9 @@ def _release(memory: _nccl.Memory, device: torch.device) -> None:
     """Frees the memory once no kernel can use it any more, which NCCL does not look after."""
     _dropped.add((memory, device))
     unused = {dropped for dropped in _dropped if dropped[1] == device}
-    torch.cuda.synchronize(device)  # where this fails, during a capture say, the memory stays until the next is dropped
+    torch.cuda.synchronize(
+        device
+    )  # if this fails, for example during a capture, the memory stays until the next is dropped
     _dropped.difference_update(unused)
 
 

@@ -1,12 +1,12 @@
-"""What an overlapped op needs of a network: chunks sent to peers and waited for, one by one, while it computes.
+"""The interface of transports: an overlapped op sends chunks to peers and waits for them one by one while it computes.
 
 An op first posts all its receives and sends, in the same order on every rank, and then computes, waiting for each
 chunk just before it needs it. Nothing is ever enqueued after something that waits for it. Between two ranks, chunks
-arrive in the order in which they were sent. A sent tensor may not be written, and a received one not be read, before
-its handle was waited for.
+arrive in the order in which they were sent. Wait for a handle before writing its sent tensor or
+reading its received one.
 
     c10d        any torch process group, CPU or CUDA, within a node or across nodes
-    nccl        CUDA, by a communicator of its own: settings, timeouts and launches without torch's process group
+    nccl        CUDA, through a separate communicator: settings, timeouts and launches without torch's process group
     symmetric   GPUs of one node, by copy engines, without multiprocessors
     loopback    ranks in one process, deterministic, for tests
     paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
@@ -27,8 +27,8 @@ class Capabilities:
 
     Args:
         name: the transport's name; part of the key under which measurements are kept.
-        device_types: where its tensors live: ``"cpu"``, ``"cuda"``, or both, of which a batch has one.
-        asynchronous: transfers go on while the caller computes.
+        device_types: devices of its tensors: ``"cpu"``, ``"cuda"`` or both; a batch has one of them.
+        asynchronous: transfers continue while the caller computes.
         stream_ordered: ``Handle.wait`` of a CUDA tensor returns at once and orders the current stream instead.
         uses_compute_units: transfers take multiprocessors from the kernels that they overlap with.
     """
@@ -41,7 +41,7 @@ class Capabilities:
 
 
 class Handle(Protocol):
-    """A chunk under way."""
+    """A chunk in flight."""
 
     def wait(self) -> None:
         """Until the tensor may be used: by the caller on CPU, by the current stream on CUDA.

@@ -16,7 +16,7 @@ def in_flight(transport: Transport) -> int:
 
 
 class Exchange:
-    """Messages that leave and arrive together. Empty ones are not sent: both ends know the sizes."""
+    """Messages posted together. Empty ones are not sent, since both ends compute the sizes."""
 
     def __init__(self, op: str, transport: Transport, sends: list[Send], receives: list[Receive]) -> None:
         everything: list[Send | Receive] = [*receives, *sends]

@@ -1,23 +1,23 @@
-"""Attention of a block of queries over a block of keys, merged into what other blocks gave.
+"""Attention of a block of queries over a block of keys, merged into the result of other blocks.
 
     s[i, j] = scale q[i] . k[j]               softcap > 0:  s = softcap tanh(s / softcap)
-    M[i]    = max_j s[i, j]                   over the keys j that query i sees
+    M[i]    = max_j s[i, j]                   over the keys j visible to query i
     Z[i]    = sum_j exp(s[i, j] - M[i])
-    O[i]    = sum_j m[i, j] exp(s[i, j] - M[i]) v[j] / (Z[i] (1 - p))   m: what dropout keeps, all ones without
+    O[i]    = sum_j m[i, j] exp(s[i, j] - M[i]) v[j] / (Z[i] (1 - p))   m: the keep mask of dropout, all ones without
 
     merge:    M' = max(M, M_block),   Z' = exp(M - M') Z + exp(M_block - M') Z_block,
               O' = (exp(M - M') Z O + exp(M_block - M') Z_block O_block) / Z'
 
     D[i] = dO[i] . O[i];  P = W exp(s - C);  dV = (m P / (1 - p))^T dO;  dS = P (m dO V^T / (1 - p) - D), times the
-    slope of softcap;  dQ = scale dS K;  dK = scale dS^T Q    with the final O, M and Z, so that each block's share is
-    its own.  C = M, W = 1 / Z; for 16-bit data on a GPU C = M + log Z, W = 1
+    slope of softcap;  dQ = scale dS K;  dK = scale dS^T Q    with the final O, M and Z, so that blocks are
+    independent.  C = M, W = 1 / Z; for 16-bit data on a GPU C = M + log Z, W = 1
 
-M and Z are carried apart: their sum M + log Z is rounded at the size of M, so that every probability of a query with
-logits near 1,000 would be off by 3e-5 in fp32. 16-bit data are off by more than that themselves. A query that sees no
-key has M = -inf, Z = 0, O = 0 and no gradient. A learnable sink is a carry with M = sink, Z = 1 and O = 0.
+M and Z are kept separately: M + log Z is rounded at the size of M, so every probability of a query with logits near
+1,000 would have an error of 3e-5 in fp32. 16-bit data have a larger error anyway. A query that sees no key has
+M = -inf, Z = 0, O = 0 and no gradient. A learnable sink is an initial value with M = sink, Z = 1 and O = 0.
 
-What a query sees is a run of adjacent keys, whatever the mask: causal, a window and documents each cut off an end. So
-a mask is two bounds. Without documents they are lines: ``left <= j - i <= right``; with documents, two ints a query.
+Every mask leaves a query a range of adjacent keys: causal masks, windows and documents each cut off an end. So a mask
+is two bounds: ``left <= j - i <= right``, or with documents two ints for each query.
 
 Source: FlashAttention (Dao, arXiv:2307.08691); the merge is that of online softmax (Milakov and Gimelshein,
 arXiv:1805.02867).
@@ -34,12 +34,12 @@ from parallel_ops._internal.token_range import TokenRange
 
 
 class MaskBounds(NamedTuple):
-    """Which keys of a block each of its queries sees, in indices of the block.
+    """The keys of a block that each of its queries sees, in indices of the block.
 
-    ``left <= j - i <= right`` where ``spans`` is ``None``; otherwise ``spans[0, i] <= j < spans[1, i]``, which is the
-    whole mask, and ``query_spans[0, j] <= i < query_spans[1, j]`` says the same seen from the keys, which a backward on
-    a GPU needs. Both are int32, ``[2, sq]`` and ``[2, sk]``, within the block. Queries may be in any order, and those
-    that see no key, whose first key is not before their end, may lie anywhere among them.
+    ``left <= j - i <= right`` if ``spans`` is ``None``. Otherwise ``spans[0, i] <= j < spans[1, i]`` is the whole mask,
+    and ``query_spans[0, j] <= i < query_spans[1, j]`` the same mask by keys, which a backward on a GPU needs. Both are
+    int32, ``[2, sq]`` and ``[2, sk]``, within the block. Queries may be in any order. A query whose first key is not
+    before its end sees no key.
     """
 
     left: int | None = None
@@ -49,8 +49,8 @@ class MaskBounds(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The mask of the probabilities: by Philox of the place of batch, head, query and key in the whole, so that it does
-    not depend on blocks, ranks or device.
+    """The dropout of the probabilities. Philox draws the mask from the indices of batch, head, query and key in the
+    whole tensor, so it does not depend on blocks, ranks or device.
 
         words      = Philox(key = seed, counter = (key >> 2, query, head, batch))
         m          = words[key & 3] >= round(p 2^32)
@@ -68,13 +68,13 @@ def attention_bounds(
     queries: TokenRange, keys: TokenRange, *, causal: bool, window: int | None = None, cu_seqlens: Tensor | None = None,
     from_keys: bool = True,
 ) -> MaskBounds | None:  # fmt: skip
-    """What the queries see of the keys; ``None`` where that is nothing. Both have one ``step``.
+    """The bounds of the mask between queries and keys of the same ``step``; ``None`` if no query sees a key.
 
     Args:
-        window: how many keys a query sees at most, its own included; causal only.
-        cu_seqlens: int32 or int64 ``[documents + 1]``, where documents begin in the whole sequence, from 0 to its
-            length; a query sees keys of its own document. Nothing of it is read by the host.
-        from_keys: with ``query_spans``.
+        window: the number of keys that a query sees at most, its own included; causal only.
+        cu_seqlens: int32 or int64 ``[documents + 1]``, starts of documents in the whole sequence, from 0 to its length;
+            a query sees keys of its own document. The host does not read its values.
+        from_keys: return ``query_spans`` too.
     """
     if not queries.length or not keys.length:
         return None
@@ -85,7 +85,7 @@ def attention_bounds(
     if (right is not None and right < 1 - queries.length) or (left is not None and left >= keys.length):
         return None
     if cu_seqlens is None:
-        # Bounds that cut nothing off are none, so that kernels may skip the test.
+        # Bounds that cut nothing off become None, so that kernels skip the test.
         right = None if right is not None and right >= keys.length - 1 else right
         left = None if left is not None and left <= 1 - queries.length else left
         return MaskBounds(left, right)
@@ -97,8 +97,8 @@ def attention_bounds(
 
 
 def _spans(of: TokenRange, among: TokenRange, cu_seqlens: Tensor, *, before: int | None, after: int | None) -> Tensor:
-    """For each token, first and end of those ``among`` which are in its document, fewer than ``before`` places before
-    it and fewer than ``after`` places after it."""
+    """For each token, the range of tokens ``among`` in its document, fewer than ``before`` positions before it and
+    fewer than ``after`` positions after it."""
     first, step = of.start, of.step
     places = torch.arange(first, first + step * of.length, step, device=cu_seqlens.device)
     bounds = document_bounds(places, cu_seqlens, before, after)
@@ -110,8 +110,8 @@ def _spans(of: TokenRange, among: TokenRange, cu_seqlens: Tensor, *, before: int
 
 
 def document_bounds(places: Tensor, cu_seqlens: Tensor, before: int | None, after: int | None) -> Tensor:
-    """For tokens at these places of the sequence, from which place up to which there are tokens of the same document,
-    fewer than ``before`` places before each and fewer than ``after`` places after it: int64 ``[2, tokens]``."""
+    """For each token, start and end of the positions in its document, fewer than ``before`` before it and fewer than
+    ``after`` after it: int64 ``[2, tokens]``."""
     starts = cu_seqlens.to(torch.int64)
     document = torch.searchsorted(starts, places, right=True).clamp(1, starts.numel() - 1)
     first, end = starts[document - 1], starts[document]
@@ -163,7 +163,7 @@ def block_attention(
     statistics: Tensor,
     merge: bool,
 ) -> None:
-    """Writes what ``q`` sees of ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into what is there.
+    """Writes the attention of ``q`` over ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into them.
 
     Args:
         q: ``[sq, b, heads, d]``; k, v: ``[sk, b, kv_heads, d]``; of one dtype, any strides with adjacent d.
@@ -196,10 +196,10 @@ def block_attention_backward(
     dv: Tensor,
     accumulate_dq: bool,
 ) -> None:
-    """The share of these keys in the gradients.
+    """The gradients from these keys.
 
     Args:
-        rows: what ``attention_gradient_rows`` gives for the final output.
+        rows: what ``attention_gradient_rows`` returns for the final output.
         dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
             ``accumulate_dq`` fp32 and added to.
     """
@@ -214,7 +214,7 @@ def block_attention_backward(
 
 
 def begin_carry(out: Tensor, statistics: Tensor, sink: Tensor | None) -> None:
-    """Makes ``out`` ``[s, b, h, d]`` and ``statistics`` ``[2, b, h, s]`` those of no key but the sinks ``[h]``."""
+    """Initialises ``out`` ``[s, b, h, d]`` and ``statistics`` ``[2, b, h, s]``: no key, only the sinks ``[h]``."""
     out.zero_()
     largest, total = statistics
     if sink is None:
@@ -226,7 +226,7 @@ def begin_carry(out: Tensor, statistics: Tensor, sink: Tensor | None) -> None:
 
 
 def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -> Tensor:
-    """What a backward takes of each query: C, W and D, ``[3, b, h, sq]`` in the dtype of ``statistics``.
+    """C, W and D of each query for the backward, ``[3, b, h, sq]`` in the dtype of ``statistics``.
 
     Args:
         grad_out, out: ``[sq, b, h, d]``. statistics: the final M and Z.
@@ -242,7 +242,7 @@ def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -
 
 
 def attention_sink_gradient(sink: Tensor, rows: Tensor) -> Tensor:
-    """``[heads]``: what these queries give; where nothing is seen, nothing."""
+    """The gradient of the sink from these queries, ``[heads]``; 0 from those that see nothing."""
     shift, weight, delta = rows
     share = torch.where(weight == 0.0, 0.0, weight * torch.exp(sink.to(rows.dtype)[:, None] - shift))
     return -(share * delta).sum((0, 2))

@@ -4,8 +4,8 @@
     combine      the statistics of all shards, in shard order, to loss and what the gradient needs
     backward     the gradient of this shard's logits, in a new tensor or over the logits
 
-``column`` says where each row's target is: a column of this shard, or a constant of ``_loss_options.py``. What is saved
-for backward is, per row, max, log of the sum of exponentials and target logit[, count of logits[, w_t, sum of w]].
+``column`` holds each row's target as a column of this shard, or a constant of ``options.py``. Saved for backward are,
+per row, max, log of the sum of exponentials and target logit[, count of logits[, w_t, sum of w]].
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from parallel_ops.ops.cross_entropy.options import ON_ANOTHER_SHARD, LossOptions
 
 
 class LossStatistics(NamedTuple):
-    """What a cross-entropy knows of its rows beside their losses. No gradient flows through it.
+    """Values of each row of logits beside its loss. No gradient flows through them.
 
     logsumexp: ``[...]``, of the logits after softcap, in the dtype of the loss.
     correct: ``[...]``, bool: the target has the largest logit. False where the target is ignored.

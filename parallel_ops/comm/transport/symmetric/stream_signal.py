@@ -25,7 +25,7 @@ def stream_write_value(flags: Tensor, index: int, value: int, stream: torch.cuda
 
 
 def stream_wait_value(flags: Tensor, index: int, value: int, stream: torch.cuda.Stream) -> None:
-    """``stream`` goes on once ``flags[index]`` has reached ``value``, counting modulo 2**32."""
+    """Blocks ``stream`` until ``flags[index]`` has reached ``value``, counting modulo 2**32."""
     address = _address("stream_wait_value", flags, index)
     torch.ops.parallel_ops.stream_wait_value(stream.device_index, stream.cuda_stream, address, value)
 

@@ -1,23 +1,24 @@
-"""The transport over NVLink: chunks are pulled by copy engines out of memory that all ranks of a node can read.
+"""The transport over NVLink: copy engines pull chunks from memory that all ranks of a node can read.
 
 Each rank has a workspace that its peers have mapped, and in it, for every peer, two slots and two flags.
 
     send       wait until the peer has pulled the batch before the last     (flag `pulled`, set by the peer)
                copy the chunk into the slot; set the peer's flag `posted` to the number of chunks sent to it
-    receive    wait until `posted` says that the chunk is there
+    receive    wait until `posted` has reached the number of the chunk
                copy it out of the peer's slot; set the peer's flag `pulled` to the number of chunks pulled from it
 
-Both are enqueued on streams of their own and the host goes on: copies and flags take no multiprocessor, so the products
-of matrices that they overlap with keep all of them. Batches alternate between the slots, so a sender is at most two
-batches ahead of its receiver. Offsets within a slot follow from the order of the chunks, which both sides know.
+Both are enqueued on separate streams without blocking the host. Copies and flags take no multiprocessor, so the matrix
+products that they overlap with keep all of them. Batches alternate between the slots, so a sender is at most two
+batches ahead of its receiver. Offsets within a slot follow from the order of the chunks, which is the same on both
+sides.
 
 Nothing waits for what is enqueued later: a batch enqueues all its sends before its receives, and a send waits only for
 receives of earlier batches. So it also works when all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-A flag that never comes would hold a stream, and a process that synchronises with it, for ever. So a thread watches the
-batches under way and frees the streams after a timeout (``_symmetric_watch``); every later call raises PeerError.
+A flag that is never set would block a stream, and a process that synchronises with it, for ever. So a thread watches
+the batches in flight and frees the streams after a timeout (``watch.py``); every later call raises PeerError.
 
-Flags count up, so a batch cannot be replayed: to capture one in a CUDA graph is refused.
+Flags count up, so a batch cannot be replayed: capturing one in a CUDA graph raises.
 """
 
 import collections
@@ -116,7 +117,7 @@ class _Handle:
         self._watch.check()
 
     def __del__(self) -> None:
-        if self._tensor is not None:  # dropped without a wait, by an exception say
+        if self._tensor is not None:  # dropped without a wait, for example by an exception
             self._event.keep(self._tensor)
 
 

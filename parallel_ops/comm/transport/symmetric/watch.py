@@ -1,9 +1,9 @@
-"""Frees the streams of a rank whose peers do not come.
+"""Frees the streams of a rank whose peers do not respond.
 
-A thread looks at the oldest batch under way. After the timeout it sets the flags that this rank waits for itself. It
-does so again until every batch has gone by: a peer that is only late may set a flag back to what it had to say. What
-was received then is worthless, so the failure is known before the first flag is set, and every later call raises it.
-A fault of the thread, or of an enqueuing that broke off, is a failure too.
+A thread watches the oldest batch in flight. After the timeout it sets the flags that this rank waits for. It repeats
+this until every batch has finished, since a peer that is only late may overwrite a flag. The data received then are
+invalid, so the failure is recorded before the first flag is set, and every later call raises it. An error of the
+thread, or of an interrupted enqueue, is a failure too.
 """
 
 import collections
@@ -62,7 +62,7 @@ class Watch:
     def add(self, op: str, peers: Sequence[int], lanes: Sequence[Lane]) -> None:
         """All that the lanes were given so far has the timeout's time from now.
 
-        Which events have come is left to the thread: to ask here might invalidate a graph that another one captures.
+        Events are queried by the watch thread only: a query here could invalidate a graph captured by another thread.
         """
         with self._lock:
             for lane in lanes:
