@@ -1,4 +1,4 @@
-"""What ops with dropout share: the check of its probability and the seed as the kernels take it."""
+"""Shared by ops with dropout: the check of the probability, and the seed in the form that the kernels take."""
 
 import torch
 from torch import Tensor

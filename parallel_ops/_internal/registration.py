@@ -20,10 +20,14 @@ _library = torch.library.Library("parallel_ops", "FRAGMENT")
 cuda_kernels: dict[str, Callable[..., Any]] = {}
 
 
+def _no_outputs(*_: object) -> None:
+    """The fake of ops that only write over their arguments."""
+
+
 def register(
     name: str,
     *,
-    fake: Callable[..., object],
+    fake: Callable[..., object] = _no_outputs,
     cuda: Callable[P, R],
     cpu: Callable[P, R] | None = None,
     setup_context: Callable[..., None] | None = None,
@@ -34,7 +38,8 @@ def register(
     """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
 
     Args:
-        fake: returns outputs of the right shape, dtype and device without computing.
+        fake: returns outputs of the right shape, dtype and device without computing; left out for ops that
+            only write over their arguments.
         cuda: allocates the outputs and launches the Triton kernels.
         cpu: for ops made of other ops; ``None`` for the compiled CPU kernel.
         setup_context, backward: the autograd formula. An op without one (a backward op) is not differentiable:

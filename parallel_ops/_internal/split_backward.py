@@ -3,7 +3,7 @@
 The input half computes the gradients of a stage's inputs; the weight half computes those of its parameters, later. Both
 run the same autograd nodes, the second time only those that feed a parameter. Between the halves FSDP2 may free the
 gathered parameters: a tensor that autograd saved of one then has no memory. So a backward computes only what the
-running half returns (``requested``), and the input half copies what the weight half reads of a parameter
+running half returns (``requested``), and the input half copies the values of a parameter that the weight half reads
 (``kept_parameter``).
 """
 

@@ -45,15 +45,15 @@ def bias_dropout_add(
             without ``bias`` too this is a dropout that stores no mask.
         p: probability of dropping an element, from 0 to 1. Kept elements are scaled by ``1 / (1 - p)``.
         training: ``False`` turns dropout off, as ``p = 0`` does.
-        seed: what the mask is drawn from: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
+        seed: the seed of the mask: any 64-bit integer, or one int64 element on the device of ``x`` (nothing is
             read back to the host). ``None`` draws a seed from PyTorch's default generator of that device, so
-            ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it as they treat ``F.dropout``.
+            ``torch.manual_seed``, activation checkpointing and CUDA graphs treat it like ``F.dropout``.
         index_offset: the index, in the whole tensor, of this tensor's first element. At least 0.
-        row_positions: int64 ``[s]`` for ``x`` of ``[s, ..., H]``, on its device: where each ``x[t]`` stands in the
+        row_positions: int64 ``[s]`` for ``x`` of ``[s, ..., H]``, on its device: the index of each ``x[t]`` in the
             whole tensor ``[S, ..., H]``; for rows that are not adjacent there. ``None``: 0 to s - 1. Values are not
             checked.
         inplace: writes over ``x`` and returns it, for evaluation: no input may require a gradient, and ``x`` must
-            be contiguous and of the result's dtype. Under ``torch.compile`` memory is the compiler's to plan.
+            be contiguous and of the result's dtype. ``torch.compile``, which plans memory itself, may copy.
 
     Returns:
         ``[..., H]``, contiguous, of the wider dtype of ``x`` and ``residual``, as PyTorch's ``+`` would give:
@@ -62,11 +62,11 @@ def bias_dropout_add(
     Raises:
         TypeError: unsupported dtypes, ``p``, ``seed``, ``index_offset`` or ``row_positions`` of a wrong type.
         ValueError: wrong shape or device, ``p`` outside 0 to 1, ``seed`` beyond 64 bits, negative ``index_offset``,
-            ``row_positions`` of another length, ``inplace`` where it cannot be.
+            ``row_positions`` of another length, ``inplace`` for tensors that do not allow it.
 
     Sharding: elementwise over rows. A shard that is contiguous in the whole tensor, such as rank r's rows under
     sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
-    ``index_offset = r * x.numel()``. Any rows give theirs with ``row_positions``. The gradient of bias is
+    ``index_offset = r * x.numel()``. Any other rows need ``row_positions``. The gradient of bias is
     then partial over these ranks.
     """
     check_rows("bias_dropout_add", x)
@@ -185,10 +185,6 @@ def _cuda(
     return y
 
 
-def _fake_inplace(*_: object) -> None:
-    return None
-
-
 def _cuda_inplace(
     x: Tensor,
     bias: Tensor | None,
@@ -226,7 +222,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Autograd itself casts gradients to the dtypes of what they belong to."""
+    """Autograd itself casts gradients to the dtypes of their tensors."""
     seed, row_positions = ctx.saved_tensors
     for_x, for_bias, for_residual = ctx.needs_input_grad[:3]
     dx, dbias = (grad if for_x else None), None
@@ -245,7 +241,7 @@ def _autocast(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _backward = register("bias_dropout_add_backward", fake=_fake_backward, cuda=_cuda_backward)
-_inplace = register("bias_dropout_add_", fake=_fake_inplace, cuda=_cuda_inplace)
+_inplace = register("bias_dropout_add_", cuda=_cuda_inplace)
 _forward = register(
     "bias_dropout_add",
     fake=_fake,

@@ -44,8 +44,8 @@ def rotary_embedding(
         cos, sin: ``[positions, R / 2]``, R <= d even, or one row for each token, ``[s, b, R / 2]`` (``[b, s, R / 2]``
             with heads first); float32 or the dtype of ``x``. They take no gradient. Without ``sin``, ``cos`` holds the
             angles themselves, of any of these dtypes, also as ``[s, 1, 1, R / 2]``: with ``doubled`` Megatron-LM's
-            freqs. Their cosine and sine are computed in fp32 at every call; make tables of
-            them once where several layers share them.
+            freqs. Their cosine and sine are computed in fp32 at every call; compute
+            tables once if several layers share them.
         interleaved: which dimensions make a pair (see the top of this file).
         positions: int64, ``[s]``, ``[s, b]`` (``[b, s]`` with heads first) or, for packed ``x``, ``[t]``: the row of
             ``cos`` and ``sin`` for each token. ``None``: row i for index i of the sequence. Context-parallel ranks need
@@ -54,8 +54,8 @@ def rotary_embedding(
             starts, and t. Positions count from the start of a sequence.
         doubled: ``cos`` and ``sin`` have R columns, each angle twice, as Megatron-LM's and Transformers' do.
         layout: ``"sbhd"``, or ``"bhsd"`` for heads before the sequence, as Transformers has it.
-        inplace: writes over ``x``, which must not be expanded, and returns it. Under ``torch.compile`` memory is the
-            compiler's to plan.
+        inplace: writes over ``x``, which must not be expanded, and returns it. ``torch.compile``, which plans memory
+            itself, may copy.
 
     Returns:
         Shape and dtype of ``x``, contiguous unless in place.
@@ -159,7 +159,7 @@ def _run(
 def _tables(
     op: str, cos: Tensor, sin: Tensor | None, interleaved: bool, doubled: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine with each angle once, of angles where ``sin`` is ``None``."""
+    """Cosine and sine with each angle once; computed from angles if ``sin`` is ``None``."""
     if doubled:
         cos, sin = _halved(op, "cos", cos, interleaved), sin if sin is None else _halved(op, "sin", sin, interleaved)
     if sin is not None:
@@ -180,7 +180,7 @@ def _halved(op: str, name: str, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def _sequence_first(t: Any, dims: int) -> Any:
-    """What has a value for each token of each batch, as the kernels have it."""
+    """A tensor with a value for each token of each batch, sequence first as the kernels need it."""
     return t.transpose(0, 1) if isinstance(t, Tensor) and t.dim() == dims else t
 
 
@@ -196,10 +196,6 @@ def _fake(
     interleaved: bool, heads_first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _output(q, heads_first), q.new_empty(0) if k is None else _output(k, heads_first)
-
-
-def _fake_inplace(*_: object) -> None:
-    return None
 
 
 def _cuda(
@@ -240,7 +236,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradients(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Of q and k, either of which may get none."""
+    """The gradients of q and k, either of which may be ``None``."""
     one, other = (grad_k, None) if grad_q is None else (grad_q, grad_k)
     if one is None:
         return None, None
@@ -253,7 +249,7 @@ def _autograd(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None) -> tuple[T
 
 
 class _Overwritten(torch.autograd.Function):
-    """Says to autograd that a tensor was rotated in place. Torch has no formulas for ops that write over arguments."""
+    """Marks a tensor as rotated in place for autograd. Torch has no formulas for ops that write over arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, interleaved: bool, *angles: Tensor | None) -> Tensor:
@@ -281,5 +277,5 @@ def _rotate_inplace(
 
 
 _backward = register("rotary_embedding_backward", fake=_fake, cuda=_cuda_backward)
-_inplace = register("rotary_embedding_", fake=_fake_inplace, cuda=_cuda_inplace)
+_inplace = register("rotary_embedding_", cuda=_cuda_inplace)
 _forward = register("rotary_embedding", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)

@@ -144,10 +144,6 @@ def _cuda_gradient(
     return out
 
 
-def _fake_nothing(*_: object) -> None:
-    return None
-
-
 def _cuda_gradient_inplace(
     grad: Tensor, logits: Tensor, class_weight: Tensor | None, column: Tensor, saved: Tensor, divisor: Tensor | None,
     label_smoothing: float, z_loss: float, softcap: float,
@@ -165,4 +161,4 @@ def _by_row(grad: Tensor, divisor: Tensor | None, column: Tensor) -> Tensor:
 statistics = register("cross_entropy_statistics", fake=_fake_statistics, cuda=statistics_on_cuda)
 combine = register("cross_entropy_combine", fake=_fake_combine, cuda=combine_on_cuda)
 backward = register("cross_entropy_backward", fake=_fake_gradient, cuda=_cuda_gradient)
-backward_inplace = register("cross_entropy_backward_", fake=_fake_nothing, cuda=_cuda_gradient_inplace)
+backward_inplace = register("cross_entropy_backward_", cuda=_cuda_gradient_inplace)

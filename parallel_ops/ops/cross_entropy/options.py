@@ -95,7 +95,7 @@ def check_target(op: str, target: Tensor, shape: torch.Size, what: str) -> None:
 
 
 def divisor_of(reduction: str, column: Tensor, target_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a reduction divides the sum by, a scalar: for a mean the rows that count, or their weights, and never 0."""
+    """The divisor of the sum, a scalar: the rows that count, or the sum of their weights, for a mean; not 0."""
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=column.device)
     if target_weight is None:

@@ -187,17 +187,13 @@ class _GradientOverLogits(torch.autograd.Function):
         return _autograd_with_gradient(ctx, *grads)
 
 
-def _fake_scale(dlogits: Tensor, factor: Tensor) -> None:
-    return None
-
-
 def _cuda_scale(dlogits: Tensor, factor: Tensor) -> None:
     from parallel_ops.triton_kernels.cross_entropy import cross_entropy as kernels
 
     kernels.scale(dlogits, factor)
 
 
-_scale_inplace = register("cross_entropy_scale_", fake=_fake_scale, cuda=_cuda_scale)
+_scale_inplace = register("cross_entropy_scale_", cuda=_cuda_scale)
 loss_and_grad_inplace = register("cross_entropy_with_gradient_", fake=_fake, cuda=_cuda_with_gradient_inplace)
 _with_gradient = register(
     "cross_entropy_with_gradient",

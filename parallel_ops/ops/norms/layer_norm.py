@@ -73,7 +73,7 @@ def layer_norm(
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides; any H.
         weight: ``[H]`` on the device of ``x``, of any of these dtypes (float64 with float64 alone), so that 16-bit
-            activations go with float32 parameters; ``None`` for ones.
+            activations can have float32 parameters; ``None`` for ones.
         bias: ``[H]`` in the dtype of ``weight``, or ``None``.
         eps: added to the variance.
         residual: shape and device of ``x``; its dtype, or float32 beside 16-bit ``x``; added to it first.

@@ -57,7 +57,7 @@ def rms_norm(
     Args:
         x: ``[..., H]``, float32, float16, bfloat16 or float64, any strides; any H.
         weight: ``[H]`` on the device of ``x``, of any of these dtypes (float64 with float64 alone), so that 16-bit
-            activations go with float32 parameters; ``None`` for ones.
+            activations can have float32 parameters; ``None`` for ones.
         eps: added to the mean square.
         residual: shape and device of ``x``; its dtype, or float32 beside 16-bit ``x``; added to it first.
         zero_centered: multiply by ``1 + weight``, so that weight decay pulls towards the identity (as Gemma does).

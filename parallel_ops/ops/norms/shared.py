@@ -64,19 +64,19 @@ def empty_statistic(x: Tensor) -> Tensor:
 
 
 def empty_sum(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Where ``x + residual`` goes, in the dtype of the residual; empty without one."""
+    """The output for ``x + residual``, in the dtype of the residual; empty without one."""
     return x.new_empty(0) if residual is None else residual.new_empty(x.shape)
 
 
 def empty_gradients(grad: Tensor, x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
-    """Where the gradient of ``x``, what was normalised, goes in its dtype and, if that is another, in that of ``grad``;
-    empty where there is none."""
+    """The outputs for the gradient of ``x``, which was normalised: in its dtype and, if different, in that of ``grad``.
+    Empty if there is none."""
     dx = x.new_empty(x.shape if needed else 0)
     return dx, grad.new_empty(x.shape) if needed and grad.dtype != x.dtype else x.new_empty(0)
 
 
 def empty_like_parameter(parameter: Tensor | None, x: Tensor, needed: bool) -> Tensor:
-    """Where the gradient of a parameter goes; empty where there is none."""
+    """The output for the gradient of a parameter; empty if there is none."""
     return parameter.new_empty(parameter.shape) if needed and parameter is not None else x.new_empty(0)
 
 

@@ -4,12 +4,12 @@
     y[i, :]  = softmax of z[i, :] over those keys, zero elsewhere
     dx[i, :] = scale y (dy - sum(dy y) / sum(y)) over those keys, zero elsewhere      (fp32 sums in a fixed order)
 
-The sum of y is one, but for its rounding, which would otherwise be multiplied by the mean of dy; with a sink it is
-divided by what that leaves, and 4 bytes per row are saved.
+The division by sum(y), which is one up to rounding, keeps the mean of dy from multiplying the rounding error. With a
+sink the sum is less than one, and 4 bytes per row are saved.
 
 The last query sees the last key (bottom-right alignment), as when the queries are the newest of a cached sequence.
-Scores, y and dy outside what a query sees are not used, and not read save for what shares a vector with it: a square
-costs half the reads, and NaN there is harmless. Saved for backward: y; no mask exists.
+Masked elements of scores, y and dy are not used, and not read unless they share a vector with a visible one: a square
+costs half the reads, and NaN there is harmless. Saved for backward: y; there is no mask.
 
 Source: Megatron-LM's upper-triangular fused softmax (arXiv:2104.04473); the window is Longformer's (arXiv:2004.05150).
 """
@@ -33,14 +33,14 @@ def scaled_causal_softmax(
         scores: ``[b, np, sq, sk]``, or any shape ``[..., sq, sk]`` with ``sq <= sk``; float32, float16, bfloat16 or
             float64, any strides. Query i is aligned with key ``i + sk - sq``.
         scale: finite.
-        window: how many keys a query sees at most, its own included; ``None`` for no limit.
+        window: the number of keys that a query sees at most, its own included; ``None`` for no limit.
         sink: one more logit of every row, not scaled, whose probability is in no output: a number, or a tensor ``[np]``
             (``[1]``) with a value for each head, which gets a gradient; ``None`` for none. Rows then sum to less
             than one. (StreamingLLM, arXiv:2309.17453; 0 is the "off by one" softmax.)
 
     Returns:
         Shape and dtype of ``scores``, contiguous; arithmetic in fp32 (fp64 for fp64), also under autocast. Keys that a
-        query does not see are exactly zero, and so is their gradient, whatever the incoming one holds there. A row
+        query does not see are exactly zero, and so is their gradient, for any incoming gradient. A row
         whose visible scores are all -inf is zeros; NaN or +inf in a visible score makes the row's visible part NaN.
 
     Raises:

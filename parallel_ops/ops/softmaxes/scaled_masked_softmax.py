@@ -5,13 +5,13 @@
     dx = scale y (dy - sum(dy y) / sum(y))      (fp32 sums in an order set by the row length)
     dm = dx / scale, summed over what m was broadcast over
 
-The sum of y is one, but for its rounding, which would otherwise be multiplied by the mean of dy; with a sink it is
-divided by what that leaves, and 4 bytes per row are saved. Else y is all that is saved for backward; a masked key has
+The division by sum(y), which is one up to rounding, keeps the mean of dy from multiplying the rounding error. With a
+sink the sum is less than one, and 4 bytes per row are saved. Otherwise only y is saved for backward; a masked key has
 y = 0 and so no gradient. The unfused composite writes scale x and the masked logits to memory and keeps the mask.
 
-Minus infinity is the real one, not a large negative number: a masked key gets exactly zero however low the other
-scores are, whatever its own score is (NaN included), and a row that sees no key at all is zeros with zero gradients
-instead of NaN. A row counts as seeing none when every logit is -inf, by the mask or by the scores themselves.
+Masking uses -inf, not a large negative number: a masked key gets exactly zero for any scores (NaN included), and a row
+that sees no key is zeros with zero gradients instead of NaN. A row sees no key if every logit is -inf, by the mask or
+by the scores themselves.
 
 Source: Megatron-LM's fused softmax (arXiv:1909.08053, arXiv:2104.04473), here for any row length, mask shape and
 dtype.
@@ -42,18 +42,18 @@ def scaled_masked_softmax(
         mask: broadcastable to ``scores`` in every dimension, any strides, never expanded in memory. bool, or uint8 as
             Megatron-LM has it: ``True`` (not zero) masks the key out. Floating point (any of the four dtypes): added
             to ``scale * scores`` in fp32 (fp64 for fp64 scores), where -inf masks the key out; it gets a gradient if
-            it asks for one (T5's relative positions, learned ALiBi slopes). ``None``: no mask.
+            it requires one (T5's relative positions, learned ALiBi slopes). ``None``: no mask.
         scale: finite.
-        window: ``(left, right)``: query i sees the keys ``i + sk - sq - left`` to ``i + sk - sq + right``, and of these
-            what ``mask`` leaves. It becomes a part of the mask, of which ``[sq, sk]`` are made at least; for windows
-            that do not reach forward ``scaled_causal_softmax`` needs none.
+        window: ``(left, right)``: query i sees the keys ``i + sk - sq - left`` to ``i + sk - sq + right``, unless
+            ``mask`` masks them. It is joined with the mask, which then has at least ``[sq, sk]`` elements in memory;
+            for windows that do not reach forward ``scaled_causal_softmax`` needs no mask.
         sink: one more logit of every row, not scaled, whose probability is in no output: a number, or a tensor ``[np]``
             (``[1]``) with a value for each head, which gets a gradient; ``None`` for none. Rows then sum to less
             than one. (StreamingLLM, arXiv:2309.17453; 0 is the "off by one" softmax.)
 
     Returns:
         Shape and dtype of ``scores``, contiguous; arithmetic in fp32 (fp64 for fp64), also under autocast. Masked
-        keys are exactly zero and their scores are not looked at; a row without a single key is zeros. NaN or +inf in
+        keys are exactly zero and their scores are not used; a row without a single key is zeros. NaN or +inf in
         a score that is not masked makes the rest of its row NaN.
 
     Raises:

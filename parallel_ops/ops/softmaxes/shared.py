@@ -17,7 +17,7 @@ def check_scale(op: str, scale: float) -> None:
 
 
 def sink_vector(op: str, sink: Tensor | float | None, scores: Tensor) -> Tensor | None:
-    """The sink as the kernels take it: one value, or one for each head, in the dtype of the arithmetic."""
+    """The sink in the form that the kernels take: one value, or one for each head, in the dtype of the arithmetic."""
     if sink is None:
         return None
     acc = torch.promote_types(scores.dtype, torch.float32)
