@@ -174,7 +174,7 @@ def _host(data: Path, rounds: int) -> None:
     """CPU time of this thread: a step of the trainer with its metrics, and the same calls of torch alone."""
     settings = settings_of(data, TINY, global_batch=2, micro_batch=2)
     settings = settings.model_copy(
-        update={"logging": settings.logging.model_copy(update={"every": 100, "jsonl": data.with_suffix(".jsonl")})}
+        update={"logging": settings.logging.model_copy(update={"interval": 100, "jsonl": data.with_suffix(".jsonl")})}
     )
     trainer = Trainer(settings)
     model, optimizer = trainer.model, trainer.optimizer

@@ -87,12 +87,12 @@ class PlainStep:
         plan = settings.plan
         self.model, self.device, self.autocast = model, device, autocast
         self.optimizer = adamw(model, settings.optimizer)
-        self.loader, self.taken, self.global_batch = _loader(settings), 0, plan.global_batch
+        self.loader, self.samples_seen, self.global_batch = _loader(settings), 0, plan.global_batch
         self.losses: list[float] = []
 
     def __call__(self) -> None:
-        batches = self.loader.step(self.taken)
-        self.taken += self.global_batch
+        batches = self.loader.step(self.samples_seen)
+        self.samples_seen += self.global_batch
         for group in self.optimizer.param_groups:
             group["lr"] = _RATE
         total = torch.zeros((), device=self.device)

@@ -50,7 +50,7 @@ def train_command(
         typer.Option(
             metavar="[PATH]",
             help="Go on, on any ranks, from a checkpoint or the newest in a folder of them. Without PATH: from the "
-            "newest in checkpoint.folder, if there is one.",
+            "newest in checkpoint.dir, if there is one.",
         ),
     ] = None,
     deepspeed: Annotated[

@@ -106,8 +106,8 @@ class Settings(Section):
                 ("optimizer", "warmup"),
                 f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
             )
-        if self.checkpoint.every and self.checkpoint.folder is None:
-            yield ("checkpoint", "folder"), "is needed with checkpoint.every"
+        if self.checkpoint.interval and self.checkpoint.dir is None:
+            yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
 
     def _size_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         config, plan, length = self.config, self.plan, self.seq_length
@@ -119,7 +119,7 @@ class Settings(Section):
             yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
         if length > config.seq_length:
             yield ("data", "seq_length"), f"is {length}, but the model's sequences have at most {config.seq_length}"
-        tokens = length * (plan.micro_batch if self.data.apart else 1)
+        tokens = length * (plan.micro_batch if self.data.document_mask else 1)
         if plan.tp > 1 and plan.sequence_parallel and tokens % (plan.tp * plan.cp):
             yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
         if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
@@ -135,13 +135,13 @@ class Settings(Section):
     def config(self) -> TransformerConfig:
         """The shape of the model."""
         model, shape = self.model, self.model.shape
-        if model.folder is None:
+        if model.dir is None:
             if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:
-                raise ValueError(f"model needs {', '.join(missing)}, or a folder")
+                raise ValueError(f"model needs {', '.join(missing)}, or dir")
             return TransformerConfig(**shape)
         if shape:
-            raise ValueError(f"model has a folder, which says what it is; {', '.join(sorted(shape))} cannot be given")
-        return config_from_pretrained(model.folder)
+            raise ValueError(f"model.dir has the shape of the model: leave out {', '.join(sorted(shape))}")
+        return config_from_pretrained(model.dir)
 
     @property
     def seq_length(self) -> int:

@@ -66,7 +66,7 @@ def settings_of(data: Mapping[str, Any], name: str = "Settings") -> Settings:
 def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     """A copy of nested mappings with ``section.key=value``; ``parallel=dp=2,tp=2`` sets a whole section.
 
-    The value is one of TOML; what is none is a string, so ``checkpoint.folder=runs/a`` needs no quotes.
+    The value is one of TOML; what is none is a string, so ``checkpoint.dir=runs/a`` needs no quotes.
 
     Raises:
         ValueError: not of this form.

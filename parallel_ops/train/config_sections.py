@@ -1,4 +1,4 @@
-"""The sections of a file of settings, each a class: its keys, their types and defaults, and what each means."""
+"""The sections of a settings file. Each is a class with its keys, their types, defaults and meaning."""
 
 import types
 import typing
@@ -19,7 +19,7 @@ Folder = Annotated[Path, Field(strict=False)]
 
 
 class Section(BaseModel):
-    """One section of the file: frozen, no other keys, no value turned into one of another type."""
+    """A section of the file: frozen, without further keys, without conversion between types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -39,15 +39,17 @@ def _optional(annotation: Any) -> bool:
 
 
 class RunSettings(Section):
-    """How long, on what.
+    """Length, device and failure handling of a run.
 
     Attributes:
-        steps: optimizer steps in all, those before a resume included. seed: of weights, order of the data and dropout.
-        device: ``"auto"`` is CUDA where there is a GPU. compile: each block by ``torch.compile``.
-        on_nan: what a loss or gradient norm that is not finite does: end the run, or leave the step out.
-        timeout: seconds after which a rank that does not go on ends the run, with an error that names it; six times as
-            long for the start, the first step, reading data and saving. ``"none"`` for no limit, as for a debugger that
-            stops a process.
+        steps: Optimizer steps in total, including those before a resume.
+        seed: Seed of weights, data order and dropout.
+        device: ``"auto"`` selects CUDA where there is a GPU.
+        compile: Compile each block with ``torch.compile``.
+        on_nan: Stop the run, or skip the update, when the loss or the gradient norm is not finite.
+        timeout: Seconds after which a stalled rank ends the run with an error that names it. The start, the first step,
+            reading data and saving may take six times as long. ``"none"`` disables the limit, as for a debugger that
+            suspends a process.
     """
 
     steps: Positive = 1000
@@ -59,7 +61,7 @@ class RunSettings(Section):
 
 
 def _scaling(given: Any) -> Any:
-    """A table as what it is."""
+    """Converts a TOML table."""
     try:
         return Llama3Scaling(**given) if isinstance(given, dict) else given
     except TypeError as error:
@@ -67,7 +69,7 @@ def _scaling(given: Any) -> Any:
 
 
 def _model_fields() -> dict[str, Any]:
-    """The fields of ``TransformerConfig``, each optional here, for a folder has them too."""
+    """The fields of ``TransformerConfig``, each optional: a Hugging Face folder defines them too."""
     hints = typing.get_type_hints(TransformerConfig)
     hints["rotary_scaling"] = Annotated[Llama3Scaling, BeforeValidator(_scaling)]
     return {f.name: (hints[f.name] | None, None) for f in fields(TransformerConfig)}
@@ -77,22 +79,22 @@ class _ModelSettings(Section):
     """The model: a Hugging Face folder, whose weights are loaded, or the fields of ``TransformerConfig``.
 
     Attributes:
-        folder: of a model of a family that ``Transformer.from_pretrained`` knows. A checkpoint goes before its weights.
-        overlap: see ``all_gather_linear``.
+        dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
+        overlap: Overlap of communication and products in the linears; see ``all_gather_linear``.
     """
 
-    folder: Folder | None = None
+    dir: Folder | None = None
     overlap: Overlap = "auto"
 
     @field_validator("window", mode="before", check_fields=False)
     @classmethod
     def _windows(cls, given: Any) -> Any:
-        """TOML has lists, and no null."""
+        """TOML has lists instead of tuples, and no null."""
         return tuple(None if window == "none" else window for window in given) if isinstance(given, list) else given
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The fields of ``TransformerConfig`` that are given."""
+        """The fields of ``TransformerConfig`` that the file sets."""
         return {name: getattr(self, name) for name in self.model_fields_set if name not in _ModelSettings.model_fields}
 
 
@@ -105,23 +107,24 @@ else:
 
 
 class DataSettings(Section):
-    """What is read; see ``train.tokens`` and ``train.samples``.
+    """The training data; see ``train.data.tokens`` and ``train.data.packing``.
 
     Attributes:
-        paths: token files, folders of them, or folders of Hugging Face datasets.
-        column: of a dataset, the one that has the tokens of a document.
-        dtype: of raw tokens, as NumPy names it. end: the token that ends a document where nothing else says so.
-        seq_length: tokens of a sequence; that of the model by default.
-        apart: no token sees one of another document. shuffle: sequences are taken in an order drawn from seed and
-            epoch, not as they lie in the packed documents.
+        paths: Token files, folders of them, or folders of Hugging Face datasets.
+        column: Column of a dataset with the tokens of a document.
+        dtype: NumPy dtype of raw tokens.
+        eos_id: Last token of each document, for files without an index of documents.
+        seq_length: Tokens in a sequence; the model's by default.
+        document_mask: Restrict attention to tokens of the same document.
+        shuffle: Shuffle the sequences by seed and epoch; otherwise they keep their order in the packed documents.
     """
 
     paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)]
     column: str = "input_ids"
     dtype: Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] = "uint16"
-    end: Count | None = None
+    eos_id: Count | None = None
     seq_length: Positive | None = None
-    apart: bool = False
+    document_mask: bool = False
     shuffle: bool = True
 
 
@@ -129,11 +132,15 @@ class OptimizerSettings(Section):
     """AdamW and its learning rate.
 
     Attributes:
-        lr: the highest learning rate. betas, eps: of AdamW. weight_decay: of matrices; biases and norms have none.
-        clip: largest norm of all gradients together; ``"none"`` for no limit.
-        schedule: after ``warmup`` steps, in which the rate grows evenly, it stays (``"constant"``), falls by a cosine
-            or a line to ``floor`` of ``lr`` at the last step, or stays and falls by a line in the last ``decay`` steps
-            (``"wsd"``).
+        lr: Peak learning rate.
+        betas, eps: Coefficients of AdamW.
+        weight_decay: Weight decay of matrices; biases and norms have none.
+        grad_clip: Maximum norm of all gradients together; ``"none"`` disables clipping.
+        schedule: Learning rate after the warmup: ``"constant"``; ``"cosine"`` or ``"linear"`` decay over all remaining
+            steps; ``"wsd"``, constant with linear decay over the last ``decay`` steps.
+        warmup: Steps of linear warmup.
+        decay: Decay steps of ``"wsd"``.
+        min_lr_ratio: Learning rate of the last step relative to ``lr``, where the schedule decays.
     """
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
@@ -142,19 +149,19 @@ class OptimizerSettings(Section):
     ] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup: Count = 0
     decay: Count = 0
-    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
 class PrecisionSettings(Section):
-    """What parameters are used in; the optimizer's, and sums of gradients, are fp32.
+    """Precision of the computation. Optimizer state and gradient reduction are fp32.
 
     Attributes:
-        dtype: of parameters as they are used and of activations.
-        initial_scale, growth_interval: of the dynamic loss scale of fp16, and the good steps until it doubles.
+        dtype: Dtype of activations and of parameters in use.
+        initial_scale, growth_interval: Initial loss scale of fp16, and the finite steps after which it doubles.
     """
 
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
@@ -163,10 +170,10 @@ class PrecisionSettings(Section):
 
 
 class RecomputeSettings(Section):
-    """What the forward does not keep; see ``train.recompute``.
+    """Activation recomputation; see ``train.recompute``.
 
     Attributes:
-        kind: of what. every: of the blocks, the first of every so many.
+        kind: What is recomputed. every: Recompute every n-th block.
     """
 
     kind: Literal["none", "selective", "full"] = "none"
@@ -174,39 +181,41 @@ class RecomputeSettings(Section):
 
 
 class CheckpointSettings(Section):
-    """What is saved.
+    """Checkpoints.
 
     Attributes:
-        folder: for checkpoints, one folder a step; ``"none"`` for none. every: steps between two; 0 for the last step
-            alone. keep: how many stay.
-        asynchronous: the run goes on while a checkpoint is written.
+        dir: Folder of the checkpoints; ``"none"`` for no checkpoints.
+        interval: Steps between two checkpoints; 0 saves the last step only.
+        keep: Number of checkpoints kept.
+        asynchronous: Continue training while a checkpoint is written.
     """
 
-    folder: Folder | None = None
-    every: Count = 0
+    dir: Folder | None = None
+    interval: Count = 0
     keep: Positive = 2
     asynchronous: bool = True
 
 
 class LoggingSettings(Section):
-    """What a person sees.
+    """Console and file logging.
 
     Attributes:
-        every: steps between two progress lines. jsonl: a file with one object a step. tensorboard: a folder.
-        picture: a file for loss and throughput, at the end.
+        interval: Steps between two progress lines.
+        jsonl: File with one JSON object a step. tensorboard: Folder of TensorBoard events.
+        plot: File for a plot of loss and throughput, written at the end.
     """
 
-    every: Positive = 1
+    interval: Positive = 1
     jsonl: Folder | None = None
     tensorboard: Folder | None = None
-    picture: Folder | None = None
+    plot: Folder | None = None
 
 
 def _parallel_fields() -> dict[str, Any]:
-    """The fields of ``Plan``, but for those that other sections have."""
+    """The fields of ``Plan`` without those of other sections."""
     hints = typing.get_type_hints(Plan)
     found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in ("dtype", "recompute")}
-    # The trainer's loss is one op with the output embedding.
+    # The trainer always fuses the loss with the output embedding.
     return found | {
         "fused_loss": (bool, True),
         "layers_per_chunk": (Annotated[tuple[int, ...], Field(strict=False)], ()),
@@ -214,7 +223,7 @@ def _parallel_fields() -> dict[str, Any]:
 
 
 class _ParallelSettings(Section):
-    """The planner's ``Plan``, in a table of its fields or as a text, ``"dp=2,tp=2,zero=3"``."""
+    """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``."""
 
 
 if TYPE_CHECKING:

@@ -245,7 +245,7 @@ class _Reader:
         self.copy("optimizer.params.betas", "optimizer", "betas", list)
         self.copy("optimizer.params.eps", "optimizer", "eps", number)
         self.copy("optimizer.params.weight_decay", "optimizer", "weight_decay", number)
-        self.copy("gradient_clipping", "optimizer", "clip", number, lambda norm: norm or "none")
+        self.copy("gradient_clipping", "optimizer", "grad_clip", number, lambda norm: norm or "none")
 
     def _scheduler(self) -> None:
         kind = self.take("scheduler.type", str)
@@ -269,13 +269,15 @@ class _Reader:
                 raise self._error(f"{prefix}{key}", "cannot be above 0: the rate grows from 0")
         self.copy(f"{prefix}warmup_max_lr", "optimizer", "lr", number)
         self.copy(f"{prefix}total_num_steps", "run", "steps", int)
-        floor = self.take(f"{prefix}cos_min_ratio", number)
+        ratio = self.take(f"{prefix}cos_min_ratio", number)
         if kind != "WarmupLR":
-            self.put("optimizer", "floor", 0.0 if kind == "WarmupDecayLR" else 0.0001 if floor is None else floor,
-                     "scheduler.type" if floor is None else f"{prefix}cos_min_ratio")  # fmt: skip
+            lowest = 0.0 if kind == "WarmupDecayLR" else 0.0001 if ratio is None else ratio
+            self.put(
+                "optimizer", "min_lr_ratio", lowest, "scheduler.type" if ratio is None else f"{prefix}cos_min_ratio"
+            )
 
     def _logging(self) -> None:
-        self.copy("steps_per_print", "logging", "every", int)
+        self.copy("steps_per_print", "logging", "interval", int)
         if self.take("tensorboard.enabled", bool):
             folder, job = self.take("tensorboard.output_path", str), self.take("tensorboard.job_name", str)
             self.put("logging", "tensorboard", str(Path(folder or "runs", job or "")), "tensorboard.output_path")

@@ -44,10 +44,10 @@ def start_lines(trainer: "RunState") -> list[Line]:
     """What a run is, from where it begins or goes on."""
     settings, samples = trainer.settings, trainer.samples
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    left, batch = settings.run.steps - trainer.done, settings.plan.global_batch
+    left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch
     tokens = left * batch * settings.seq_length
-    span = f"steps {trainer.done + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
-    position = f", from sample {trainer.taken:,} on" if trainer.taken else ""
+    span = f"steps {trainer.global_step + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
+    position = f", from sample {trainer.samples_seen:,} on" if trainer.samples_seen else ""
     shuffled = "shuffled" if samples.shuffle else "as they lie in the shuffled documents"
     stream = samples.stream
     lines = [
@@ -57,8 +57,8 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
     ]
     own = settings.checkpoint
-    when = f"every {own.every} steps and at the end" if own.every else "at the end"
-    lines += [("checkpoints", "none" if own.folder is None else f"{own.folder}, {when}; {own.keep} are kept")]
+    when = f"every {own.interval} steps and at the end" if own.interval else "at the end"
+    lines += [("checkpoints", "none" if own.dir is None else f"{own.dir}, {when}; {own.keep} are kept")]
     return lines + _logs(settings.logging)
 
 
@@ -99,7 +99,7 @@ def device_name(device: torch.device) -> str:
 
 def _logs(settings: "LoggingSettings") -> list[Line]:
     files: dict[str, Path | None] = {
-        "a line a step": settings.jsonl, "TensorBoard": settings.tensorboard, "picture": settings.picture
+        "a line a step": settings.jsonl, "TensorBoard": settings.tensorboard, "plot": settings.plot
     }  # fmt: skip
     written = [f"{file} ({kind})" for kind, file in files.items() if file is not None]
     return [("logs", ", ".join(written))] if written else []

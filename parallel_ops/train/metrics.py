@@ -1,4 +1,4 @@
-"""What a run writes of its steps, on rank 0: JSON lines, TensorBoard, a picture at the end."""
+"""What a run writes of its steps, on rank 0: JSON lines, TensorBoard, a plot at the end."""
 
 import contextlib
 import json
@@ -29,12 +29,12 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         if self.trainer.rank == 0:
             if self.settings.jsonl is not None:
-                self.records = _kept(self.settings.jsonl, self.trainer.done)
+                self.records = _kept(self.settings.jsonl, self.trainer.global_step)
                 self._jsonl = self._files.enter_context(_rewritten(self.settings.jsonl, self.records))
             if self.settings.tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(self.settings.tensorboard), purge_step=self.trainer.done + 1)
+                self._board = SummaryWriter(str(self.settings.tensorboard), purge_step=self.trainer.global_step + 1)
                 self._files.callback(self._board.close)
         return self
 
@@ -70,8 +70,8 @@ class Metrics:
         except OSError:
             if error is None:  # a file that could not be written cannot be closed either
                 raise
-        if self.trainer.rank == 0 and self.settings.picture is not None and self.records:
-            picture(self.records, self.settings.picture)
+        if self.trainer.rank == 0 and self.settings.plot is not None and self.records:
+            save_plot(self.records, self.settings.plot)
 
 
 def _kept(path: Path, step: int) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def _rewritten(path: Path, records: Sequence[dict[str, Any]]) -> Any:
     return file
 
 
-def picture(records: Sequence[dict[str, Any]], path: Path) -> None:
+def save_plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Saves loss and throughput over the steps of a JSONL file, side by side."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -52,7 +52,7 @@ def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float
         return settings.lr
     done = (step - first) / (steps - 1 - first)
     left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
-    return settings.lr * (settings.floor + (1 - settings.floor) * left)
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 
 
 def hide_hint() -> None:
@@ -60,18 +60,18 @@ def hide_hint() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def update(optimizer: torch.optim.Optimizer, clip: float | None, scale: float = 1.0) -> Tensor:
+def update(optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: float = 1.0) -> Tensor:
     """Clips gradients, updates parameters and drops the gradients; changes nothing where the norm is not finite.
 
     Args:
-        clip: the largest norm of all gradients together, over all ranks; ``None`` for no limit.
+        grad_clip: the largest norm of all gradients together, over all ranks; ``None`` for no limit.
         scale: what the gradients were multiplied by.
 
     Returns:
         the norm before clipping, a scalar on the device, for which the host has not waited.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip * scale)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if grad_clip is None else grad_clip * scale)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     # What torch's GradScaler says to a fused optimizer.
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

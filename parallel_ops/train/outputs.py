@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
-PICTURE_FORMATS = (".png", ".pdf", ".svg")
+PLOT_FORMATS = (".png", ".pdf", ".svg")
 
 
 def check(settings: "Settings") -> None:
     """Makes the folders that are missing, and writes nothing else that stays.
 
     Raises:
-        ImportError: TensorBoard or matplotlib is not installed, and wanted. ValueError: a picture of another format.
+        ImportError: TensorBoard or matplotlib is not installed, and wanted. ValueError: a plot of another format.
         OSError: a file or folder that cannot be written, with its key.
     """
     logging = settings.logging
-    for package, path in (("tensorboard", logging.tensorboard), ("matplotlib", logging.picture)):
+    for package, path in (("tensorboard", logging.tensorboard), ("matplotlib", logging.plot)):
         if path is not None and importlib.util.find_spec(package) is None:
             raise ImportError(f"{path} needs {package}; run: pip install {package}")
-    if logging.picture is not None and logging.picture.suffix.lower() not in PICTURE_FORMATS:
-        raise ValueError(f"logging.picture must end in {', '.join(PICTURE_FORMATS)}, got {logging.picture}")
+    if logging.plot is not None and logging.plot.suffix.lower() not in PLOT_FORMATS:
+        raise ValueError(f"logging.plot must end in {', '.join(PLOT_FORMATS)}, got {logging.plot}")
     for key, folder in (
-        ("checkpoint.folder", settings.checkpoint.folder),
+        ("checkpoint.dir", settings.checkpoint.dir),
         ("logging.tensorboard", logging.tensorboard),
     ):
         if folder is not None:
             _check_folder(key, folder)
-    for key, file in (("logging.jsonl", logging.jsonl), ("logging.picture", logging.picture)):
+    for key, file in (("logging.jsonl", logging.jsonl), ("logging.plot", logging.plot)):
         if file is not None:
             _check_file(key, file)
 

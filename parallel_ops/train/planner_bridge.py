@@ -49,7 +49,7 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
 
 def model_of(settings: Settings) -> Model:
     """The model of a run as the planner knows it."""
-    folder = settings.model.folder
+    folder = settings.model.dir
     return planner_model(settings.config, settings.seq_length, "model" if folder is None else folder.name)
 
 

@@ -1,7 +1,7 @@
 """What a run prints, on rank 0: what it is, how far it is, what it reached.
 
 On a terminal a bar shows the last step, and lines above it what is out of the ordinary; into a file or a pipe goes a
-line every ``logging.every`` steps.
+line every ``logging.interval`` steps.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Progress:
         self._seconds: list[float] = []
         self._bar: Any = None
         self._flops = _flops(trainer)
-        self._first, self._start = trainer.done, time.perf_counter()
+        self._first, self._start = trainer.global_step, time.perf_counter()
         self._since, self._drawn, self._last = (self._first, self._start), -math.inf, self._start
 
     def __enter__(self) -> "Progress":
@@ -47,8 +47,8 @@ class Progress:
             print(description.text(description.start_lines(self.trainer)), flush=True)
             if warning := description.warning(self.trainer.samples.stream):
                 print(warning, file=sys.stderr, flush=True)
-            self._bar = _bar(self.settings.run.steps, self.trainer.done)
-        self._first, self._start = self.trainer.done, time.perf_counter()
+            self._bar = _bar(self.settings.run.steps, self.trainer.global_step)
+        self._first, self._start = self.trainer.global_step, time.perf_counter()
         self._since = self._first, self._start
         return self
 
@@ -70,7 +70,7 @@ class Progress:
             text = "  ".join([f"step {step.number}/{self.settings.run.steps}", *shown])
             self._bar.update(0, completed=step.number, text=text, refresh=True)
         unusual = step.skipped or stops
-        if unusual or (self._bar is None and (step.number % self.settings.logging.every == 0 or last)):
+        if unusual or (self._bar is None and (step.number % self.settings.logging.interval == 0 or last)):
             self._line(step, now, unusual, stops)
 
     def end(self, result: "Result") -> None:
@@ -91,7 +91,7 @@ class Progress:
         parts = [f"step {step.number}/{self.settings.run.steps}"]
         parts += self._parts(step, step.tokens * (step.number - first) / (now - start))
         if unusual:
-            end = self.trainer.taken
+            end = self.trainer.samples_seen
             samples = f"samples {end - self.settings.plan.global_batch} to {end - 1}"
             parts += [f"not finite, {'the run stops' if stops else 'skipped'}: {samples}"]
         print("  ".join(parts), flush=True)

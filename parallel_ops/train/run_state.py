@@ -17,14 +17,14 @@ class RunState(Protocol):
     """What ``Trainer`` is to the modules that it calls.
 
     Attributes:
-        done: Steps taken. taken: Samples taken from the data.
+        global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
         origin: The checkpoint that the run was resumed from, if it was named.
     """
 
-    done: int
-    taken: int
+    global_step: int
+    samples_seen: int
 
     @property
     def settings(self) -> "Settings": ...

@@ -57,7 +57,7 @@ class Trainer:
         activity: is set to what this rank does, for who watches over it.
 
     Attributes:
-        done: steps taken. taken: samples taken from the data.
+        global_step: optimizer steps taken. samples_seen: samples taken from the data.
         origin: what checkpoints say that the run was started from; ``None`` for nothing.
 
     Raises:
@@ -107,7 +107,7 @@ class Trainer:
         precision = settings.precision
         is_half = dtype is torch.float16
         self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
-        self.done = self.taken = 0
+        self.global_step = self.samples_seen = 0
         self.origin: str | None = None
         self._saved = -1
         self._stepped = False
@@ -121,8 +121,8 @@ class Trainer:
                 raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
         device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
         if stream is None:
-            stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
-        options: Any = {"seed": settings.run.seed, "apart": data.apart, "shuffle": data.shuffle}
+            stream = TokenStream(data.paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
+        options: Any = {"seed": settings.run.seed, "document_mask": data.document_mask, "shuffle": data.shuffle}
         return device, Samples(stream, seq_length=settings.seq_length, **options)
 
     def _built(self, given: nn.Module | None) -> nn.Module:
@@ -130,16 +130,16 @@ class Trainer:
         options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
         if given is not None:
             return parallelize(given.to(self.device), self.mesh, settings.plan, **options)
-        if settings.model.folder is not None:
-            Transformer.check_pretrained(settings.model.folder, settings.config)
+        if settings.model.dir is not None:
+            Transformer.check_pretrained(settings.model.dir, settings.config)
         empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
         model = parallelize(empty, self.mesh, settings.plan, **options)
         # Offloaded parameters stay on the CPU.
         model.to_empty(device="cpu" if settings.plan.offload != "none" else self.device)
-        if settings.model.folder is None:
+        if settings.model.dir is None:
             model.reset_parameters()  # type: ignore[operator]
         else:
-            model.load_pretrained(settings.model.folder)  # type: ignore[operator]
+            model.load_pretrained(settings.model.dir)  # type: ignore[operator]
         return model
 
     def train(self, stopping: Stopping | None = None) -> Result:
@@ -157,13 +157,13 @@ class Trainer:
         outputs.check(settings)
         store = self._store()
         if store is not None:
-            store.begin(self.done)
+            store.begin(self.global_step)
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(Stopping() if stopping is None else stopping)
             progress = stack.enter_context(Progress(self))
             metrics = stack.enter_context(Metrics(self))
             try:
-                while self.done < settings.run.steps:
+                while self.global_step < settings.run.steps:
                     step = self.step(asked=lambda: signals.asked)
                     problem = self._problem(step)
                     metrics.add(step)
@@ -174,9 +174,13 @@ class Trainer:
                     stopped = step.stop
                     if stopped is not None:
                         break
-                    if store is not None and settings.checkpoint.every and self.done % settings.checkpoint.every == 0:
+                    if (
+                        store is not None
+                        and settings.checkpoint.interval
+                        and self.global_step % settings.checkpoint.interval == 0
+                    ):
                         self._save(store)
-                if store is not None and self._saved != self.done:
+                if store is not None and self._saved != self.global_step:
                     self._save(store)
             finally:
                 self.loader.close()
@@ -185,7 +189,7 @@ class Trainer:
                     store.wait()
             self.activity("writing what was measured", slow=True)
         found = {} if store is None else checkpoints.steps_in(store.folder)
-        result = Result(self.done, loss, stopped, found[max(found)] if found else None)
+        result = Result(self.global_step, loss, stopped, found[max(found)] if found else None)
         progress.end(result)
         return result
 
@@ -197,11 +201,11 @@ class Trainer:
         """
         start = time.perf_counter()
         settings, scale = self.settings, self._gradient_scale
-        what, slow = f"step {self.done + 1}", not self._stepped  # the first compiles
+        what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
-        batches = self.loader.step(self.taken)
+        batches = self.loader.step(self.samples_seen)
         self._seed()
-        rate = learning_rate(settings.optimizer, settings.run.steps, self.done)
+        rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counts, everything = self._targets(batches)
@@ -218,13 +222,13 @@ class Trainer:
             (loss * (share * (self.mesh.size("dp") * scale))).backward()
             total += loss.detach() * share
         self.activity(f"{what}, update", slow=slow)
-        norm = update(self.optimizer, settings.optimizer.clip, scale)
+        norm = update(self.optimizer, settings.optimizer.grad_clip, scale)
         self._stepped = True
-        self.done += 1
-        self.taken += settings.plan.global_batch
+        self.global_step += 1
+        self.samples_seen += settings.plan.global_batch
         found, grad_norm, stop = self._read(total, norm, asked())
         return Step(
-            number=self.done,
+            number=self.global_step,
             loss=found,
             grad_norm=grad_norm,
             tokens=settings.plan.global_batch * settings.seq_length,
@@ -246,7 +250,7 @@ class Trainer:
         """Saves a checkpoint in the folder of the settings, and waits for it; all ranks call it."""
         store = self._store()
         if store is None:
-            raise ValueError("Trainer: checkpoint.folder is not set")
+            raise ValueError("Trainer: checkpoint.dir is not set")
         self._save(store)
         store.wait()
 
@@ -262,15 +266,15 @@ class Trainer:
         Raises:
             CheckpointError: there is none, a file of it is damaged, or it is of another model.
         """
-        folder = self.settings.checkpoint.folder if path is None else Path(path)
+        folder = self.settings.checkpoint.dir if path is None else Path(path)
         if folder is None:
-            raise ValueError("Trainer: checkpoint.folder is not set, and no checkpoint is named")
+            raise ValueError("Trainer: checkpoint.dir is not set, and no checkpoint is named")
         self.activity(f"resuming from {folder}", slow=True)
         with comparison_of_world(longest(self.settings.run.timeout)) as compare:
             source = checkpoints.newest(folder)
             compare({"checkpoint": source.name})
         source = resuming.resume(self, folder)
-        self._saved = self.done
+        self._saved = self.global_step
         return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -292,7 +296,7 @@ class Trainer:
         return dist.get_rank() if self.world > 1 else 0
 
     def _loss(self, batch: Batch, count: int) -> Tensor:
-        extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.apart else {}
+        extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.document_mask else {}
         # Without a target the loss counts for nothing, and a mean over none may be NaN: any targets will do.
         loss: Tensor = self.model(batch.tokens, batch.targets if count else batch.tokens, **extra)
         return loss
@@ -300,7 +304,7 @@ class Trainer:
     def _targets(self, batches: list[Batch]) -> tuple[list[int], int | Tensor]:
         """How many tokens of each micro-batch have a target, and how many of the step have one, over all ranks; at
         least 1, to divide by."""
-        if not self.samples.apart:
+        if not self.samples.document_mask:
             counts = [batch.targets.numel() for batch in batches]
             return counts, sum(counts) * self.mesh.size("dp")
         counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
@@ -313,7 +317,7 @@ class Trainer:
 
     def _seed(self) -> None:
         """Ranks that have the same data draw the same, those with other data something else."""
-        key = np.random.SeedSequence([self.settings.run.seed, self.done, self.mesh.rank("dp")])
+        key = np.random.SeedSequence([self.settings.run.seed, self.global_step, self.mesh.rank("dp")])
         seed = int(key.generate_state(1, np.uint64)[0] >> 1)
         # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
         torch.default_generator.manual_seed(seed)
@@ -333,7 +337,8 @@ class Trainer:
     def _problem(self, step: Step) -> NotFinite | None:
         """Why a step that is not finite ends the run; ``None`` if the run goes on."""
         finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
-        where = f"step {step.number}, samples {self.taken - self.settings.plan.global_batch} to {self.taken - 1}"
+        first = self.samples_seen - self.settings.plan.global_batch
+        where = f"step {step.number}, samples {first} to {self.samples_seen - 1}"
         # In fp16 gradients that overflow are no news; a loss that does is.
         if not finite and not (self.scale.growth_interval and math.isfinite(step.loss)):
             if self.settings.run.on_nan == "stop":
@@ -348,11 +353,11 @@ class Trainer:
 
     def _store(self) -> Checkpoints | None:
         own = self.settings.checkpoint
-        if own.folder is None:
+        if own.dir is None:
             return None
-        return Checkpoints(own.folder, keep=own.keep, asynchronous=own.asynchronous, group=self.writers)
+        return Checkpoints(own.dir, keep=own.keep, asynchronous=own.asynchronous, group=self.writers)
 
     def _save(self, store: Checkpoints) -> None:
-        self.activity(f"saving step {self.done}", slow=True)
+        self.activity(f"saving step {self.global_step}", slow=True)
         resuming.save(self, store)
-        self._saved = self.done
+        self._saved = self.global_step

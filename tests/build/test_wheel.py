@@ -40,7 +40,7 @@ micro_batch = 1
 global_batch = 2
 
 [checkpoint]
-folder = "checkpoints"
+dir = "checkpoints"
 """
 
 IMPORT_ALL = """

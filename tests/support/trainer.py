@@ -50,7 +50,7 @@ global_batch = 4
 [precision]
 dtype = "fp32"
 [checkpoint]
-folder = "checkpoints"
+dir = "checkpoints"
 [logging]
 jsonl = "metrics.jsonl"
 """
@@ -72,8 +72,8 @@ def settings_of(data: Path, /, **sections: Any) -> Settings:
     base: dict[str, Any] = {
         "run": {"steps": 5, "device": "cpu", "seed": 3},
         "model": MODELS["gpt"],
-        "data": {"paths": [str(data)], "end": 0},
-        "optimizer": {"lr": 1e-2, "eps": 1e-4, "clip": 0.5, "warmup": 2},
+        "data": {"paths": [str(data)], "eos_id": 0},
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip": 0.5, "warmup": 2},
         "parallel": {"global_batch": 8, "micro_batch": 1},
         "precision": {"dtype": "fp32"},
     }
@@ -96,12 +96,12 @@ def steps_of(
     trainer, found = trainer_of(settings), []
     if resume is not None:
         trainer.resume(resume)
-    end = settings.run.steps if steps is None else trainer.done + steps
-    while trainer.done < end:
+    end = settings.run.steps if steps is None else trainer.global_step + steps
+    while trainer.global_step < end:
         step = trainer.step()
         found.append((step.loss, step.grad_norm))
     trainer.loader.close()
-    if settings.checkpoint.folder is not None:
+    if settings.checkpoint.dir is not None:
         trainer.save()
     return found
 
@@ -129,7 +129,7 @@ def train_with_a_signal(rank: int, settings: Settings, number: int, at: int) -> 
     take = trainer.step
 
     def step(**options: Any) -> Any:
-        if trainer.done == at - 1 and rank == trainer.world - 1:
+        if trainer.global_step == at - 1 and rank == trainer.world - 1:
             os.kill(os.getpid(), number)
         return take(**options)
 
@@ -198,7 +198,7 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
     """The loss scale after each step, and which were skipped."""
     trainer = trainer_of(settings)
     scales, skipped = [], []
-    while trainer.done < settings.run.steps:
+    while trainer.global_step < settings.run.steps:
         step = trainer.step()
         trainer._problem(step)
         scales.append(trainer.scale.scale)
@@ -210,7 +210,7 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
 def tuned(rank: int, settings: Settings, folder: Path) -> tuple[list[float], torch.Tensor]:
     """The losses of a run, and the logits ``[s, vocabulary]`` of a row of tokens after it; saved for transformers."""
     trainer, losses = trainer_of(settings), []
-    while trainer.done < settings.run.steps:
+    while trainer.global_step < settings.run.steps:
         losses.append(trainer.step().loss)
     trainer.loader.close()
     trainer.save_pretrained(folder)

@@ -70,7 +70,7 @@ def test_every_key_of_the_settings_is_compared(folder):
 def test_settings_that_mean_the_same_are_the_same(folder):
     plain = values_of(read_settings(folder / "run.toml"))
     spelled = ["data.seq_length=32", "model.norm=layer_norm", "optimizer.betas=[0.9, 0.95]", "run.timeout=300"]
-    free = ["logging.every=7", "logging.jsonl=other.jsonl", f"data.paths=['{folder / 'tokens.bin'}']"]
+    free = ["logging.interval=7", "logging.jsonl=other.jsonl", f"data.paths=['{folder / 'tokens.bin'}']"]
     assert difference({0: plain, 1: values_of(read_settings(folder / "run.toml", [*spelled, *free]))}) == ""
 
 
@@ -96,7 +96,7 @@ def test_ranks_and_many_keys_in_words():
 def test_ranks_as_they_are_launched(folder):
     """Two processes with the environment that torchrun gives: each case was silent, a hang or an abort elsewhere."""
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
-    one = ["run.toml", "--set", "run.device=cpu", "--set", "checkpoint.folder=none"]
+    one = ["run.toml", "--set", "run.device=cpu", "--set", "checkpoint.dir=none"]
     cases = {
         "learning rate": ([*one], [*one, "--set", "optimizer.lr=0.1"]),
         "steps and batch": ([*one, "--set", "parallel.global_batch=8"], [*one, "--steps", "9"]),
@@ -105,7 +105,7 @@ def test_ranks_as_they_are_launched(folder):
         "ranks": ([*one], [*one, "--set", "parallel=dp=4,global_batch=4"]),
         "key": ([*one, "--set", "run.stepz=3"], [*one]),
         "file": ([*one], [*one, "--set", "data.paths=['nothing.bin']"]),
-        "checkpoint": (["run.toml", "--resume"], ["run.toml", "--resume", "--set", "checkpoint.folder=elsewhere"]),
+        "checkpoint": (["run.toml", "--resume"], ["run.toml", "--resume", "--set", "checkpoint.dir=elsewhere"]),
     }
     wanted = {
         "learning rate": "optimizer.lr is 0.0003 on rank 0, 0.1 on rank 1",
@@ -143,7 +143,9 @@ def test_trainers_compare_too(folder):
     base = runs.settings_of(data, **two)
     cases = {
         "run.seed is 3 on rank 0, 4 on rank 1": runs.settings_of(data, **two, run={"seed": 4}),
-        "optimizer.clip is 0.5 on rank 0, null on rank 1": runs.settings_of(data, **two, optimizer={"clip": None}),
+        "optimizer.grad_clip is 0.5 on rank 0, null on rank 1": runs.settings_of(
+            data, **two, optimizer={"grad_clip": None}
+        ),
         "model.norm_eps is 1e-05 on rank 0, 0.001 on rank 1": runs.settings_of(
             data, **two, model={**runs.MODELS["gpt"], "norm_eps": 1e-3}
         ),
@@ -163,7 +165,7 @@ def test_trainers_compare_too(folder):
 def test_ranks_that_would_resume_from_different_checkpoints(folder):
     two = {"parallel": {"dp": 2, "global_batch": 4}, "run": {"steps": 2}}
     saved = folder / "saved"
-    checkpoint = {"folder": str(saved), "every": 1}
+    checkpoint = {"dir": str(saved), "interval": 1}
     ranks(2).run(runs.train, runs.settings_of(folder / "tokens.bin", **two, checkpoint=checkpoint))
     settings = runs.settings_of(folder / "tokens.bin", **two)
     found = ranks(2).outcomes(runs.resumed_from_each, settings, [saved, saved / "step-00000001"])

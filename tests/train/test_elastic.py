@@ -27,8 +27,8 @@ class Node:
             f"{sys.executable} -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 "
             f"--rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id run --local-addr localhost "
             "--rdzv-conf last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=5 "
-            "-m parallel_ops train run.toml --resume --elastic --steps 1000000 --set checkpoint.every=50 "
-            "--set logging.every=1000"
+            "-m parallel_ops train run.toml --resume --elastic --steps 1000000 --set checkpoint.interval=50 "
+            "--set logging.interval=1000"
         )
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.log.open("wb") as log:

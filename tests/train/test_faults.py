@@ -28,7 +28,7 @@ def data(tmp_path_factory):
 def saved(data, tmp_path_factory):
     """Checkpoints of two steps, of two ranks, and what came after them."""
     folder = tmp_path_factory.mktemp("saved")
-    settings = runs.settings_of(data, parallel=TWO, checkpoint={"folder": str(folder), "every": 2}, run={"steps": 4})
+    settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(folder), "interval": 2}, run={"steps": 4})
     ranks(2).run(runs.train, settings)
     return folder
 
@@ -39,7 +39,7 @@ def names(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
-    settings = runs.settings_of(data, parallel=TWO, checkpoint={"folder": str(tmp_path)}, run={"steps": 50})
+    settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path)}, run={"steps": 50})
     handler = signal.getsignal(number)
     for result in ranks(2).run(runs.train_with_a_signal, settings, number, 3):
         assert (result.step, result.stopped) == (3, number.name)
@@ -52,7 +52,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
 @pytest.mark.parametrize("killed", [(1,), (0, 1)], ids=["one rank", "all ranks"])
 def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
     """The second of two checkpoints; the first is whole, and the run goes on from it."""
-    sections = {"parallel": TWO, "checkpoint": {"folder": str(tmp_path), "every": 2}, "run": {"steps": 6}}
+    sections = {"parallel": TWO, "checkpoint": {"dir": str(tmp_path), "interval": 2}, "run": {"steps": 6}}
     group = Ranks(2)
     try:
         outcomes = group.outcomes(runs.train_killed, runs.settings_of(data, **sections), killed, 2)
@@ -67,7 +67,7 @@ def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_full_disk(data, tmp_path, asynchronous):
-    checkpoint = {"folder": str(tmp_path), "every": 1, "asynchronous": asynchronous}
+    checkpoint = {"dir": str(tmp_path), "interval": 1, "asynchronous": asynchronous}
     settings = runs.settings_of(data, parallel=TWO, checkpoint=checkpoint)
     for outcome in ranks(2).outcomes(runs.train_on_a_full_disk, settings, 3):
         assert outcome.type == "CheckpointError"
@@ -89,12 +89,12 @@ def test_a_disk_without_space_is_called_that(data, tmp_path, monkeypatch, asynch
         return create(self, Path("/dev/full") if full else path, mode)
 
     monkeypatch.setattr(FileSystem, "create_stream", create_stream)
-    checkpoint = {"folder": str(tmp_path), "every": 1, "asynchronous": asynchronous}
+    checkpoint = {"dir": str(tmp_path), "interval": 1, "asynchronous": asynchronous}
     with pytest.raises(CheckpointError) as raised:
         Trainer(runs.settings_of(data, checkpoint=checkpoint)).train()
     said = str(raised.value)
     assert f"cannot write the checkpoint {tmp_path}/.step-00000002.part: rank 0: No space left on device" in said
-    assert f"the disk of {tmp_path} is full (" in said and "free some, or name another checkpoint.folder" in said
+    assert f"the disk of {tmp_path} is full (" in said and "free some, or name another checkpoint.dir" in said
     assert said.endswith(f"(the last complete one, {tmp_path}/step-00000001, stays valid)")
     assert names(tmp_path) == ["step-00000001"]
 
@@ -156,7 +156,7 @@ def test_a_damaged_one_is_not_offered_in_the_place_of_another(data, saved, tmp_p
 def test_a_checkpoint_is_no_folder_of_checkpoints(data, saved, tmp_path):
     inside = shutil.copytree(saved / "step-00000002", tmp_path / "best")
     before = names(inside)
-    settings = runs.settings_of(data, checkpoint={"folder": str(inside)})
+    settings = runs.settings_of(data, checkpoint={"dir": str(inside)})
     with pytest.raises(CheckpointError, match=rf"is a checkpoint itself; .* {tmp_path}, .* --resume {inside}"):
         Trainer(settings).train()
     assert names(inside) == before
@@ -185,7 +185,7 @@ def test_data_that_stop_being_readable(data, monkeypatch):
     monkeypatch.setattr(trainer.samples.stream, "document", fail)
     with pytest.raises(OSError, match=r"Input/output error: .*tokens\.bin"):
         trainer.train()
-    assert trainer.done <= 2  # the step that had been read
+    assert trainer.global_step <= 2  # the step that had been read
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")

@@ -118,11 +118,11 @@ def test_a_dry_run_counts_the_memory_of_what_the_run_is_on(folder, capsys):
     assert gpu["runtime"] > 2**30 and gpu["logits"] > 2**28 and "CPU" not in said and "no GPU is here" not in said
 
 
-@pytest.mark.parametrize("key", ["checkpoint.folder", "logging.tensorboard", "logging.jsonl", "logging.picture"])
+@pytest.mark.parametrize("key", ["checkpoint.dir", "logging.tensorboard", "logging.jsonl", "logging.plot"])
 def test_what_cannot_be_written_is_named_with_its_key(folder, monkeypatch, key):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if tensorboard were there
     section, name = key.split(".")
-    is_folder = key in ("checkpoint.folder", "logging.tensorboard")
+    is_folder = key in ("checkpoint.dir", "logging.tensorboard")
 
     def check(path):
         launch.check(settings(folder, "dp=2,global_batch=8", **{section: {name: str(path)}}), Start())
@@ -172,12 +172,12 @@ def test_of_much_data_a_part_is_read_before_the_start(tmp_path):
 
 def test_what_is_looked_at_before_anything_starts(folder):
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
-    given = settings(folder, "dp=2,global_batch=8", checkpoint={"folder": str(folder / "checkpoints")})
+    given = settings(folder, "dp=2,global_batch=8", checkpoint={"dir": str(folder / "checkpoints")})
     with pytest.raises(CheckpointError, match="has a checkpoint of step 3 already: go on from it with --resume"):
         launch.check(given, Start())
     with pytest.raises(CheckpointError, match=r"run\.json"):
         launch.check(given, Start(resume=True))
-    with pytest.raises(ValueError, match=r"--resume needs checkpoint\.folder"):
+    with pytest.raises(ValueError, match=r"--resume needs checkpoint\.dir"):
         launch.check(settings(folder, "dp=2,global_batch=8"), Start(resume=True))
     (folder / "tokens.bin").write_bytes(b"ab")
     with pytest.raises(ValueError, match="1 tokens, but a sequence needs 33"):
@@ -193,7 +193,7 @@ def test_what_plan_writes_trains(folder, gpus, only):
     given = ["plan", "--model", folder / "small.json", "--cluster", f"h100x{gpus}", "--batch", "8", "--only", only]
     planned = CliRunner().invoke(app, [*map(str, given), "--output", str(folder / "run.toml"), "--top", "1"])
     assert planned.exit_code == 0, planned.output
-    changes = [f"data.paths=['{folder / 'tokens.bin'}']", "checkpoint.folder=none", "checkpoint.every=0", "run.steps=2"]
+    changes = [f"data.paths=['{folder / 'tokens.bin'}']", "checkpoint.dir=none", "checkpoint.interval=0", "run.steps=2"]
     found = read_settings(folder / "run.toml", [*changes, "run.device=cpu", "optimizer.warmup=0"])
     assert found.plan.gpus == gpus and all(part in found.plan.text for part in only.split(","))
     losses = ranks(gpus).run(runs.steps_of, found)

@@ -21,7 +21,7 @@ from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.resuming import source_of
 from support import trainer as runs
 
-ONE = ["--set", "parallel=global_batch=4", "--set", "checkpoint.every=2", "--set", "run.device=cpu"]
+ONE = ["--set", "parallel=global_batch=4", "--set", "checkpoint.interval=2", "--set", "run.device=cpu"]
 
 
 def parallel_ops(*arguments):
@@ -70,7 +70,7 @@ DAMAGES = {
 def test_the_error_of_a_damaged_checkpoint_has_the_command_that_goes_on(here, damage):
     act, code, message = DAMAGES[damage]
     act(here / "checkpoints" / "step-00000004")
-    call = ["train", "run.toml", *ONE, "--resume", "--steps", "6", "--set", "logging.picture=my curves.png"]
+    call = ["train", "run.toml", *ONE, "--resume", "--steps", "6", "--set", "logging.plot=my curves.png"]
     failed, said = parallel_ops(*call)
     assert failed == code and message in said and "Traceback" not in said
     advice = said.partition("to go on from it: ")[2].strip()
@@ -105,13 +105,13 @@ def test_a_path_may_follow(here, monkeypatch, given, path, resumes):
 
 
 def test_a_checkpoint_of_another_folder(here):
-    call = ["train", "run.toml", *ONE, "--set", "checkpoint.folder=other", "--resume", "checkpoints", "--steps"]
+    call = ["train", "run.toml", *ONE, "--set", "checkpoint.dir=other", "--resume", "checkpoints", "--steps"]
     code, said = parallel_ops(*call, "6")
     assert code == 0 and "goes on from checkpoints/step-00000004" in said
     assert names(here / "other") == ["step-00000006"] and "step-00000004" in names(here / "checkpoints")
     code, said = parallel_ops(*call, "8")
     assert code == 2 and "other has a checkpoint of step 6" in said and "with --resume other, or name another" in said
-    none = ["--set", "checkpoint.folder=none", "--set", "checkpoint.every=0"]
+    none = ["--set", "checkpoint.dir=none", "--set", "checkpoint.interval=0"]
     call = ["train", "run.toml", *ONE, *none, "--steps", "3"]
     code, said = parallel_ops(*call, "--resume", "checkpoints/step-00000002")
     assert code == 0 and "goes on from checkpoints/step-00000002" in said and "step 3/3" in said
@@ -136,8 +136,8 @@ def test_a_restart_goes_on_from_what_the_run_has_saved(here, monkeypatch):
 def test_a_checkpoint_is_no_folder_for_checkpoints(here, resume):
     one = here / "checkpoints" / "step-00000002"
     before = names(one)
-    code, said = parallel_ops("train", "run.toml", *ONE, "--set", f"checkpoint.folder={one}", *resume)
-    assert code == 2 and f"checkpoint.folder {one} is a checkpoint itself" in said and f"--resume {one}" in said
+    code, said = parallel_ops("train", "run.toml", *ONE, "--set", f"checkpoint.dir={one}", *resume)
+    assert code == 2 and f"checkpoint.dir {one} is a checkpoint itself" in said and f"--resume {one}" in said
     assert names(one) == before
 
 
@@ -154,14 +154,14 @@ def test_other_data_are_said_in_one_line(here, change, message):
     (line,) = [line for line in said.splitlines() if line.startswith("note:")]
     assert code == 0 and f"checkpoints/step-00000004 is of other data {message}" in line
     assert line.endswith("keeps its step and weights, and takes samples of these data from the first one on")
-    taken = checkpoints.describe(here / "checkpoints" / "step-00000005").samples
-    assert taken == 4  # of one step
+    samples_seen = checkpoints.describe(here / "checkpoints" / "step-00000005").samples_seen
+    assert samples_seen == 4  # of one step
 
 
 def test_nothing_is_said_of_the_same_data(here):
     code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", "5")
     assert code == 0 and "note:" not in said and "nothing is left" not in said
-    assert checkpoints.describe(here / "checkpoints" / "step-00000005").samples == 20
+    assert checkpoints.describe(here / "checkpoints" / "step-00000005").samples_seen == 20
 
 
 @pytest.mark.parametrize("steps", [4, 3])

@@ -41,11 +41,11 @@ def test_every_format_gives_the_same_documents(tmp_path):
     (tmp_path / "idx").mkdir()
     indexed = stream(tmp_path / "idx", [np.append(d, 0) for d in DOCUMENTS])
     for path in (tmp_path / "a.npy", tmp_path / "b.bin"):
-        read = TokenStream([path], end=0)
+        read = TokenStream([path], eos_id=0)
         assert read.documents == indexed.documents == 4 and len(read) == len(with_end)
         for number, expected in enumerate(DOCUMENTS):
             assert read.document(number).tolist() == indexed.document(number).tolist() == [*expected, 0]
-    both = TokenStream([tmp_path], end=0)
+    both = TokenStream([tmp_path], eos_id=0)
     assert both.documents == 8 and both.document(6, 2, 3).tolist() == [22, 23, 24]
 
 
@@ -170,7 +170,7 @@ def limit(freedom):
 
 
 def test_documents_apart_are_one_packed_row(tmp_path):
-    samples = Samples(stream(tmp_path), seq_length=6, seed=3, apart=True)
+    samples = Samples(stream(tmp_path), seq_length=6, seed=3, document_mask=True)
     batch = samples.batch(range(2))
     rows = samples.samples(range(2))
     assert batch.tokens.shape == (12, 1)
@@ -206,7 +206,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path):
             TokenStream([path])
     index.write_bytes(whole)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="speaks of"):
+    with pytest.raises(ValueError, match=r"corpus\.idx has 18"):
         TokenStream([path])
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(ValueError, match="3 bytes"):

@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export
 from parallel_ops.train.config import json_schema
-from parallel_ops.train.config_file import read_settings, settings_of
+from parallel_ops.train.config_file import read_settings, settings_of, with_changes
 from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.planner_bridge import planner_model
 
@@ -28,16 +28,17 @@ def file(tmp_path):
     path.write_text(
         "[model]\nvocab_size = 64\nseq_length = 32\nnum_layers = 2\nhidden_size = 32\nnum_heads = 4\n"
         "window = [8, 'none']\n"
-        "[data]\npaths = ['tokens.bin']\n[parallel]\ndp = 2\ntp = 2\nglobal_batch = 8\n[optimizer]\nclip = 'none'\n"
+        "[data]\npaths = ['tokens.bin']\n[parallel]\ndp = 2\ntp = 2\nglobal_batch = 8\n"
+        "[optimizer]\ngrad_clip = 'none'\n"
     )
     return path
 
 
 def test_a_file_and_changes_to_it(file):
-    settings = read_settings(file, ["parallel.zero=3", "run.steps=7", "checkpoint.folder=runs/a", "optimizer.lr=1"])
+    settings = read_settings(file, ["parallel.zero=3", "run.steps=7", "checkpoint.dir=runs/a", "optimizer.lr=1"])
     assert settings.plan == Plan(dp=2, tp=2, zero=3, global_batch=8, fused_loss=True)
-    assert settings.config.windows == (8, None) and settings.optimizer.clip is None
-    assert (settings.run.steps, settings.optimizer.lr, str(settings.checkpoint.folder)) == (7, 1.0, "runs/a")
+    assert settings.config.windows == (8, None) and settings.optimizer.grad_clip is None
+    assert (settings.run.steps, settings.optimizer.lr, str(settings.checkpoint.dir)) == (7, 1.0, "runs/a")
     assert (settings.plan.zero, settings.plan.dtype, settings.seq_length) == (3, "bf16", 32)
 
 
@@ -82,12 +83,12 @@ def test_the_text_of_a_plan():
         ("optimizer.warmup=1001", "optimizer.warmup 1001 is more than run.steps 1000: lower it, or raise run.steps"),
         ("run.steps=true", "run.steps: input should be a valid integer, got True"),
         ("model.num_heads=5", "must be a multiple of num_heads"),
-        ("model.folder=nowhere", "model has a folder, which says what it is; hidden_size, num_heads"),
+        ("model.dir=nowhere", "model.dir has the shape of the model: leave out hidden_size, num_heads"),
         ("data.seq_length=64", "data.seq_length is 64, but the model's sequences have at most 32"),
         ("data.paths=[]", "data.paths"),
         ("data.paths=README.md", r"data\.paths: must be a list: paths = \[\"README\.md\"\]$"),
         ("optimizer.betas=0.9", r"optimizer\.betas: must be a list: betas = \[0\.9\]"),
-        ("checkpoint.every=5", "checkpoint.folder is needed with checkpoint.every"),
+        ("checkpoint.interval=5", "checkpoint.dir is needed with checkpoint.interval"),
         ("run=3", "--set takes section.key=value, got 'run=3'"),
     ],
 )
@@ -133,7 +134,8 @@ def test_what_the_planner_writes_is_a_run(model):
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
     plan = Plan(dp=2, tp=8, zero=3, sequence_parallel=True, global_batch=16, recompute="full", fused_loss=True)
     shape = presets.model(model)
-    settings = settings_of(tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan)))
+    data = tomllib.loads(export("parallel_ops", shape, presets.cluster("h100x16"), plan))
+    settings = settings_of(with_changes(data, ["run.steps=1"]))  # a trial of the plan
     assert settings.plan == plan
     assert np.iinfo(settings.data.dtype).max >= shape.vocab_size - 1
     assert planner_model(settings.config, settings.seq_length, shape.name) == shape
@@ -167,15 +169,15 @@ class TestDeepSpeed:
         settings = self.read(tmp_path)
         assert settings.plan == Plan(dp=2, tp=2, zero=2, micro_batch=2, global_batch=16, fused_loss=True)
         found = settings.optimizer
-        assert (found.lr, found.betas, found.eps, found.weight_decay, found.clip) == (
+        assert (found.lr, found.betas, found.eps, found.weight_decay, found.grad_clip) == (
             2e-4,
             (0.9, 0.99),
             1e-9,
             0.05,
             0.5,
         )
-        assert (found.schedule, found.warmup, found.floor, settings.run.steps) == ("linear", 10, 0.0, 300)
-        assert settings.logging.every == 5 and settings.precision.dtype == "bf16"
+        assert (found.schedule, found.warmup, found.min_lr_ratio, settings.run.steps) == ("linear", 10, 0.0, 300)
+        assert settings.logging.interval == 5 and settings.precision.dtype == "bf16"
 
     def test_fp16_offload_and_accumulation(self, tmp_path):
         settings = self.read(tmp_path, {

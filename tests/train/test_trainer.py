@@ -60,8 +60,8 @@ def drawn(number, processes):
 
 
 @functools.cache
-def alone(data, kind, apart):
-    settings = runs.settings_of(data, model=runs.MODELS[kind], data={"apart": apart})
+def alone(data, kind, document_mask):
+    settings = runs.settings_of(data, model=runs.MODELS[kind], data={"document_mask": document_mask})
     return runs.steps_of(0, settings)
 
 
@@ -80,18 +80,20 @@ def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
     """Five steps, the last two on another plan than the first three: as one process takes them."""
     for number in range(pytestconfig.getoption("plans")):
         draw = random.Random(number)
-        kind, apart = draw.choice(("gpt", "llama")), draw.random() < 0.5
+        kind, document_mask = draw.choice(("gpt", "llama")), draw.random() < 0.5
         first, second = drawn(2 * number, 4), drawn(2 * number + 1, draw.choice((1, 2, 4)))
         folder = tmp_path / str(number)
-        common = {"model": runs.MODELS[kind], "data": {"apart": apart}}
-        started = run(runs.settings_of(data, **common, **first, checkpoint={"folder": str(folder)}), None, 3)
+        common = {"model": runs.MODELS[kind], "data": {"document_mask": document_mask}}
+        started = run(runs.settings_of(data, **common, **first, checkpoint={"dir": str(folder)}), None, 3)
         went_on = run(runs.settings_of(data, **common, **second), folder)
-        want = alone(data, kind, apart)
+        want = alone(data, kind, document_mask)
         for got, expected in [*((s, want[:3]) for s in started), *((s, want[3:]) for s in went_on)]:
             try:
                 close(got, expected)
             except AssertionError as error:
-                raise AssertionError(f"{number}: {kind}, apart {apart}, {first} then {second}: {error}") from None
+                raise AssertionError(
+                    f"{number}: {kind}, document_mask {document_mask}, {first} then {second}: {error}"
+                ) from None
 
 
 @pytest.mark.parametrize(("processes", "plan"), [(2, {"cp": 2}), (4, {"cp": 4}), (4, {"cp": 2, "tp": 2})])
@@ -113,7 +115,7 @@ def test_a_run_goes_on_bit_by_bit(data, tmp_path, dtype):
     }
     settings = runs.settings_of(data, **sections)
     whole = ranks(2).run(runs.steps_of, settings)[0]
-    saving = runs.settings_of(data, **sections, checkpoint={"folder": str(tmp_path)})
+    saving = runs.settings_of(data, **sections, checkpoint={"dir": str(tmp_path)})
     assert ranks(2).run(runs.steps_of, saving, None, 3)[0] == whole[:3]
     assert ranks(2).run(runs.steps_of, settings, tmp_path)[0] == whole[3:]
     if dtype == "fp32":
@@ -124,10 +126,10 @@ def test_a_run_goes_on_bit_by_bit(data, tmp_path, dtype):
 
 
 def test_a_save_is_of_the_moment_it_began(data, tmp_path):
-    settings = runs.settings_of(data, checkpoint={"folder": str(tmp_path / "one")})
+    settings = runs.settings_of(data, checkpoint={"dir": str(tmp_path / "one")})
     assert runs.saved_while_it_changes(0, settings)
     two = runs.settings_of(
-        data, parallel={"dp": 2, "zero": 3, "global_batch": BATCH}, checkpoint={"folder": str(tmp_path / "two")}
+        data, parallel={"dp": 2, "zero": 3, "global_batch": BATCH}, checkpoint={"dir": str(tmp_path / "two")}
     )
     assert ranks(2).run(runs.saved_while_it_changes, two) == [True, True]
 
@@ -135,8 +137,8 @@ def test_a_save_is_of_the_moment_it_began(data, tmp_path):
 def test_what_a_run_leaves(data, tmp_path, capsys):
     """Lines, JSONL, picture; checkpoints that are kept. A resumed run goes on in all of them."""
     sections = {
-        "checkpoint": {"folder": str(tmp_path / "saved"), "every": 2, "keep": 2},
-        "logging": {"every": 2, "jsonl": str(tmp_path / "logs" / "m.jsonl"), "picture": str(tmp_path / "p.png")},
+        "checkpoint": {"dir": str(tmp_path / "saved"), "interval": 2, "keep": 2},
+        "logging": {"interval": 2, "jsonl": str(tmp_path / "logs" / "m.jsonl"), "plot": str(tmp_path / "p.png")},
     }
     trainer = Trainer(runs.settings_of(data, **sections))
     result = trainer.train()
@@ -148,7 +150,7 @@ def test_what_a_run_leaves(data, tmp_path, capsys):
     lines = rest.splitlines()
     assert "tokens/s" in lines[0] and "left" in lines[0] and "GiB" in lines[0] and lines[1].startswith("step 4/5")
     # What the run is, and what it reached.
-    logs = f"{tmp_path}/logs/m.jsonl (a line a step), {tmp_path}/p.png (picture)"
+    logs = f"{tmp_path}/logs/m.jsonl (a line a step), {tmp_path}/p.png (plot)"
     parameters = sum(p.numel() for p in trainer.model.parameters())
     for line in (
         "plan         global_batch=8,dtype=fp32,fused_loss=true",
@@ -303,7 +305,7 @@ def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
     for start in draw.choice(2900, 60, replace=False):
         tokens[start : start + 12] = draw.integers(1, runs.VOCABULARY, 12)
     tokens.tofile(tmp_path / "some.bin")
-    sections = {"data": {"apart": True}, "parallel": {"global_batch": BATCH, "micro_batch": 1}}
+    sections = {"data": {"document_mask": True}, "parallel": {"global_batch": BATCH, "micro_batch": 1}}
     settings = runs.settings_of(tmp_path / "some.bin", **sections)
     trainer = Trainer(settings)
     counts = [trainer._targets(trainer.loader.step(BATCH * step))[0] for step in range(5)]
@@ -386,7 +388,7 @@ class TestOptimizer:
     @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
     def test_rates(self, schedule):
         decay = 20 if schedule == "wsd" else 0
-        settings = OptimizerSettings(lr=2.0, warmup=10, schedule=schedule, decay=decay, floor=0.1)
+        settings = OptimizerSettings(lr=2.0, warmup=10, schedule=schedule, decay=decay, min_lr_ratio=0.1)
         rates = [learning_rate(settings, 100, step) for step in range(100)]
         assert rates[:10] == pytest.approx([0.2 * k for k in range(1, 11)])
         assert rates[9:] == sorted(rates[9:], reverse=True) and max(rates) == 2.0
@@ -424,12 +426,12 @@ def test_a_token_that_the_model_does_not_know(tmp_path):
     known = np.zeros(200, "uint16")
     known[50] = 7  # the token that ends a document
     known.tofile(tmp_path / "b.bin")
-    data = {"paths": [str(tmp_path / "b.bin"), str(tmp_path / "a.bin")], "end": 7}
+    data = {"paths": [str(tmp_path / "b.bin"), str(tmp_path / "a.bin")], "eos_id": 7}
     trainer = Trainer(runs.settings_of(tmp_path, data=data))
     message = r"data: \S*a\.bin has token 77, in its document 0, outside the model's vocabulary of 31; is"
 
     def epoch():
-        while trainer.taken < trainer.samples.in_epoch:
+        while trainer.samples_seen < trainer.samples.in_epoch:
             trainer.step()
 
     with pytest.raises(ValueError, match=message):
@@ -441,7 +443,7 @@ def test_the_order_of_samples_is_part_of_the_data(data, tmp_path, shuffle):
     """A run goes on in the order it had; another order begins with its first sample."""
 
     def trainer(**more):
-        return Trainer(runs.settings_of(data, data={"shuffle": shuffle, **more}, checkpoint={"folder": str(tmp_path)}))
+        return Trainer(runs.settings_of(data, data={"shuffle": shuffle, **more}, checkpoint={"dir": str(tmp_path)}))
 
     first = trainer()
     first.step()
@@ -449,18 +451,18 @@ def test_the_order_of_samples_is_part_of_the_data(data, tmp_path, shuffle):
     again, other = trainer(), trainer(shuffle=not shuffle)
     for resumed in (again, other):
         resumed.resume()
-    assert (again.taken, other.taken, other.done) == (BATCH, 0, 1)
+    assert (again.samples_seen, other.samples_seen, other.global_step) == (BATCH, 0, 1)
 
 
 def test_a_checkpoint_of_another_model(data, tmp_path):
-    Trainer(runs.settings_of(data, checkpoint={"folder": str(tmp_path)})).save()
+    Trainer(runs.settings_of(data, checkpoint={"dir": str(tmp_path)})).save()
     wider = Trainer(runs.settings_of(data, model={**runs.MODELS["gpt"], "hidden_size": 64}))
     with pytest.raises(CheckpointError, match="is of a model with hidden_size 32, not 64"):
         wider.resume(tmp_path)
 
 
 def test_a_run_does_not_begin_beside_the_checkpoints_of_another(data, tmp_path):
-    settings = runs.settings_of(data, run={"steps": 2}, checkpoint={"folder": str(tmp_path)})
+    settings = runs.settings_of(data, run={"steps": 2}, checkpoint={"dir": str(tmp_path)})
     Trainer(settings).train()
     with pytest.raises(CheckpointError, match="has a checkpoint of step 2 already"):
         Trainer(settings).train()
@@ -477,7 +479,7 @@ def test_a_llama_is_tuned_and_opens_in_transformers(data, tmp_path):
     first = transformers.LlamaForCausalLM(config)
     first.save_pretrained(tmp_path / "first")
     settings = runs.settings_of(
-        data, model={"folder": str(tmp_path / "first")}, run={"steps": 20},
+        data, model={"dir": str(tmp_path / "first")}, run={"steps": 20},
         parallel={"dp": 2, "zero": 3, "global_batch": BATCH, "micro_batch": 4},
     )  # fmt: skip
     losses, logits = ranks(2).run(runs.tuned, settings, tmp_path / "tuned")[0]

@@ -45,7 +45,7 @@ class Trial:
     def start(self):
         return processes.start(
             self.folder, self.log, "run.toml", "--resume", "--processes", str(self.ranks), "--steps", str(self.steps),
-            "--set", f"run.timeout={TIMEOUT}", "--set", "checkpoint.every=3", "--set", "parallel.global_batch=12",
+            "--set", f"run.timeout={TIMEOUT}", "--set", "checkpoint.interval=3", "--set", "parallel.global_batch=12",
             *self.options,
         )  # fmt: skip
 

@@ -37,7 +37,7 @@ class Command:
 def saved(tmp_path_factory):
     """A checkpoint, and the settings of its run."""
     folder = tmp_path_factory.mktemp("saved")
-    settings = runs.settings_of(runs.data_file(folder), checkpoint={"folder": str(folder)}, run={"steps": 2})
+    settings = runs.settings_of(runs.data_file(folder), checkpoint={"dir": str(folder)}, run={"steps": 2})
     return Trainer(settings).train().checkpoint, settings
 
 

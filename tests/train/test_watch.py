@@ -130,7 +130,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-STEPS = ("--steps", "1000000", "--set", f"run.timeout={TIMEOUT}", "--set", "logging.every=1")
+STEPS = ("--steps", "1000000", "--set", f"run.timeout={TIMEOUT}", "--set", "logging.interval=1")
 
 
 def wait_for(text, logs, seconds=240):
@@ -143,7 +143,7 @@ def wait_for(text, logs, seconds=240):
 def three(folder):
     """Ranks that something else than the command started: the processes, and what they print."""
     logs, port = [folder / f"rank-{rank}" for rank in range(3)], processes.free_port()
-    options = ("--set", "parallel=dp=3,zero=3,global_batch=3", "--set", "checkpoint.folder=none")
+    options = ("--set", "parallel=dp=3,zero=3,global_batch=3", "--set", "checkpoint.dir=none")
     started = [
         processes.start(folder, log, "run.toml", *STEPS, *options, **processes.as_rank(rank, 3, port))
         for rank, log in enumerate(logs)

@@ -31,16 +31,17 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "model": _shape(model),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
-        "optimizer": {"lr": 3e-4, "warmup": 100},
+        "optimizer": {"lr": 3e-4},
         "parallel": {name: value for name, value in changed.items() if name not in elsewhere},
         "precision": {"dtype": plan.dtype},
         "recompute": {"kind": plan.recompute},
-        "checkpoint": {"folder": "checkpoints", "every": 100},
+        "checkpoint": {"dir": "checkpoints", "interval": 100},
         "logging": {"jsonl": "metrics.jsonl"},
     }
     notes = {
-        "model": f"{model.name}; rotary_base and norm_eps are not in its shape: add them, or a folder in its place",
+        "model": f"{model.name}; rotary_base and norm_eps are not in its shape: add them, or dir in its place",
         "data": "token files, or folders of them",
+        "optimizer": "a plan does not choose it: schedule, warmup and the rest have their defaults",
     }
     # Strings, numbers, booleans and lists are written the same in TOML and in JSON.
     blocks = (

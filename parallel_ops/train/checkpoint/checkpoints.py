@@ -178,7 +178,7 @@ def check_folder(folder: Path) -> None:
     """CheckpointError: checkpoints cannot be saved in this folder, since it is one."""
     if is_checkpoint(folder):
         raise CheckpointError(
-            f"checkpoint.folder {folder} is a checkpoint itself; name the folder for new ones, such as "
+            f"checkpoint.dir {folder} is a checkpoint itself; name the folder for new ones, such as "
             f"{folder.parent}, and go on from this one with --resume {folder}"
         )
 

@@ -31,12 +31,12 @@ class Description:
     """What a checkpoint says of itself.
 
     Attributes:
-        step: steps taken. samples: taken from the data.
+        step: optimizer steps taken. samples_seen: samples taken from the data.
         model, data: what the run is of, as plain values; see ``Trainer``. rest: what else resuming needs.
     """
 
     step: int
-    samples: int
+    samples_seen: int
     model: dict[str, Any]
     data: dict[str, Any]
     rest: dict[str, Any]
@@ -65,7 +65,7 @@ def read_description(path: Path) -> tuple[Description, Sums]:
             raise ValueError(f"its checksum is {wanted:08x}, not {found:08x}")
         files = said.pop("files")
         description = Description(**said)
-        if not _is_count(description.step) or not _is_count(description.samples) or not files:
+        if not _is_count(description.step) or not _is_count(description.samples_seen) or not files:
             raise ValueError("a value is missing")
         if not all(isinstance(part, dict) for part in (description.model, description.data, description.rest)):
             raise ValueError("a section is no table")

@@ -21,7 +21,7 @@ _FREE = ("dropout", "attention_dropout", "init_std")
 def state_dict(trainer: "RunState") -> dict[str, Any]:
     """Model and optimizer, by names that do not depend on the plan, and how far the run is."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    progress = {"step": trainer.done, "samples": trainer.taken, "scale": trainer.scale.state_dict()}
+    progress = {"step": trainer.global_step, "samples_seen": trainer.samples_seen, "scale": trainer.scale.state_dict()}
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
 
@@ -36,7 +36,7 @@ def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
     for group, values in zip(trainer.optimizer.param_groups, own, strict=True):
         group.update(values)
     progress = state["progress"]
-    trainer.done, trainer.taken = progress["step"], progress["samples"]
+    trainer.global_step, trainer.samples_seen = progress["step"], progress["samples_seen"]
     trainer.scale.load_state_dict(progress["scale"])
 
 
@@ -47,7 +47,7 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text, "origin": trainer.origin}
     store.save(
         state,
-        Description(progress["step"], progress["samples"], _model_of(trainer), _data_of(trainer), rest),
+        Description(progress["step"], progress["samples_seen"], _model_of(trainer), _data_of(trainer), rest),
     )
 
 
@@ -58,9 +58,9 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     state = state_dict(trainer)
     del state["progress"]
     checkpoints.load(state, source, trainer.writers)
-    samples = said.samples if said.data == _data_of(trainer) else 0
+    samples_seen = said.samples_seen if said.data == _data_of(trainer) else 0
     load_state_dict(
-        trainer, {**state, "progress": {"step": said.step, "samples": samples, "scale": said.rest["scale"]}}
+        trainer, {**state, "progress": {"step": said.step, "samples_seen": samples_seen, "scale": said.rest["scale"]}}
     )
     return source
 
@@ -103,6 +103,6 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
         "documents": samples.stream.documents,
         "seq_length": samples.seq_length,
         "seed": samples.seed,
-        "apart": samples.apart,
+        "document_mask": samples.document_mask,
         "shuffle": samples.shuffle,
     }

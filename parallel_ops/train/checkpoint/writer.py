@@ -81,7 +81,7 @@ def _written(folder: Path) -> Iterator[None]:
         free = shutil.disk_usage(folder).free
         raise OSError(
             f"{cause.strerror}: the disk of {folder} is full ({free / 1e6:,.1f} MB are free); free some, or name "
-            "another checkpoint.folder"
+            "another checkpoint.dir"
         ) from None
 
 

@@ -25,18 +25,21 @@ class Loader:
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
-    def step(self, taken: int) -> list[Batch]:
-        """Those of the step after ``taken`` samples; the next step's are read from now on.
+    def step(self, samples_seen: int) -> list[Batch]:
+        """Those of the step after ``samples_seen`` samples; the next step's are read from now on.
 
         Raises:
             ValueError: a token that the model does not know, with its file. OSError: as the file system says.
         """
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader")
-        if self._ahead is None or self._ahead[0] != taken:
-            self._ahead = taken, self._reader.submit(self._read, taken)
+        if self._ahead is None or self._ahead[0] != samples_seen:
+            self._ahead = samples_seen, self._reader.submit(self._read, samples_seen)
         batches = self._ahead[1].result()
-        self._ahead = taken + self.global_batch, self._reader.submit(self._read, taken + self.global_batch)
+        self._ahead = (
+            samples_seen + self.global_batch,
+            self._reader.submit(self._read, samples_seen + self.global_batch),
+        )
         return batches
 
     def close(self) -> None:
@@ -45,8 +48,8 @@ class Loader:
             self._reader.shutdown(cancel_futures=True)
         self._reader = self._ahead = None
 
-    def _read(self, taken: int) -> list[Batch]:
-        return [self._batch(numbers) for numbers in shares(taken, **self._sizes)]
+    def _read(self, samples_seen: int) -> list[Batch]:
+        return [self._batch(numbers) for numbers in shares(samples_seen, **self._sizes)]
 
     def _unknown(self, token: int, numbers: range) -> str:
         number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0][0])

@@ -1,13 +1,13 @@
-"""Which tokens a step trains on: shuffled sequences of shuffled, packed documents, the same whatever the ranks.
+"""Samples of a step: shuffled sequences of shuffled, packed documents, independent of the number of ranks.
 
-    documents    in an order drawn from seed and epoch, one behind the other
-    sequences    ``seq_length`` tokens and one more, the last target, cut from these; a shorter rest at the end is left
-                 out, other tokens in each epoch if there are several documents
+    documents    concatenated in an order drawn from seed and epoch
+    sequences    ``seq_length`` tokens and one more, the last target, cut from the documents; a shorter remainder at
+                 the end is dropped, other tokens in each epoch if there are several documents
     samples      the sequences in an order drawn from seed and epoch (``permutation``), epoch after epoch
 
-A step takes the next ``global_batch`` samples, and a data-parallel rank its share of them; a batch may go over the end
-of an epoch, or over several. So the position of a run is one number, how many samples it has taken, and a run that goes
-on with other ranks sees the same samples.
+A step takes the next ``global_batch`` samples, and each data-parallel rank its share of them; a batch may cross the end
+of one or several epochs. The position of a run is therefore one number, ``samples_seen``, and a run that resumes on
+other ranks takes the same samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ from parallel_ops.train.data.tokens import TokenStream
 
 @dataclass(frozen=True)
 class Batch:
-    """Micro-batch of one rank.
+    """A micro-batch of one rank.
 
     Attributes:
-        tokens, targets: ``[s, b]`` int64; -100 where the next token is in another document.
-        positions, cu_seqlens: with documents kept apart, of the one packed row (``b = 1``): where each token stands in
-            its document, int64 ``[s]``, and where documents begin, int32 ``[documents + 1]``.
+        tokens, targets: int64 ``[s, b]``; a target is -100 where the next token is in another document.
+        positions, cu_seqlens: With a document mask, where the micro-batch is one packed row (``b = 1``): the position
+            of each token in its document, int64 ``[s]``, and the document boundaries, int32 ``[documents + 1]``.
     """
 
     tokens: Tensor
@@ -53,31 +53,38 @@ class Samples:
     """Sequences of a stream of documents.
 
     Args:
-        seq_length: tokens of a sequence.
-        seed: of the orders of documents and of sequences. apart: no token sees one of another document, and none is
-            trained to predict the first token of the next; a micro-batch is then one row of all its sequences.
-        shuffle: ``False`` takes the sequences as they lie in the packed documents, whose order is drawn all the same.
+        seq_length: Tokens in a sequence.
+        seed: Seed of the orders of documents and of sequences.
+        document_mask: Attention does not cross documents, and the first token of a document is no target; a
+            micro-batch is then one row of all its sequences.
+        shuffle: ``False`` keeps the order of the sequences in the packed documents, which are shuffled all the same.
 
     Attributes:
-        in_epoch: samples of an epoch.
+        in_epoch: Samples in an epoch.
 
     Raises:
-        ValueError: a stream that is shorter than one sequence and its last target.
+        ValueError: The stream is shorter than one sequence and its last target.
     """
 
     def __init__(
-        self, stream: TokenStream, *, seq_length: int, seed: int, apart: bool = False, shuffle: bool = True
+        self, stream: TokenStream, *, seq_length: int, seed: int, document_mask: bool = False, shuffle: bool = True
     ) -> None:
         if len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
-        self.stream, self.seq_length, self.seed, self.apart, self.shuffle = stream, seq_length, seed, apart, shuffle
+        self.stream, self.seq_length, self.seed, self.document_mask, self.shuffle = (
+            stream,
+            seq_length,
+            seed,
+            document_mask,
+            shuffle,
+        )
         self.in_epoch = (len(stream) - 1) // seq_length
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
 
     def samples(self, numbers: range) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each sample its ``seq_length + 1`` tokens, and where documents begin among them, from 0 on."""
+        """The ``seq_length + 1`` tokens of each sample, and the offsets at which its documents begin, 0 included."""
         found = []
         while numbers:
             epoch, first = divmod(numbers[0], self.in_epoch)
@@ -87,24 +94,24 @@ class Samples:
         return found
 
     def document_of(self, number: int, token: int) -> int:
-        """The document of the stream that a sample has a token from."""
+        """The number of the document from which a sample has a token."""
         epoch, own = divmod(number, self.in_epoch)
         self._draw(epoch)
         sequence = int(self._order_of(np.array([own]))[0])
         return next(document for document, piece in self._pieces(sequence) if token in piece)
 
     def _order_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which sequences of the epoch that was drawn last are its samples of these numbers."""
+        """The sequences at these positions of the current epoch."""
         return self._permuted(sequences) if self.shuffle else sequences
 
     def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """One sequence of the epoch that was drawn last."""
+        """One sequence of the current epoch."""
         pieces = [piece.astype(np.int64) for _, piece in self._pieces(number)]
         begins = np.cumsum([0, *map(len, pieces[:-1])])
         return np.concatenate(pieces), begins.astype(np.int64)
 
     def _pieces(self, number: int) -> Iterator[tuple[int, NDArray[np.integer]]]:
-        """The documents of a sequence, and what it has of each."""
+        """The documents of a sequence, each with its tokens in the sequence."""
         start, left = number * self.seq_length, self.seq_length + 1
         place = int(np.searchsorted(self._ends, start, side="right"))
         while left:
@@ -116,11 +123,11 @@ class Samples:
             left, place = left - len(piece), place + 1
 
     def batch(self, numbers: range) -> Batch:
-        """Samples of these numbers as one micro-batch."""
+        """The samples ``numbers`` as one micro-batch."""
         found = self.samples(numbers)
         rows = torch.from_numpy(np.stack([tokens for tokens, _ in found], axis=1))
         tokens, targets = rows[:-1], rows[1:].clone()
-        if not self.apart:
+        if not self.document_mask:
             return Batch(tokens, targets)
         s = self.seq_length
         for column, (_, begins) in enumerate(found):
@@ -141,8 +148,8 @@ class Samples:
         self._permuted = Permutation(self.in_epoch, seed=self.seed, epoch=epoch)
 
 
-def shares(taken: int, *, global_batch: int, micro_batch: int, replicas: int, replica: int) -> list[range]:
-    """The samples of a step's micro-batches on one data-parallel rank, after so many were taken."""
+def shares(samples_seen: int, *, global_batch: int, micro_batch: int, replicas: int, replica: int) -> list[range]:
+    """The sample numbers of each micro-batch of one data-parallel rank, in the step after ``samples_seen`` samples."""
     own = global_batch // replicas
-    first = taken + replica * own
+    first = samples_seen + replica * own
     return [range(first + i, first + i + micro_batch) for i in range(0, own, micro_batch)]

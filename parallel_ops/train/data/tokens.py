@@ -1,11 +1,11 @@
-"""Token files on disk, read as one long stream of documents. Nothing is loaded: files are memory-mapped.
+"""Token files on disk, read as one stream of documents. Files are memory-mapped, not loaded.
 
-    name.bin beside name.idx    Megatron-LM's indexed dataset: documents, and the type of the tokens, are in the index
-    name.bin                    raw tokens; their type is given, documents end with a token that is given
-    name.npy                    a one-dimensional array of integers; likewise
-    a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: a document a row; see ``datasets``
+    name.bin beside name.idx    Megatron-LM's indexed dataset; the index has the documents and the dtype
+    name.bin                    raw tokens of the dtype ``dtype``, documents end with ``eos_id``
+    name.npy                    a one-dimensional array of integers, documents end with ``eos_id``
+    a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: one document a row; see ``datasets``
 
-Another folder stands for all of these files in it, in sorted order.
+Any other folder stands for all such files in it, in sorted order.
 """
 
 import struct
@@ -27,11 +27,11 @@ _BLOCK = 1 << 20
 
 
 class Documents(Protocol):
-    """Documents that are read one at a time.
+    """Documents of one file or dataset.
 
     Attributes:
-        path: of the file or folder. dtype: of the tokens.
-        lengths: of every document, int64 ``[documents]``.
+        path: The file or folder. dtype: Dtype of the tokens.
+        lengths: Tokens of each document, int64 ``[documents]``.
     """
 
     @property
@@ -44,19 +44,19 @@ class Documents(Protocol):
     def lengths(self) -> NDArray[np.int64]: ...
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
-        """Tokens of a document, from ``start`` on, at most ``length``."""
+        """At most ``length`` tokens of a document, from ``start`` on."""
 
     def blocks(self) -> Iterator[NDArray[np.integer]]:
-        """All tokens, in arrays of some megabytes that are not read until they are used."""
+        """All tokens, in arrays of some megabytes, read lazily."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One file, mapped.
+    """One memory-mapped file.
 
     Attributes:
-        tokens: all of its tokens.
-        ends: where its documents end, int64, ascending; the last one where the tokens do.
+        tokens: All tokens.
+        ends: End offset of each document, int64, ascending; the last is the number of tokens.
     """
 
     path: Path
@@ -83,25 +83,25 @@ class TokenFile:
 
 
 class TokenStream:
-    """Files one after the other: documents ``0`` to ``documents - 1``.
+    """The documents of several files, numbered ``0`` to ``documents - 1``.
 
     Args:
-        paths: files or folders.
-        dtype: of raw tokens, as NumPy names it. end: the token that ends a document in files without an index, kept as
-            its last; ``None`` for one document a file.
-        column: of datasets, the one that has the tokens.
+        paths: Files or folders.
+        dtype: NumPy dtype of raw tokens.
+        eos_id: Last token of each document in files without an index; ``None`` for one document a file.
+        column: Column of datasets with the tokens.
 
     Attributes:
-        files: in order. sizes: the tokens of each.
-        skipped: files in the folders of ``paths`` that are not read: hidden ones and indices left out.
+        files: The files in order. sizes: Tokens of each file.
+        skipped: Files in the folders of ``paths`` that are not read, without hidden files and indices.
 
     Raises:
-        FileNotFoundError, PermissionError: as the file system says. ValueError: a file that is not what its name says,
-        is cut off, or has no tokens; each names the file. ImportError: see ``datasets.Dataset``.
+        FileNotFoundError, PermissionError: From the file system. ValueError: A file does not have the format of its
+        name, is truncated, or has no tokens; the message names it. ImportError: See ``datasets.Dataset``.
     """
 
     def __init__(
-        self, paths: Sequence[Path], *, dtype: str = "uint16", end: int | None = None, column: str = "input_ids"
+        self, paths: Sequence[Path], *, dtype: str = "uint16", eos_id: int | None = None, column: str = "input_ids"
     ) -> None:
         self.files: list[Documents] = []
         self.skipped: list[Path] = []
@@ -109,7 +109,7 @@ class TokenStream:
             if datasets.is_dataset(path):
                 self.files.append(datasets.Dataset(path, column))
             else:
-                self.files += [_open(file, dtype, end) for file in _files(path, dtype)]
+                self.files += [_open(file, dtype, eos_id) for file in _files(path, dtype)]
                 self.skipped += _skipped(path)
         if not self.files:
             raise ValueError(
@@ -120,7 +120,7 @@ class TokenStream:
 
     @classmethod
     def of(cls, files: Sequence[Documents]) -> "TokenStream":
-        """Of what is open already."""
+        """A stream over files that are already open."""
         stream = cls.__new__(cls)
         stream.files, stream.skipped = list(files), []
         stream._index()
@@ -138,7 +138,7 @@ class TokenStream:
         return len(self.lengths)
 
     def __len__(self) -> int:
-        """Tokens in all."""
+        """Tokens of all files."""
         return self._tokens
 
     def document(self, number: int, start: int = 0, length: int | None = None) -> NDArray[np.integer]:
@@ -147,7 +147,7 @@ class TokenStream:
         return file.document(own, start, length)
 
     def place(self, number: int) -> tuple[Documents, int]:
-        """The file that has a document, and its number there."""
+        """The file of a document, and the document's number in that file."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self.files[which], number - int(self._firsts[which])
 
@@ -172,7 +172,7 @@ def _skipped(path: Path) -> list[Path]:
     return [found for found in there if found not in indices and not found.name.startswith(".")]
 
 
-def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
+def _open(path: Path, dtype: str, eos_id: int | None) -> TokenFile:
     index = path.with_suffix(".idx")
     if path.suffix == ".bin" and index.exists():
         tokens, ends = _indexed(path, index)
@@ -180,7 +180,7 @@ def _open(path: Path, dtype: str, end: int | None) -> TokenFile:
         tokens = _array(path) if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} must hold one dimension of integers, got {list(tokens.shape)} {tokens.dtype}")
-        ends = np.array([], np.int64) if end is None else np.flatnonzero(tokens == end) + 1
+        ends = np.array([], np.int64) if eos_id is None else np.flatnonzero(tokens == eos_id) + 1
         if not len(ends) or ends[-1] != len(tokens):
             ends = np.append(ends, len(tokens))
     if not len(tokens):
@@ -206,7 +206,7 @@ def _raw(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.integer]:
 
 
 def _indexed(path: Path, index: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-    """Tokens and ends of documents of Megatron-LM's format, whose sequences follow one another."""
+    """Tokens and document ends of a file in Megatron-LM's format, whose sequences are contiguous."""
     content = index.read_bytes()
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     if not content.startswith(_MAGIC) or len(content) < head:
@@ -220,7 +220,7 @@ def _indexed(path: Path, index: Path) -> tuple[NDArray[np.integer], NDArray[np.i
     firsts = np.frombuffer(content, "<i8", documents, head + sequences * 12)
     tokens, ends = _raw(path, np.dtype(_CODES[code])), np.cumsum(lengths, dtype=np.int64)
     if sequences and ends[-1] != len(tokens):
-        raise ValueError(f"{path} has {len(tokens)} tokens, and {index} speaks of {ends[-1]}")
-    # Documents by the sequence that each begins with; the first is 0, the last entry is how many sequences there are.
+        raise ValueError(f"{path} has {len(tokens)} tokens, but {index} has {ends[-1]}")
+    # Each document's first sequence; the last entry is the number of sequences.
     inner = firsts[(firsts > 0) & (firsts <= sequences)]
     return tokens, ends[inner - 1] if len(inner) else ends

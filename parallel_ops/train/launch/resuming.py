@@ -29,9 +29,9 @@ def check(settings: Settings, start: Start) -> None:
         ValueError: there is nowhere to look. CheckpointError: a folder with checkpoints that the run would not go on
         from, a folder that is a checkpoint, no checkpoint where one is named, one that is damaged or of another model.
     """
-    folder = settings.checkpoint.folder
+    folder = settings.checkpoint.dir
     if start.resume and start.path is None and folder is None:
-        raise ValueError("--resume needs checkpoint.folder, where checkpoints are, or the PATH of one")
+        raise ValueError("--resume needs checkpoint.dir, where checkpoints are, or the PATH of one")
     there = {}
     if folder is not None:
         checkpoints.check_folder(folder)
@@ -50,14 +50,14 @@ def check(settings: Settings, start: Start) -> None:
     if there and source is not None and source.resolve() not in {path.resolve() for path in there.values()}:
         raise CheckpointError(
             f"{folder} has a checkpoint of step {max(there)}, of a run that {source} is not of: go on from it with "
-            f"--resume {folder}, or name another checkpoint.folder"
+            f"--resume {folder}, or name another checkpoint.dir"
         )
 
 
 def source_of(settings: Settings, start: Start) -> Path | None:
     """The checkpoint that a run goes on from; ``None`` where it begins. A restart goes on from what the run has saved
     since it was started."""
-    folder = settings.checkpoint.folder
+    folder = settings.checkpoint.dir
     there = {} if folder is None else checkpoints.steps_in(folder)
     if start.path is None:
         return there[max(there)] if there else None
@@ -82,7 +82,7 @@ def go_on(trainer: "Trainer", start: Start) -> Path | None:
     with advised(start):
         source = source_of(trainer.settings, start)
         if source is None:
-            lines.append(f"begins: {trainer.settings.checkpoint.folder} has no checkpoint")
+            lines.append(f"begins: {trainer.settings.checkpoint.dir} has no checkpoint")
         else:
             changes = resume.changes_of_data(trainer, source)
             trainer.resume(source)
@@ -92,9 +92,9 @@ def go_on(trainer: "Trainer", start: Start) -> Path | None:
                     f"note: {source} is of other data ({', '.join(changes)}): the run keeps its step and weights, and "
                     "takes samples of these data from the first one on"
                 )
-            if trainer.done >= trainer.settings.run.steps:
+            if trainer.global_step >= trainer.settings.run.steps:
                 lines.append(
-                    f"nothing is left to do: {trainer.done} steps are done, and run.steps is "
+                    f"nothing is left to do: {trainer.global_step} steps are done, and run.steps is "
                     f"{trainer.settings.run.steps}; --steps N takes more"
                 )
     if trainer.rank == 0:

@@ -70,7 +70,7 @@ def check(settings: Settings, start: Start) -> float:
     """
     data = settings.data
     uses_cuda(settings)
-    stream = TokenStream(data.paths, dtype=data.dtype, end=data.end, column=data.column)
+    stream = TokenStream(data.paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
     Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed)
     resuming.check(settings, start)
     outputs.check(settings)

@@ -39,10 +39,10 @@ def train(settings: Settings, start: Start, stopping: Stopping, report: Callable
     with joined(settings, start, report) as (mesh, activity):
         trainer = Trainer(settings, mesh, activity=activity)
         # A restart of a run that saves nothing begins again.
-        if start.resume and (start.path or settings.checkpoint.folder):
+        if start.resume and (start.path or settings.checkpoint.dir):
             source = resuming.go_on(trainer, start)
-            if trainer.done >= settings.run.steps:
-                return Result(trainer.done, math.nan, None, source)
+            if trainer.global_step >= settings.run.steps:
+                return Result(trainer.global_step, math.nan, None, source)
         return trainer.train(stopping)
 
 
