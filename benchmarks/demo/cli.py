@@ -1,6 +1,5 @@
 """The command line of ``python -m benchmarks.demo``."""
 
-import dataclasses
 import enum
 import os
 from pathlib import Path
@@ -12,13 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.demo import report
-from benchmarks.demo.compare import Run, names_of, train
-from benchmarks.demo.config import TrainConfig
-from benchmarks.demo.data import load_text
-from benchmarks.demo.runs import ALONE, PRODUCTS, DemoTrainer
-from benchmarks.demo.worker import Here, joined, local_ranks, torchrun_place, under_torchrun
+from benchmarks.demo.compare import Run, train
+from benchmarks.demo.config import demo_settings, in_parallel, name_of
+from benchmarks.demo.data import STANDARD_LIBRARY, load_text
+from benchmarks.demo.runs import ALONE, PRODUCTS
+from benchmarks.demo.worker import Here, local_ranks, rank_of_torchrun, torchrun_ranks
 from parallel_ops._internal.command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
+from parallel_ops.train.config import Settings
+from parallel_ops.train.outputs import PLOT_FORMATS, check_file
 
 
 class Device(str, enum.Enum):
@@ -100,7 +101,7 @@ def command(
     everything: Annotated[
         bool, typer.Option("--all", help="Train on four more processes: 2 data-parallel x 2 tensor-parallel, ZeRO-3.")
     ] = False,
-    output: Annotated[Path, typer.Option(help="Where to save the picture (png, pdf or svg).")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(help="Where to save the plot (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
 ) -> None:
     """Trains a small GPT on the bytes of a text: in plain PyTorch, with this package, and in parallel.
@@ -108,16 +109,16 @@ def command(
     Plain is what a PyTorch user writes today, scaled_dot_product_attention included; compiled and fused-compiled are
     the same models under torch.compile. All start from the same weights and see the same batches; they take turns step
     by step, each in its own process or processes, and each on the same CPU cores in all. Prints one table that compares
-    them, with the time of the matrix products of a step alone, and saves a picture of the loss curves and step times.
+    them, with the time of the matrix products of a step alone, and saves a plot of the loss curves and step times.
     The loss at the end is the mean over the last tenth of the steps.
 
     The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
     """
     try:
-        if text == "":  # Path would take it for the current folder
+        if text == "":  # the current folder for Path
             raise ValueError("--text is empty; name a file or a folder, or leave it out")
-        source = None if text is None else Path(text)
+        source = STANDARD_LIBRARY if text is None else Path(text)
         chosen = _chosen(runs)
         place, (tp, cp) = _device(device), _ranks(device, tp, cp)
         model = TransformerConfig(
@@ -132,42 +133,33 @@ def command(
             positions=positions.value,
             norm=norm.value,
         )
-        config = TrainConfig(
-            model=model,
-            text=source,
-            steps=steps,
-            batch=batch,
-            lr=lr,
-            seed=seed,
-            device=place,
-            dtype=dtype.value if dtype is not Dtype.auto else "bfloat16" if place == "cuda" else "float32",
-            tp=tp,
-            cp=cp,
-            sequence_parallel=sequence_parallel,
-        )
-        others = [_four(config)] if everything else []
+        low = dtype is Dtype.bfloat16 or (dtype is Dtype.auto and place == "cuda")
+        settings = demo_settings(
+            model, source, steps=steps, batch=batch, run={"seed": seed, "device": place}, optimizer={"lr": lr},
+            precision={"dtype": "bf16" if low else "fp32"},
+        )  # fmt: skip
+        parallel = [in_parallel(settings, tp=tp, cp=cp, sequence_parallel=sequence_parallel)] if tp * cp != 1 else []
+        if everything:
+            _check_four(place)
+            parallel.append(in_parallel(settings, dp=2, tp=2, zero=3, sequence_parallel=sequence_parallel))
         if (length := len(load_text(source))) < seq_length + 1:
             raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
-        if _rank() == 0:
-            for path in (output, json):
-                _check_writable(path)
-        if output.suffix.lower() not in report.PICTURE_FORMATS:
-            raise ValueError(f"--output must end in {', '.join(report.PICTURE_FORMATS)}, got {output}")
+        _check_outputs(output, json)
     except (ValueError, OSError) as error:
         fail(error)
     try:
-        names = [*names_of(config, chosen), *(other.parallel for other in others), PRODUCTS]
-        trained = _train(config, names, others)
+        each = dict.fromkeys(chosen, settings) | {name_of(own.plan): own for own in parallel} | {PRODUCTS: settings}
+        trained = _train(each)
         if not trained:
             return
         *results, products = trained
         console = Console()
         if not console.is_terminal:
             console.width = max(console.width, 140)  # a file has no lines that are too long
-        console.print(report.table(config, results, products))
-        report.picture(config, results, output)
+        console.print(report.table(settings, results, products))
+        report.plot(settings, results, output)
         if json is not None:
-            json.write_text(report.as_json(config, results, products))
+            json.write_text(report.as_json(settings, results, products))
         written = " and ".join(str(path) for path in (output, json) if path is not None)
         console.print(f"written to {written}", soft_wrap=True, highlight=False, markup=False)
     except (RuntimeError, OSError) as error:
@@ -176,31 +168,31 @@ def command(
         fail("interrupted", INTERRUPTED)
 
 
-def _train(config: TrainConfig, names: list[str], others: list[TrainConfig]) -> list[Run]:
-    """Trains; under torchrun as one of its ranks, of which the first alone has anything to show."""
-    if not under_torchrun():
-        return _train_all(config, names, None, others)
-    with joined(config, torchrun_place()) as (own, mesh):
-        here = Here(DemoTrainer(own, mesh=mesh))
+def _train(each: dict[str, Settings]) -> list[Run]:
+    """Trains; under torchrun as one of its ranks. Only rank 0 returns runs."""
+    if torchrun_ranks() == 1:
+        return _train_all(each, {})
+    name, settings = next((name, own) for name, own in each.items() if own.plan.gpus > 1)
+    with rank_of_torchrun(settings) as here:
         if _rank() == 0:
-            return _train_all(config, names, here, others)
-        for _ in range(config.steps):
+            return _train_all(each, {name: here})
+        for _ in range(settings.run.steps):
             here.ask("step")
         return []
 
 
-def _train_all(config: TrainConfig, names: list[str], here: Here | None, others: list[TrainConfig]) -> list[Run]:
-    """Trains behind a progress bar, where there is a terminal to show it."""
+def _train_all(each: dict[str, Settings], here: dict[str, Here]) -> list[Run]:
+    """Trains behind a progress bar, if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=config.steps)
+        task = progress.add_task("starting", total=next(iter(each.values())).run.steps)
 
         def show(runs: list[Run]) -> None:
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
             progress.update(task, advance=1, description=f"loss: {losses}")
 
-        return train(config, names, show, here=here, others=others)
+        return train(each, show, here=here)
 
 
 def _chosen(runs: str) -> list[str]:
@@ -213,14 +205,22 @@ def _chosen(runs: str) -> list[str]:
     return names
 
 
+def _check_outputs(output: Path, json: Path | None) -> None:
+    if output.suffix.lower() not in PLOT_FORMATS:
+        raise ValueError(f"--output must end in {', '.join(PLOT_FORMATS)}, got {output}")
+    for key, path in (("--output", output), ("--json", json)):
+        if path is not None and _rank() == 0:
+            check_file(key, path)
+
+
 def _rank() -> int:
-    return int(os.environ["RANK"]) if under_torchrun() else 0
+    return int(os.environ["RANK"]) if torchrun_ranks() > 1 else 0
 
 
 def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
-    """The tensor-parallel and context-parallel processes: what torchrun started (tensor-parallel ones, where nothing
-    else was asked for), or what was asked for and there are GPUs for."""
-    world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+    """The tensor-parallel and context-parallel sizes: those of the options if there are as many GPUs. Without options,
+    all processes of torchrun are tensor-parallel."""
+    world = torchrun_ranks()
     asked = f"--tp {tp}" + (f" --cp {cp}" if cp != 1 else "")
     if world > 1 and tp * cp not in (1, world):
         raise ValueError(f"{asked}: torchrun started {world} processes; leave it out, or make them the same")
@@ -236,13 +236,12 @@ def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
     return 1, 1
 
 
-def _four(config: TrainConfig) -> TrainConfig:
-    """What ``--all`` adds."""
-    if under_torchrun():
+def _check_four(device: str) -> None:
+    """ValueError: the four processes of ``--all`` cannot be started."""
+    if torchrun_ranks() > 1:
         raise ValueError("--all starts its processes itself; leave torchrun out")
-    if config.device == "cuda" and torch.cuda.device_count() < 4:
+    if device == "cuda" and torch.cuda.device_count() < 4:
         raise ValueError(f"--all: needs 4 GPUs, and this torch sees {torch.cuda.device_count()}; use --device cpu")
-    return dataclasses.replace(config, dp=2, tp=2, cp=1, zero=3)
 
 
 def _device(device: Device) -> str:
@@ -251,15 +250,3 @@ def _device(device: Device) -> str:
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("--device cuda: this torch sees no CUDA GPU")
     return device.value
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before minutes of training, not after."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} does not exist; create it, or name a file elsewhere")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written")

@@ -8,29 +8,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Of the standard library: what is installed beside it, tests, and tables of escapes, which are not source code.
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+# Folders of the standard library that are not read: installed packages, tests and tables of escapes.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"},
 )
 
 
-def load_text(path: Path | None = None) -> Tensor:
+def load_text(path: Path = STANDARD_LIBRARY) -> Tensor:
     """The bytes of a text.
 
     Args:
-        path: a file, which is memory-mapped, or a folder, whose regular files (none that is hidden) are joined in
-            sorted order; ``None`` for the standard library of the running Python: its ``*.py`` files, but for tests
-            and tables.
+        path: A file, which is memory-mapped, or a folder, whose regular files are joined in sorted order, except
+            hidden ones. Of the standard library only ``*.py`` files are read, without tests and tables.
 
     Returns:
         ``[n]`` uint8, on the CPU.
 
     Raises:
-        FileNotFoundError, PermissionError, OSError: as the file system says, naming the path.
-        ValueError: neither a file nor a folder, or nothing in it.
+        FileNotFoundError, PermissionError, OSError: From the file system, with the path.
+        ValueError: The path is neither a file nor a folder, or is empty.
     """
-    if path is None:
-        tokens = _join(_standard_library())
+    if path == STANDARD_LIBRARY:
+        tokens = _join(sorted(file for file in _files(path, SKIPPED_FOLDERS) if file.suffix == ".py"))
     elif path.is_dir():
         tokens = _join(sorted(_files(path)))
     elif path.is_file():
@@ -40,7 +40,7 @@ def load_text(path: Path | None = None) -> Tensor:
     else:
         raise FileNotFoundError(f"{path} does not exist")
     if not tokens.numel():
-        raise ValueError(f"{path or 'the standard library'} has no text in it")
+        raise ValueError(f"{path} has no text in it")
     return tokens
 
 
@@ -63,8 +63,3 @@ def _files(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
-
-
-def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(file for file in _files(root, SKIPPED_FOLDERS) if file.suffix == ".py")

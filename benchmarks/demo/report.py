@@ -1,4 +1,4 @@
-"""What a training run shows: a table, a picture, a JSON file."""
+"""The results of the demo: a table, a plot, a JSON file."""
 
 import json
 import math
@@ -13,47 +13,47 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.demo.compare import Run
-from benchmarks.demo.config import TrainConfig
+from parallel_ops.train.config import Settings
+from parallel_ops.train.parallelize_model import PRECISIONS
 
-# From wide and light to thin and dark, the last ones dashed and dotted on top, so that curves that agree are all seen.
+# From wide and light to thin and dark, the last ones dashed and dotted on top: curves that agree stay visible.
 STYLES = {
     "plain": ("#f4a261", 6.0, "solid"),
     "compiled": ("#e76f51", 3.4, "solid"),
     "fused": ("#8ab6d6", 2.2, "solid"),
     "fused-compiled": ("#1d3557", 1.8, (0, (4, 2))),
 }
-# Of several parallel runs the first and the second.
+# The first and the second parallel run.
 PARALLEL_STYLES = (("#2a9d8f", 1.8, (0, (1, 2))), ("#6a4c93", 1.4, (0, (5, 3))))
-PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
 def final_loss(run: Run) -> float:
-    """The mean over the last tenth of the steps: one batch alone says little."""
+    """The mean over the last tenth of the steps: the loss of one batch is noisy."""
     last = run.losses[-max(1, len(run.losses) // 10) :]
     return sum(last) / len(last)
 
 
 def loss_difference(a: Run, b: Run) -> float:
-    """The largest difference of the losses of one step; NaN where a loss is."""
+    """The largest difference of the losses of one step; NaN if a loss is NaN."""
     differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def largest_difference(runs: Sequence[Run]) -> float:
-    """The largest ``loss_difference`` of the first run and another; NaN where one is."""
+    """The largest ``loss_difference`` of the first run and another; NaN if one is NaN."""
     differences = [loss_difference(runs[0], run) for run in runs[1:]]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def speed_up(plain: Run, fused: Run) -> float:
-    """The median over steps of plain time / fused time: a step's two times were taken one after the other, so that a
-    machine that is busy for a while slows both."""
+    """The median over steps of plain time / fused time. The two times of a step were measured one after the other, so
+    other load on the machine affects both."""
     return median(p / f for p, f in zip(plain.seconds, fused.seconds, strict=True))
 
 
-def table(config: TrainConfig, runs: Sequence[Run], products: Run) -> Table:
+def table(settings: Settings, runs: Sequence[Run], products: Run) -> Table:
     """One column for each run; below them the comparison of the others with the first, and with the products alone."""
-    tokens = config.batch * config.model.seq_length
+    tokens = settings.plan.global_batch * settings.seq_length
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     out.add_column("", min_width=16)
     for run in runs:
@@ -79,11 +79,11 @@ def _mebibytes(size: int | None) -> str:
     return "n/a" if size is None else f"{size / 2**20:,.0f} MiB"
 
 
-def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
+def plot(settings: Settings, runs: Sequence[Run], path: Path) -> None:
     """Saves the loss curves, and the time of every step with its median, side by side."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     losses, times = figure.subplots(1, 2)
-    steps = range(1, config.steps + 1)
+    steps = range(1, settings.run.steps + 1)
     parallel = iter(PARALLEL_STYLES)
     first, *others = runs
     for run in runs:
@@ -98,7 +98,7 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
     times.set(
         title="Step time: medians, speed-up" if others else "Step time, with its median", xlabel="step", ylabel="ms"
     )
-    # One slow step (the first, or one that the machine interrupted) must not flatten all the others.
+    # One slow step, such as the first, must not flatten all others.
     typical = sorted(1e3 * s for run in runs for s in run.seconds)
     times.set_ylim(0, (1.2 + 0.1 * ((len(runs) + 1) // 2)) * typical[int(0.95 * (len(typical) - 1))])
     if others:
@@ -109,23 +109,23 @@ def picture(config: TrainConfig, runs: Sequence[Run], path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend(edgecolor="none", framealpha=0.85)
     times.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2, fontsize="small")
-    figure.suptitle(describe(config), fontsize=10, color="0.35")
+    figure.suptitle(describe(settings), fontsize=10, color="0.35")
     figure.savefig(path, dpi=150)
 
 
-def describe(config: TrainConfig) -> str:
+def describe(settings: Settings) -> str:
     """The run in one line."""
-    model = config.model
+    model, dtype = settings.config, str(PRECISIONS[settings.precision.dtype]).removeprefix("torch.")
     return (
         f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
         f"ffn {model.resolved_ffn_hidden_size} {model.activation}; "
-        f"batch {config.batch} x {model.seq_length} bytes; {config.dtype} on {config.device}"
+        f"batch {settings.plan.global_batch} x {model.seq_length} bytes; {dtype} on {settings.run.device}"
     )
 
 
-def as_json(config: TrainConfig, runs: Sequence[Run], products: Run) -> str:
-    """Everything in the table and the picture, for programs. Numbers that are not finite are null."""
-    out: dict[str, Any] = {"description": describe(config), "steps": config.steps}
+def as_json(settings: Settings, runs: Sequence[Run], products: Run) -> str:
+    """Everything in the table and the plot, for programs. Numbers that are not finite are null."""
+    out: dict[str, Any] = {"description": describe(settings), "steps": settings.run.steps}
     out["matrix_products_seconds"] = products.seconds
     for run in runs:
         out[run.name] = {

@@ -1,91 +1,67 @@
-"""Trains one model of the demo, one step at a time, by ``Trainer``."""
+"""One model of the demo, trained one step at a time by ``Trainer``."""
 
 import math
-import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks.demo.baseline import PlainTransformer
-from benchmarks.demo.config import DTYPES, TrainConfig
 from benchmarks.demo.data import load_text
 from benchmarks.demo.matmul_floor import Products
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
+from parallel_ops.train.config import Settings
 from parallel_ops.train.data.tokens import TokenFile, TokenStream
 from parallel_ops.train.progress import peak_memory
 from parallel_ops.train.trainer import Trainer
 
-# The models that train on one process: plain PyTorch and this package, each as it is and compiled whole.
+# The models that train on one process: plain PyTorch and this package, each eager and compiled whole.
 ALONE = ("plain", "compiled", "fused", "fused-compiled")
-# Not a model: the matrix products of a step, of which every model has as many.
+# Not a model: the matrix products of a step, which every model computes.
 PRODUCTS = "products"
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one step gave: the loss before its update, in nats per byte, and the seconds it took."""
-
-    loss: float
-    seconds: float
-
-
-class DemoTrainer:
-    """A ``Trainer`` of one of the demo's models, which has the weights and samples of all of them.
+def demo_trainer(
+    settings: Settings,
+    kind: str = "fused",
+    tokens: Tensor | None = None,
+    mesh: ParallelMesh | None = None,
+    **options: Any,
+) -> Trainer:
+    """A trainer of one of the demo's models. All kinds have the same weights and samples.
 
     Args:
-        config: the run.
-        kind: of ``ALONE``.
-        tokens: the text; ``None`` to load ``config.text``.
-        mesh: the processes, this one among them, that train one model, with the fused ops; ``None`` for a model on
-            this process alone.
-
-    Attributes:
-        trainer: it.
+        kind: One of ``ALONE``.
+        tokens: The text, uint8 ``[n]``; ``None`` loads ``settings.data.paths``.
+        mesh: The processes that train one fused model; ``None`` for this process alone.
     """
-
-    def __init__(
-        self, config: TrainConfig, kind: str = "fused", tokens: Tensor | None = None, mesh: ParallelMesh | None = None
-    ) -> None:
-        text = (load_text(config.text) if tokens is None else tokens).numpy()
-        stream = TokenStream.of([TokenFile(Path(), text, np.array([len(text)]))])
-        model: nn.Module | None = None
-        if kind in ("plain", "compiled"):
-            torch.manual_seed(config.seed)
-            weights = Transformer(config.model).state_dict()
-            model = PlainTransformer(config.model)
-            model.load_state_dict(weights)
-        self.trainer = Trainer(config.settings(alone=mesh is None), mesh, model=model, stream=stream)
-        if kind in ("compiled", "fused-compiled"):
-            self.trainer.model.compile()
-
-    def step(self) -> Step:
-        """Takes one optimiser step."""
-        step = self.trainer.step()
-        return Step(step.loss, step.seconds)
-
-    def peak_memory(self) -> int | None:
-        """See ``progress.peak_memory``."""
-        return peak_memory(self.trainer.device)
+    text = (load_text(settings.data.paths[0]) if tokens is None else tokens).numpy()
+    stream = TokenStream.of([TokenFile(Path(), text, np.array([len(text)]))])
+    model: nn.Module | None = None
+    if kind in ("plain", "compiled"):
+        torch.manual_seed(settings.run.seed)
+        weights = Transformer(settings.config).state_dict()
+        model = PlainTransformer(settings.config)
+        model.load_state_dict(weights)
+    trainer = Trainer(settings, mesh, model=model, stream=stream, **options)
+    if kind in ("compiled", "fused-compiled"):
+        trainer.model.compile()
+    return trainer
 
 
-class ProductsAlone:
-    """The matrix products of a step in the place of a trainer: its steps have no loss."""
+def answer(run: Trainer | Products, request: str) -> Any:
+    """Takes a step, or reads the peak memory.
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._device = torch.device(config.device)
-        self._products = Products(config.model, config.batch, DTYPES[config.dtype], self._device)
-
-    def step(self) -> Step:
-        """Makes them once."""
-        start = time.perf_counter()
-        self._products.run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return Step(math.nan, time.perf_counter() - start)
-
-    def peak_memory(self) -> None:
-        """Nobody asks."""
+    Returns:
+        For ``"step"`` the loss before the update, in nats per byte, and the seconds of the step. For ``"peak_memory"``
+        bytes, or ``None`` where it is not known.
+    """
+    if isinstance(run, Products):
+        return (math.nan, run.seconds()) if request == "step" else None
+    if request == "peak_memory":
+        return peak_memory(run.device)
+    step = run.step()
+    return step.loss, step.seconds

@@ -1,32 +1,35 @@
 """The processes of a run: one, or the ranks that train one model together."""
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import signal
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.demo.config import TrainConfig
-from benchmarks.demo.runs import ALONE, PRODUCTS, DemoTrainer, ProductsAlone, Step
-from parallel_ops.comm import ParallelMesh
-from parallel_ops.train.optimizer import hide_hint
+from benchmarks.demo.matmul_floor import Products
+from benchmarks.demo.runs import ALONE, PRODUCTS, answer, demo_trainer
+from parallel_ops.train.config import Settings
+from parallel_ops.train.launch.options import Start
+from parallel_ops.train.launch.rendezvous import under_torchrun
+from parallel_ops.train.launch.worker import joined
+from parallel_ops.train.parallelize_model import PRECISIONS
+from parallel_ops.train.trainer import Trainer
 
-# Processes that were told to end get as long, in seconds, before they are ended.
+# Seconds that processes have to end by themselves.
 _GRACE = 5
 
 
-def under_torchrun() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+def torchrun_ranks() -> int:
+    """The processes that torchrun started; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
 
 
 def local_ranks() -> int:
@@ -34,28 +37,14 @@ def local_ranks() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-class Place(NamedTuple):
-    """A rank of the group, its number among those of its node, which have a GPU each, and its threads on CPUs."""
-
-    rank: int
-    local_rank: int
-    threads: int
-
-
-def torchrun_place() -> Place:
-    """The place that torchrun has for this process."""
-    threads = max(1, cpu_threads() // local_ranks())
-    return Place(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), threads)
-
-
 def cpu_threads() -> int:
     """The threads of each run on CPUs, over all its processes of one node: ``OMP_NUM_THREADS``, or one a core.
 
-    ``OMP_NUM_THREADS`` counts for each process under torchrun, which sets it to 1 where nobody has: that would leave
-    cores idle.
+    Under torchrun ``OMP_NUM_THREADS`` counts for each process. torchrun sets it to 1 by default, which would leave
+    cores idle, so 1 means one thread a core.
     """
     threads = torch.get_num_threads()
-    if not under_torchrun():
+    if torchrun_ranks() == 1:
         return threads
     if threads > 1:
         return threads * local_ranks()
@@ -63,16 +52,16 @@ def cpu_threads() -> int:
 
 
 class Here:
-    """A rank in this process, asked as a worker is. All ranks are asked for the same steps."""
+    """This process as a rank of torchrun's, with the interface of ``Worker``. All ranks take the same steps."""
 
-    def __init__(self, trainer: DemoTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def ask(self, request: str) -> Any:
         if request == "step":
-            # While another run has its turn, the other ranks wait here, and do not work ahead on its cores.
+            # The other ranks wait here while another run has its turn, instead of computing ahead on its cores.
             dist.barrier()
-        return _answer(self.trainer, request)
+        return answer(self.trainer, request)
 
     def receive(self) -> None:
         pass
@@ -81,20 +70,37 @@ class Here:
         pass
 
 
-class Worker:
-    """The near end of the processes that train one model on request."""
+@contextlib.contextmanager
+def rank_of_torchrun(settings: Settings) -> Iterator[Here]:
+    """This process as a rank of torchrun's, until the block ends."""
+    torch.set_num_threads(max(1, cpu_threads() // local_ranks()))
+    with joined(settings, Start(), report) as (mesh, activity):
+        yield Here(demo_trainer(settings, mesh=mesh, activity=activity))
 
-    def __init__(self, config: TrainConfig, name: str) -> None:
+
+class Worker:
+    """The processes that train one model, step by step on request.
+
+    Args:
+        name: One of ``ALONE``, ``PRODUCTS``, or the name of a parallel run.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
         # Spawned, not forked: a fork would carry the parent's memory and break CUDA and OpenMP.
         context = multiprocessing.get_context("spawn")
         self.name = name
-        self.folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []
-        threads = cpu_threads()
-        for rank in range(1 if _alone(name) else config.ranks):
+        ranks, threads = settings.plan.gpus, cpu_threads()
+        # This process has the store, as torchrun's agent would.
+        self.store: Any = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None  # type: ignore[attr-defined]
+        for rank in range(ranks):
             connection, far = context.Pipe()
-            arguments = config, name, far, rank, str(Path(self.folder.name, "store")), threads
+            environment = {} if self.store is None else {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }  # fmt: skip
+            arguments = name, settings, far, environment, max(1, threads // ranks)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             with _interrupts_ignored():
                 process.start()
@@ -103,11 +109,7 @@ class Worker:
             self.processes.append(process)
 
     def ask(self, request: str) -> Any:
-        """Rank 0's answer; a step took as long as its slowest rank, and memory is that of the largest.
-
-        Args:
-            request: ``"step"`` or ``"peak_memory"``.
-        """
+        """See ``answer``: the loss of rank 0, the time of the slowest rank, the memory of the largest."""
         for rank, connection in enumerate(self.connections):
             try:
                 connection.send(request)
@@ -115,11 +117,11 @@ class Worker:
                 self._ended(rank)
         answers = self.receive()
         if request == "step":
-            return Step(answers[0].loss, max(answer.seconds for answer in answers))
+            return answers[0][0], max(seconds for _, seconds in answers)
         return None if None in answers else max(answers)
 
     def receive(self) -> list[Any]:
-        """What each rank says next. The first that has ended ends the wait for the others, which may wait for it."""
+        """The next message of each rank. The first rank that ends raises: others may wait for it."""
         answers: dict[int, Any] = {}
         while len(answers) < len(self.connections):
             silent = [c for rank, c in enumerate(self.connections) if rank not in answers]
@@ -139,7 +141,7 @@ class Worker:
         raise RuntimeError(f"the {self.name} run ended early{which} (exit code {self.processes[rank].exitcode})")
 
     def stop(self) -> None:
-        """Ends the processes: they leave at the end of the pipe, or are made to."""
+        """Ends the processes: they exit when the pipe is closed, or are terminated."""
         for connection in self.connections:
             connection.close()
         deadline = time.monotonic() + _GRACE
@@ -148,12 +150,11 @@ class Worker:
             if process.is_alive():
                 process.terminate()
                 process.join()
-        self.folder.cleanup()
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """A process started here ignores Ctrl-C, which reaches the whole process group: the parent ends its workers."""
+    """Processes started here ignore Ctrl-C, which reaches the whole process group: the parent ends its workers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,59 +165,29 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _serve(config: TrainConfig, name: str, connection: Connection, rank: int, store: str, threads: int) -> None:
-    with contextlib.suppress(EOFError, ConnectionError), contextlib.ExitStack() as stack:
-        try:
-            mesh = None
-            torch.set_num_threads(threads)
-            if not _alone(name):
-                place = Place(rank, rank, max(1, threads // config.ranks))
-                config, mesh = stack.enter_context(joined(config, place, _file_store(store, config.ranks)))
-            kind = name if name in ALONE else "fused"
-            trainer = ProductsAlone(config) if name == PRODUCTS else DemoTrainer(config, kind, mesh=mesh)
+def _serve(name: str, settings: Settings, connection: Connection, environment: Mapping[str, str], threads: int) -> None:
+    for key in ("RANK", "WORLD_SIZE"):  # of torchrun, where this run is one process beside its ranks
+        os.environ.pop(key, None)
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    try:
+        with joined(settings, Start(), report) as (mesh, activity), contextlib.suppress(EOFError, ConnectionError):
+            run: Trainer | Products
+            if name == PRODUCTS:
+                dtype, device = PRECISIONS[settings.plan.dtype], torch.device(settings.run.device)
+                run = Products(settings.config, settings.plan.global_batch, dtype, device)
+            else:
+                run = demo_trainer(settings, name if name in ALONE else "fused", mesh=mesh, activity=activity)
             connection.send(None)
             while True:
-                connection.send(_answer(trainer, connection.recv()))
-        except (MemoryError, RuntimeError) as error:
-            # torch has a class for a full GPU, but only a message for full host memory.
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            connection.send(MemoryError(str(error).partition("\n")[0]))
+                connection.send(answer(run, connection.recv()))
+    except (MemoryError, RuntimeError) as error:
+        # torch has a class for a full GPU, but only a message for full host memory.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        connection.send(MemoryError(str(error).partition("\n")[0]))
 
 
-def _alone(name: str) -> bool:
-    """Whether a run has one process."""
-    return name == PRODUCTS or name in ALONE
-
-
-def _answer(trainer: DemoTrainer | ProductsAlone, request: str) -> Any:
-    return trainer.step() if request == "step" else trainer.peak_memory()
-
-
-def _file_store(path: str, size: int) -> Any:
-    return dist.FileStore(path, size)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def joined(config: TrainConfig, place: Place, store: Any = None) -> Iterator[tuple[TrainConfig, ParallelMesh]]:
-    """This process as a rank of the parallel run, until the block ends.
-
-    Args:
-        store: the ``torch.distributed`` store where the ranks meet; ``None`` for the one that torchrun names.
-
-    Yields:
-        the configuration with this rank's device, and the mesh.
-    """
-    hide_hint()
-    on_gpu = torch.device(config.device).type == "cuda"
-    if on_gpu:
-        device = f"cuda:{place.local_rank}"
-        torch.cuda.set_device(device)
-        config = dataclasses.replace(config, device=device)
-    else:
-        torch.set_num_threads(place.threads)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=place.rank, world_size=config.ranks)
-    try:
-        yield config, ParallelMesh(dp_shard=config.dp, tp=config.tp, cp=config.cp)
-    finally:
-        dist.destroy_process_group()
+def report(message: str) -> None:
+    """Prints the reason before ``Watch`` ends this process."""
+    print(f"error: {message}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ def check(settings: "Settings") -> None:
             _check_folder(key, folder)
     for key, file in (("logging.jsonl", logging.jsonl), ("logging.plot", logging.plot)):
         if file is not None:
-            _check_file(key, file)
+            check_file(key, file)
 
 
 def _check_folder(key: str, folder: Path) -> None:
@@ -47,7 +47,12 @@ def _check_folder(key: str, folder: Path) -> None:
         raise OSError(f"{key}: {folder} cannot be written: {error.strerror}") from None
 
 
-def _check_file(key: str, file: Path) -> None:
+def check_file(key: str, file: Path) -> None:
+    """Makes the folder of a file if it is missing.
+
+    Raises:
+        OSError: The file cannot be written; the message begins with ``key``.
+    """
     if file.is_dir():
         raise OSError(f"{key}: {file} is a folder; name a file in it")
     if not file.exists():

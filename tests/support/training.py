@@ -1,24 +1,16 @@
-"""What each rank does in the tests of the trainer."""
+"""What each rank does in the tests of the demo."""
 
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
-from benchmarks.demo.config import TrainConfig
-from benchmarks.demo.runs import DemoTrainer
+from benchmarks.demo.runs import demo_trainer
+from parallel_ops.train.config import Settings
 from support.layers import mesh_of
 
 # Of a process that runs `-m benchmarks.demo` in another folder.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-def trainer_of(config: TrainConfig) -> DemoTrainer:
-    """A trainer over the default group; without one, on this process alone."""
-    mesh = mesh_of(tp=config.tp) if dist.is_initialized() else None
-    return DemoTrainer(config, mesh=mesh)
-
-
-def train_losses(rank: int, config: TrainConfig) -> list[float]:
-    trainer = trainer_of(config)
-    return [trainer.step().loss for _ in range(config.steps)]
+def train_losses(rank: int, settings: Settings) -> list[float]:
+    trainer = demo_trainer(settings, mesh=mesh_of(tp=settings.plan.tp))
+    return [trainer.step().loss for _ in range(settings.run.steps)]

@@ -1,5 +1,6 @@
 """The main job's tensor-parallel run: the same losses as on one process."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -9,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -17,9 +17,8 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from benchmarks.demo import cli, worker
-from benchmarks.demo.compare import names_of, train
-from benchmarks.demo.config import TrainConfig
-from benchmarks.demo.runs import ALONE
+from benchmarks.demo.compare import train
+from benchmarks.demo.config import demo_settings, in_parallel, name_of
 from parallel_ops.models import TransformerConfig
 from support import training
 from support.distributed import ranks
@@ -102,25 +101,14 @@ class TestPlaces:
         for set_to, in_all in ((1, 8), (3, 6)):
             monkeypatch.setattr(torch, "get_num_threads", lambda set_to=set_to: set_to)
             assert worker.cpu_threads() == in_all
-            assert worker.torchrun_place() == worker.Place(rank=3, local_rank=1, threads=in_all // 2)
+            given = []
+            monkeypatch.setattr(torch, "set_num_threads", given.append)
+            monkeypatch.setattr(worker, "joined", lambda *_: contextlib.nullcontext((None, None)))
+            monkeypatch.setattr(worker, "demo_trainer", lambda *_, **__: None)
+            with worker.rank_of_torchrun(demo_settings(MODEL)):
+                assert given == [in_all // 2]
         monkeypatch.delenv("WORLD_SIZE")
         assert worker.cpu_threads() == 3
-
-    def test_the_gpu_is_that_of_the_local_rank(self, monkeypatch):
-        taken, joined = [], []
-        real = dist.init_process_group
-
-        def join(backend, **options):
-            joined.append((backend, options["rank"], options["world_size"]))
-            real("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-        monkeypatch.setattr(dist, "init_process_group", join)
-        monkeypatch.setattr(worker, "ParallelMesh", lambda **sizes: sizes)
-        with worker.joined(TrainConfig(model=MODEL, tp=2, device="cuda"), worker.Place(3, 1, 4)) as (config, mesh):
-            assert (config.device, mesh) == ("cuda:1", {"dp_shard": 1, "tp": 2, "cp": 1})
-        assert taken == ["cuda:1"]
-        assert joined == [("nccl", 3, 2)]
 
     def test_each_node_needs_gpus_for_its_own_ranks(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -132,10 +120,10 @@ class TestPlaces:
 
     def test_rank_0_alone_writes(self, monkeypatch, text):
         monkeypatch.setattr(cli, "_train", lambda *_: [])
-        arguments = [*TINY, "--num-heads", "4", "--text", str(text), "--output", "missing/demo.png"]
+        arguments = [*TINY, "--num-heads", "4", "--text", str(text), "--output", f"{text}/demo.png"]
         assert CliRunner().invoke(cli.app, arguments).exit_code == 0
         monkeypatch.setenv("RANK", "0")
-        assert "missing does not exist" in CliRunner().invoke(cli.app, arguments).stderr
+        assert "is a file, where a folder is needed" in CliRunner().invoke(cli.app, arguments).stderr
 
 
 def test_a_run_takes_the_threads_that_it_is_given(text):
@@ -143,7 +131,7 @@ def test_a_run_takes_the_threads_that_it_is_given(text):
     near.close()
     before = torch.get_num_threads()
     try:
-        worker._serve(TrainConfig(model=MODEL, text=text), "plain", far, 0, "", before + 1)
+        worker._serve("plain", demo_settings(MODEL, text), far, {}, before + 1)
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -155,10 +143,8 @@ def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
     )
     losses = []
     for tp, sequence_parallel in ((2, False), (2, True), (4, True)):
-        config = TrainConfig(
-            model=model, text=text, steps=4, batch=2, lr=1e-2, clip=0.1, tp=tp, sequence_parallel=sequence_parallel
-        )
-        each = ranks(tp).run(training.train_losses, config)
+        settings = demo_settings(model, text, steps=4, batch=2, optimizer={"lr": 1e-2, "grad_clip": 0.1})
+        each = ranks(tp).run(training.train_losses, in_parallel(settings, tp=tp, sequence_parallel=sequence_parallel))
         assert all(e == each[0] for e in each)
         losses.append(each[0])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -166,30 +152,33 @@ def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
     assert losses[0][-1] < losses[0][0]
 
 
-def test_the_tensor_parallel_run_has_a_name_of_its_own():
-    assert names_of(TrainConfig(model=MODEL, tp=2)) == [*ALONE, "tp2"]
-    assert names_of(TrainConfig(model=MODEL, cp=4), []) == ["cp4"]
-    assert names_of(TrainConfig(model=MODEL), ["fused"]) == ["fused"]
-    assert TrainConfig(model=MODEL, dp=2, tp=2, zero=3).parallel == "dp2-tp2-zero3"
+def test_the_parallel_run_has_a_name_of_its_own():
+    one = demo_settings(MODEL)
+    assert name_of(in_parallel(one, tp=2).plan) == "tp2"
+    assert name_of(in_parallel(one, cp=4).plan) == "cp4"
+    assert name_of(in_parallel(one, dp=2, tp=2, zero=3).plan) == "dp2-tp2-zero3"
 
 
-def test_a_rank_that_dies_ends_the_run(text):
-    config = TrainConfig(model=MODEL, text=text, steps=2, device="meta:nowhere", tp=2)
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    settings = demo_settings(MODEL, tmp_path / "missing", steps=2)
     with pytest.raises(RuntimeError, match=r"the tp2 run ended early on rank [01] \(exit code 1\)"):
-        train(config, ["tp2"])
+        train({"tp2": in_parallel(settings, tp=2)})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tp", "0"], "tp must be at least 1, got 0"),
-        (["--all", "--batch", "3"], "batch must be a multiple of dp=2, got 3"),
-        (["--tp", "3"], "num_heads must be a multiple of tp=3, got 2"),
-        (["--tp", "2", "--ffn-hidden-size", "5"], "ffn_hidden_size must be a multiple of tp=2, got 5"),
-        (["--tp", "2", "--sequence-parallel", "--seq-length", "31"], "seq_length must be a multiple of tp=2, got 31"),
+        (["--all", "--batch", "3"], r"global_batch must be a multiple of dp * micro_batch (2), got 3"),
+        (["--tp", "3"], "model.num_heads is 2, which tp=3 must divide"),
+        (["--tp", "2", "--ffn-hidden-size", "5"], "model.ffn_hidden_size is 5, which tp=2 must divide"),
+        (
+            ["--tp", "2", "--sequence-parallel", "--seq-length", "31"],
+            "data.seq_length is 31, which tp * cp (2) must divide",
+        ),
         (
             ["--tp", "2", "--cp", "4", "--sequence-parallel", "--seq-length", "36"],
-            "seq_length must be a multiple of tp=2 * cp=4, got 36",
+            "data.seq_length is 36, which tp * cp (8) must divide",
         ),
         (["--cp", "0"], "cp must be at least 1, got 0"),
     ],

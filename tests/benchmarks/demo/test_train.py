@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.demo.baseline import PlainTransformer
 from benchmarks.demo.compare import train
-from benchmarks.demo.config import TrainConfig
+from benchmarks.demo.config import demo_settings
 from benchmarks.demo.data import load_text
-from benchmarks.demo.runs import ALONE, DemoTrainer
+from benchmarks.demo.runs import ALONE, demo_trainer
 from parallel_ops.models import Transformer, TransformerConfig
 from support.training import ENVIRONMENT
 
@@ -48,8 +48,8 @@ def text(tmp_path):
     return path
 
 
-def content(path=None):
-    return bytes(load_text(path).tolist())
+def content(*path):
+    return bytes(load_text(*path).tolist())
 
 
 class TestText:
@@ -89,33 +89,45 @@ class TestTrainer:
     @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
     def test_the_loss_falls_and_both_curves_agree(self, text, activation):
         model = dataclasses.replace(MODEL, activation=activation)
-        config = TrainConfig(model=model, text=text, steps=25, batch=4, lr=1e-2)
+        config = demo_settings(model, text, steps=25, batch=4, optimizer={"lr": 1e-2})
         plain, fused = ([trainer.step().loss for _ in range(25)] for trainer in _trainers(config))
         assert plain[0] == pytest.approx(math.log(256), rel=0.05)
         assert plain[-1] < 0.65 * plain[0]
         assert fused == pytest.approx(plain, abs=1e-3)
 
     def test_the_same_run_gives_the_same_losses(self, text):
-        config = TrainConfig(model=dataclasses.replace(MODEL, dropout=0.1), text=text, steps=3, batch=2)
+        config = demo_settings(dataclasses.replace(MODEL, dropout=0.1), text, steps=3, batch=2)
         runs = []
         for _ in range(2):
-            trainer = DemoTrainer(config)
+            trainer = demo_trainer(config)
             runs.append([trainer.step().loss for _ in range(3)])
         assert runs[0] == runs[1]
 
     def test_bfloat16_trains(self, text):
-        config = TrainConfig(model=MODEL, text=text, steps=8, batch=4, lr=1e-2, dtype="bfloat16")
+        config = demo_settings(MODEL, text, steps=8, batch=4, optimizer={"lr": 1e-2}, precision={"dtype": "bf16"})
         for trainer in _trainers(config):
             losses = [trainer.step().loss for _ in range(8)]
             assert losses[-1] < 0.9 * losses[0]
-            assert next(trainer.trainer.model.parameters()).dtype is torch.float32
+            assert next(trainer.model.parameters()).dtype is torch.float32
 
     @pytest.mark.parametrize(
-        "change", [{"steps": 0}, {"batch": 0}, {"lr": 0.0}, {"lr": math.inf}, {"seed": -1}, {"dtype": "float16"}]
+        ("change", "key"),
+        [
+            ({"steps": 0}, "run.steps"),
+            ({"batch": 0}, "micro_batch"),
+            ({"optimizer": {"lr": 0.0}}, "optimizer.lr"),
+            ({"optimizer": {"lr": math.inf}}, "optimizer.lr"),
+            ({"run": {"seed": -1}}, "run.seed"),
+            ({"precision": {"dtype": "float16"}}, "precision.dtype"),
+        ],
     )
-    def test_bad_configurations_are_named(self, change):
-        with pytest.raises(ValueError, match=f"TrainConfig: {next(iter(change))} must be"):
-            TrainConfig(model=MODEL, **change)
+    def test_bad_settings_are_named(self, change, key):
+        with pytest.raises(ValueError, match=rf"settings: .*{key}"):
+            demo_settings(MODEL, **change)
+
+    def test_tokens_are_bytes(self):
+        with pytest.raises(ValueError, match="vocab_size must be at least 256"):
+            demo_settings(dataclasses.replace(MODEL, vocab_size=255))
 
 
 @pytest.mark.parametrize(
@@ -148,17 +160,16 @@ def test_the_plain_transformer_is_the_same_model(change):
 
 
 def _trainers(config):
-    return [DemoTrainer(config, kind) for kind in ("plain", "fused")]
+    return [demo_trainer(config, kind) for kind in ("plain", "fused")]
 
 
-def test_a_run_that_dies_is_reported_and_the_other_is_ended(text):
-    config = TrainConfig(model=MODEL, text=text, steps=2, device="meta:nowhere")
+def test_a_run_that_dies_is_reported(tmp_path):
     with pytest.raises(RuntimeError, match=r"the plain run ended early \(exit code 1\)"):
-        train(config, ["plain"])
+        train({"plain": demo_settings(MODEL, tmp_path / "missing", steps=2)})
 
 
 def test_command_end_to_end(text, tmp_path):
-    """A real process: one table on stdout, nothing on stderr, a picture and a JSON file."""
+    """A real process: one table on stdout, nothing on stderr, a plot and a JSON file."""
     command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "6", "--text", str(text)]
     command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
@@ -200,18 +211,18 @@ class TestCommandErrors:
             (["--text", "empty"], "empty has no text in it"),
             (["--text", "short"], "the text has 5 bytes, but a sequence needs 33"),
             (["--num-heads", "3"], "hidden_size (32) must be a multiple of num_heads (3)"),
-            (["--steps", "0"], "steps must be at least 1, got 0"),
+            (["--steps", "0"], "run.steps: input should be greater than or equal to 1, got 0"),
             (
                 ["--runs", "plain,fast"],
                 "--runs: there is no run 'fast'; choose from plain, compiled, fused, ",
             ),
             (["--runs", "plain,plain"], "--runs: plain,plain has one of them twice"),
             (["--dropout", "1"], "dropout must be at least 0 and below 1, got 1.0"),
-            (["--lr", "nan"], "lr must be a positive number, got nan"),
+            (["--lr", "nan"], "optimizer.lr: input should be a finite number, got nan"),
             (["--text", ""], "--text is empty"),
-            (["--output", "missing/demo.png"], "missing does not exist; create it"),
+            (["--output", "empty/demo.png"], "--output: empty is a file, where a folder is needed"),
             (["--output", "demo.txt"], "--output must end in .png, .pdf, .svg, got demo.txt"),
-            (["--json", "folder"], "folder is a folder; name a file in it"),
+            (["--json", "folder"], "--json: folder is a folder; name a file in it"),
         ],
     )
     def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, arguments, message):
@@ -273,7 +284,7 @@ class TestCommandErrors:
 
 
 class TestReport:
-    CONFIG = TrainConfig(model=MODEL, steps=3)
+    CONFIG = demo_settings(MODEL, steps=3)
 
     def runs(self, *losses):
         plain = Run("plain", [5.0, 4.0, 3.0], [0.2, 0.3, 0.9], 2**30)
@@ -291,7 +302,7 @@ class TestReport:
         result = json.loads(report.as_json(self.CONFIG, runs, Run("products", [], [0.1] * 3)))
         assert result["fused"]["losses"] == [5.0, None, None]
         assert result["fused"]["largest_loss_difference"] is None
-        report.picture(self.CONFIG, runs, tmp_path / "p.svg")
+        report.plot(self.CONFIG, runs, tmp_path / "p.svg")
         assert (tmp_path / "p.svg").stat().st_size > 1000
 
 
