@@ -1,9 +1,8 @@
 """Trains one model over the ranks of a mesh, one step after another.
 
-A step is ``micro_batches`` forwards and backwards, whose gradients are reduced no more often than the plan's ``zero``
-asks for, one norm over all ranks, one update. Everything in it follows from the settings and the number of the step:
-samples, learning rate, and the seed of what is drawn at random, so a run that goes on from a checkpoint of the same
-plan takes the same steps, bit by bit.
+A step is ``micro_batches`` forwards and backwards, with as few gradient reductions as the plan's ``zero`` allows, one
+norm over all ranks and one update. Samples, learning rate and random seed depend on the settings and the number of the
+step alone, so a run that is resumed on the same plan takes the same steps, bit by bit.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,23 +19,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.models import Transformer
-from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train import outputs
+from parallel_ops.train.build import build_model, build_samples
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.data.packing import Batch, Samples
+from parallel_ops.train.data.packing import Batch
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
-from parallel_ops.train.launch.signals import SIGNALS, Stopping
+from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
-from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch, parallelize
+from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
 from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
+from parallel_ops.train.step_reductions import count_targets, reduce_results, seed_step
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -49,20 +47,20 @@ class Trainer:
     """A model, its optimizer and its data, on this rank.
 
     Args:
-        settings: the run.
-        mesh: the ranks, as many in each dimension as ``settings.plan`` says; ``None`` for this process alone.
-        model: in the place of that of ``settings.model``: a module that returns the mean loss of tokens and targets,
-            both ``[s, b]``. It has its parameters.
-        stream: documents in the place of ``settings.data.paths``.
-        activity: is set to what this rank does, for who watches over it.
+        settings: The settings of the run.
+        mesh: The ranks, with the sizes of ``settings.plan``; ``None`` for this process alone.
+        model: Replaces ``settings.model``: an initialised module that returns the mean loss of tokens and targets, both
+            int64 ``[s, b]``.
+        stream: Documents that replace ``settings.data.paths``.
+        activity: Receives a description of what this rank does, for ``Watch``.
 
     Attributes:
-        global_step: optimizer steps taken. samples_seen: samples taken from the data.
-        origin: what checkpoints say that the run was started from; ``None`` for nothing.
+        global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
+        origin: The checkpoint from which the run was started, as checkpoints record it; ``None`` for none.
 
     Raises:
-        ValueError: settings that do not fit the mesh; data that cannot be read. OSError: as the file system says.
-        Disagreement: a ValueError, on every rank: the ranks have other settings or data, or one of them failed.
+        ValueError: The settings do not fit the mesh, or the data cannot be read. OSError: From the file system.
+        Disagreement: A ValueError on every rank: settings or data differ between ranks, or one rank failed.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Trainer:
         self.activity("reading data", slow=True)
         with comparison_of_world(longest(settings.run.timeout)) as compare:
             self.mesh = ParallelMesh() if mesh is None else mesh
-            self.device, self.samples = self._device_and_samples(stream)
+            self.device, self.samples = self._checked_device(), build_samples(settings, stream)
             own: dict[str, Any] = {
                 "data.tokens": len(self.samples.stream),
                 "data.documents": self.samples.stream.documents,
@@ -93,15 +91,15 @@ class Trainer:
             pinned=self.device.type == "cuda",
         )  # fmt: skip
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        # Checkpoints are written beside the steps: their messages need a group of their own.
+        # Checkpoints are written while steps run, so their messages need their own group.
         self.writers: ProcessGroup | None = None
         if self.world > 1:
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
-        self.model = self._built(model)
+        self.model = build_model(settings, self.mesh, self.device, model)
         self.optimizer = adamw(self.model, settings.optimizer)
         dtype = PRECISIONS[plan.dtype]
-        # FSDP2 and replicate cast what they hold; where they hold nothing, autocast does it, op by op.
+        # FSDP2 and replicate cast the parameters that they manage; without them autocast casts op by op.
         self._autocast = not isinstance(self.model, FSDPModule) and dtype is not torch.float32
         self._dtype = dtype
         precision = settings.precision
@@ -112,45 +110,24 @@ class Trainer:
         self._saved = -1
         self._stepped = False
 
-    def _device_and_samples(self, stream: TokenStream | None) -> tuple[torch.device, Samples]:
+    def _checked_device(self) -> torch.device:
         from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
 
-        settings, plan, data = self.settings, self.settings.plan, self.settings.data
+        plan = self.settings.plan
         for name in _SIZES:
             if self.mesh.size(name) != getattr(plan, name):
                 raise ValueError(f"Trainer: the plan has {name}={getattr(plan, name)}, the mesh {self.mesh.size(name)}")
-        device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda(settings) else torch.device("cpu")
-        if stream is None:
-            stream = TokenStream(data.paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
-        options: Any = {"seed": settings.run.seed, "document_mask": data.document_mask, "shuffle": data.shuffle}
-        return device, Samples(stream, seq_length=settings.seq_length, **options)
-
-    def _built(self, given: nn.Module | None) -> nn.Module:
-        settings = self.settings
-        options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
-        if given is not None:
-            return parallelize(given.to(self.device), self.mesh, settings.plan, **options)
-        if settings.model.dir is not None:
-            Transformer.check_pretrained(settings.model.dir, settings.config)
-        empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
-        model = parallelize(empty, self.mesh, settings.plan, **options)
-        # Offloaded parameters stay on the CPU.
-        model.to_empty(device="cpu" if settings.plan.offload != "none" else self.device)
-        if settings.model.dir is None:
-            model.reset_parameters()  # type: ignore[operator]
-        else:
-            model.load_pretrained(settings.model.dir)  # type: ignore[operator]
-        return model
+        return torch.device("cuda", torch.cuda.current_device()) if uses_cuda(self.settings) else torch.device("cpu")
 
     def train(self, stopping: Stopping | None = None) -> Result:
-        """Takes the steps that are left, saves and reports as the settings say.
+        """Takes the remaining steps, with checkpoints and logs as in the settings.
 
-        SIGTERM and Ctrl-C end it after the step that they come in, with a checkpoint.
+        SIGTERM and Ctrl-C end it after the current step, with a checkpoint.
 
         Raises:
-            NotFinite: with ``on_nan`` of ``"stop"``. CheckpointError: a checkpoint cannot be written.
-            ValueError, OSError: data that cannot be read, files that cannot be written. ImportError: TensorBoard or
-                matplotlib is wanted, and not installed.
+            NotFinite: A step is not finite, with ``on_nan="stop"``. CheckpointError: A checkpoint cannot be written.
+            ValueError, OSError: Data cannot be read, or files cannot be written. ImportError: TensorBoard or matplotlib
+                is needed and not installed.
         """
         settings, loss = self.settings, math.nan
         stopped: str | None = None
@@ -197,18 +174,18 @@ class Trainer:
         """Takes one step; all ranks call it.
 
         Args:
-            asked: the signal that asks this rank to stop, if one does; every rank's ``Step`` says if one came.
+            asked: Returns the stop signal that this rank has received, or ``None``. ``Step.stop`` has it on every rank.
         """
         start = time.perf_counter()
         settings, scale = self.settings, self._gradient_scale
         what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
         batches = self.loader.step(self.samples_seen)
-        self._seed()
+        seed_step(settings.run.seed, self.global_step, self.mesh, self.device)
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        counts, everything = self._targets(batches)
+        counts, everything = count_targets(batches, self.mesh, self.device, document_mask=self.samples.document_mask)
         total = torch.zeros((), device=self.device)
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             micro_batch(self.model, settings.plan.zero, last=number == len(batches) - 1)
@@ -226,7 +203,7 @@ class Trainer:
         self._stepped = True
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
-        found, grad_norm, stop = self._read(total, norm, asked())
+        found, grad_norm, stop = reduce_results(total, norm, asked(), self.mesh)
         return Step(
             number=self.global_step,
             loss=found,
@@ -239,15 +216,15 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer, by names that do not depend on the plan, and how far the run is."""
+        """Model, optimizer and progress of the run, by names that do not depend on the plan."""
         return resuming.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What ``state_dict`` gave, on these ranks or on others."""
+        """Loads a ``state_dict``, which may come from other ranks."""
         resuming.load_state_dict(self, state)
 
     def save(self) -> None:
-        """Saves a checkpoint in the folder of the settings, and waits for it; all ranks call it."""
+        """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it."""
         store = self._store()
         if store is None:
             raise ValueError("Trainer: checkpoint.dir is not set")
@@ -255,16 +232,16 @@ class Trainer:
         store.wait()
 
     def resume(self, path: Path | None = None) -> Path:
-        """Goes on from a checkpoint; all ranks call it.
+        """Resumes from a checkpoint of any plan; all ranks call it. With other data, the first sample is next.
 
         Args:
-            path: a checkpoint, or a folder of them, of which the newest; ``None`` for the folder of the settings.
+            path: A checkpoint, or a folder whose newest checkpoint is taken; ``None`` for ``checkpoint.dir``.
 
         Returns:
-            the checkpoint. It may be of any other plan. Other data begin with their first sample.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointError: there is none, a file of it is damaged, or it is of another model.
+            CheckpointError: There is no checkpoint, a file of it is damaged, or it has another model.
         """
         folder = self.settings.checkpoint.dir if path is None else Path(path)
         if folder is None:
@@ -278,16 +255,16 @@ class Trainer:
         return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes the model as a Hugging Face folder; all ranks call it. See ``Transformer.save_pretrained``."""
+        """Writes a Hugging Face folder; all ranks call it. See ``Transformer.save_pretrained``."""
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
 
     @property
     def _gradient_scale(self) -> float:
-        """What the gradients of a step are multiplied by.
+        """The factor of the gradients of a step.
 
-        Each context-parallel rank has ``cp`` times its part of a sequence's gradient, of which the reduction takes the
-        mean. In fp16 that factor would overflow where one process with the whole sequence does not, so the scale, which
-        is that of one process, is divided by it.
+        Each context-parallel rank has ``cp`` times its part of a sequence's gradient, and the reduction takes the mean.
+        In fp16 that factor would overflow where one process with the whole sequence does not, so the loss scale is
+        divided by it.
         """
         return self.scale.scale / self.mesh.size("cp") if self._dtype is torch.float16 else 1.0
 
@@ -297,49 +274,16 @@ class Trainer:
 
     def _loss(self, batch: Batch, count: int) -> Tensor:
         extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.document_mask else {}
-        # Without a target the loss counts for nothing, and a mean over none may be NaN: any targets will do.
+        # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
         loss: Tensor = self.model(batch.tokens, batch.targets if count else batch.tokens, **extra)
         return loss
 
-    def _targets(self, batches: list[Batch]) -> tuple[list[int], int | Tensor]:
-        """How many tokens of each micro-batch have a target, and how many of the step have one, over all ranks; at
-        least 1, to divide by."""
-        if not self.samples.document_mask:
-            counts = [batch.targets.numel() for batch in batches]
-            return counts, sum(counts) * self.mesh.size("dp")
-        counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
-        group = self.mesh.group("dp")
-        if group is None:
-            return counts, max(1, sum(counts))
-        everything = torch.tensor(float(sum(counts)), device=self.device)
-        dist.all_reduce(everything, group=group)
-        return counts, everything.clamp_(min=1)
-
-    def _seed(self) -> None:
-        """Ranks that have the same data draw the same, those with other data something else."""
-        key = np.random.SeedSequence([self.settings.run.seed, self.global_step, self.mesh.rank("dp")])
-        seed = int(key.generate_state(1, np.uint64)[0] >> 1)
-        # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
-    def _read(self, total: Tensor, norm: Tensor, asked: str | None) -> tuple[float, float, str | None]:
-        """Loss over all ranks, norm, and the signal that came to one: one reduction, one wait for the device."""
-        values = torch.stack([total, *(torch.full_like(total, asked == name) for name in SIGNALS)])
-        if self.world > 1:
-            dist.all_reduce(values)
-        loss, *came, grad_norm = torch.cat([values, norm.to(values)[None]]).tolist()
-        stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
-        # The ranks that share weights or a sequence have the same loss each.
-        return loss / (self.mesh.size("tp") * self.mesh.size("cp")), grad_norm, stop
-
     def _problem(self, step: Step) -> NotFinite | None:
-        """Why a step that is not finite ends the run; ``None`` if the run goes on."""
+        """The error of a step that is not finite, if it ends the run."""
         finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
         first = self.samples_seen - self.settings.plan.global_batch
         where = f"step {step.number}, samples {first} to {self.samples_seen - 1}"
-        # In fp16 gradients that overflow are no news; a loss that does is.
+        # In fp16 gradients are expected to overflow now and then, the loss is not.
         if not finite and not (self.scale.growth_interval and math.isfinite(step.loss)):
             if self.settings.run.on_nan == "stop":
                 kept = "; no parameter was changed" if step.skipped else ""

@@ -25,6 +25,7 @@ pytest.importorskip("pydantic")
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
 from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate
+from parallel_ops.train.step_reductions import count_targets
 from support import trainer as runs
 from support.distributed import ranks
 
@@ -308,7 +309,8 @@ def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
     sections = {"data": {"document_mask": True}, "parallel": {"global_batch": BATCH, "micro_batch": 1}}
     settings = runs.settings_of(tmp_path / "some.bin", **sections)
     trainer = Trainer(settings)
-    counts = [trainer._targets(trainer.loader.step(BATCH * step))[0] for step in range(5)]
+    own = {"mesh": trainer.mesh, "device": trainer.device, "document_mask": True}
+    counts = [count_targets(trainer.loader.step(BATCH * step), **own)[0] for step in range(5)]
     assert all(0 in found for found in counts) and all(map(sum, counts[:2]))
     want = runs.steps_of(0, settings)
     assert all(math.isfinite(value) for step in want for value in step)

@@ -13,7 +13,8 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops.train.config_sections import RunSettings
-from parallel_ops.train.launch.watch import SLOW, Clock, Ledger, Record, group_timeout, in_debugger, longest
+from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
+from parallel_ops.train.launch.watch import group_timeout, in_debugger, longest
 from support import processes
 from support import trainer as runs
 

@@ -1,16 +1,16 @@
-"""Ends a run in which a rank does not go on, with one error on every rank that names it.
+"""Ends a run with a stalled rank, with one error on every rank that names it.
 
-A collective waits for a rank that is stopped, or whose node hangs, without an error. So a thread of each rank writes
-every second what its main thread does: a record of a beat, the number of activities so far and the present one. Rank 0
-reads all records, the other ranks that of rank 0: one request a second each. A rank has stalled if
+A collective waits without an error for a rank that is suspended or whose node hangs. So a thread of each rank writes a
+record every second: a beat, the number of activities so far and the current one. Rank 0 reads all records, the other
+ranks that of rank 0: one request a second each. A rank has stalled if
 
-- its record has not changed for ``run.timeout``: the process is stopped, or its node cannot be reached; or
-- it has the fewest activities behind it, and the present one has taken longer than it may: ``run.timeout``,
-  and ``SLOW`` times as long for those that may be slow (start, first step, reading data, saving).
+- its record has not changed for ``run.timeout``: the process is suspended, or its node cannot be reached; or
+- it has the fewest activities, and the current one has exceeded its limit: ``run.timeout``, or ``SLOW`` times as long
+  for the start, the first step, reading data and saving.
 
-The ranks that wait for such a one have more activities behind them, so they are not blamed. Who finds one writes the
-reason under one key, the first writer wins, and every rank ends with that reason. A rank that fails writes its own
-error there: ranks that lose it raise that, and not the backend's error, which names an address at best.
+Ranks that wait for a stalled one have more activities, so they are not blamed. The first rank that finds a stalled one
+writes the reason under one key, and every rank ends with it. A rank that fails writes its own error there: ranks that
+lose the connection to it raise that error, since the backend's own names an address at best.
 """
 
 import json
@@ -19,156 +19,67 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from parallel_ops.comm import PeerError
+from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
 from parallel_ops.train.launch.rendezvous import agent_has_store, named
 
-# Slow activities take as many times ``run.timeout``: with the default, torch's own half hour.
-SLOW = 6
-# The backend's timeouts come later than this module's, which say more.
+# The backend's timeouts fire later than this module's, whose errors say more.
 _MARGIN_SECONDS = 60.0
-# For no timeout: longer than a person debugs, and a number of milliseconds that 32 bits hold.
+# Without a timeout: longer than a debugging session, in milliseconds within 32 bits.
 _NEVER_SECONDS = 7 * 86400.0
 _BEAT_SECONDS = 1.0
 _BEATS_A_TIMEOUT = 10
 _FAILED = 1
-# Of what torch says when a rank is gone.
+# Parts of torch's messages when a rank is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket")
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
 def longest(timeout: float | None) -> float:
-    """Seconds that the slowest activities may take."""
+    """Limit of slow activities in seconds."""
     return _NEVER_SECONDS if timeout is None else SLOW * timeout
 
 
 def group_timeout(timeout: float | None) -> timedelta:
-    """For process groups of a run: they give up only after its watch would have."""
+    """Timeout of the process groups of a run, longer than any limit of ``Watch``."""
     return timedelta(seconds=longest(timeout) + _MARGIN_SECONDS)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether this is what a rank raises when it has lost another one."""
+    """True if this is the error of a rank that has lost another one."""
     if isinstance(error, PeerError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
 
 
 class Activity:
-    """What the main thread of a rank does. All ranks have the same activities, one after another."""
+    """The current activity of a rank's main thread. All ranks have the same sequence of activities."""
 
     def __init__(self) -> None:
         self.now = (0, "starting", True)
 
     def __call__(self, text: str, *, slow: bool = False) -> None:
-        """The one before is over. ``slow``: this one may take ``SLOW`` times ``run.timeout``."""
+        """Starts the next activity. ``slow``: it may take ``SLOW`` times ``run.timeout``."""
         self.now = (self.now[0] + 1, text, slow)
 
 
-class Clock:
-    """Seconds for which this process has run, as it reads them in turns.
-
-    A turn counts ``most`` seconds at most. In a longer one the process was stopped, and with it maybe all others, as by
-    Ctrl-Z.
-    """
-
-    def __init__(self, most: float) -> None:
-        self._most, self._sum, self._last = most, 0.0, time.monotonic()
-
-    def __call__(self) -> float:
-        now = time.monotonic()
-        self._sum, self._last = self._sum + min(now - self._last, self._most), now
-        return self._sum
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a rank writes of itself.
-
-    Attributes:
-        beat: grows with each record. count, text: of activities. allowance: times ``run.timeout`` that the present one
-            may take. finished: the run is over for this rank.
-    """
-
-    beat: int = 0
-    count: int = 0
-    text: str = "starting"
-    allowance: float = SLOW
-    finished: bool = False
-
-
-class Ledger:
-    """The records of some ranks, and since when they are what they are, by the clock of who reads them."""
-
-    def __init__(self, ranks: Iterable[int], timeout: float) -> None:
-        self.timeout = timeout
-        self.records = dict.fromkeys(ranks, Record())
-        self._beat_at = dict.fromkeys(self.records, 0.0)
-        self._began_at = dict.fromkeys(self.records, 0.0)
-
-    def update(self, rank: int, record: Record, clock: float) -> None:
-        """Takes a record that was read at ``clock``, in seconds."""
-        known = self.records[rank]
-        if record.beat != known.beat:
-            self._beat_at[rank] = clock
-        if record.count != known.count:
-            self._began_at[rank] = clock
-        self.records[rank] = record
-
-    def finished(self) -> bool:
-        """Whether the run is over for all ranks."""
-        return all(record.finished for record in self.records.values())
-
-    def silent(self, clock: float) -> str | None:
-        """The reason to end, if a record has not changed for the timeout."""
-        found = [
-            rank for rank, record in self.records.items()
-            if not record.finished and clock - self._beat_at[rank] > self.timeout
-        ]  # fmt: skip
-        if not found:
-            return None
-        last = "; ".join(
-            f"rank {rank}'s last activity, {clock - self._began_at[rank]:.0f} s ago: {self.records[rank].text}"
-            for rank in found
-        )
-        age = max(clock - self._beat_at[rank] for rank in found)
-        return f"{named(found)} gave no sign of life for {age:.0f} s: stopped, or on a node that is lost; {last}"
-
-    def stuck(self, clock: float) -> str | None:
-        """The reason to end, if the ranks that are furthest behind have had the time of their activity."""
-        running = {rank: record for rank, record in self.records.items() if not record.finished}
-        fewest = min((record.count for record in running.values()), default=0)
-        behind = {rank: record for rank, record in running.items() if record.count == fewest}
-        late = [clock - self._began_at[rank] > r.allowance * self.timeout for rank, r in behind.items()]
-        if not late or not all(late):
-            return None
-        age = min(clock - self._began_at[rank] for rank in behind)
-        texts = dict.fromkeys(record.text for record in behind.values())
-        others: dict[str, list[int]] = {}
-        for rank, record in running.items():
-            if rank not in behind:
-                others.setdefault(record.text, []).append(rank)
-        waiting = "".join(f"; {named(ranks)}: {text}" for text, ranks in others.items())
-        return f"{named(behind)} did not go on for {age:.0f} s from: {' / '.join(texts)}{waiting}"
-
-
 class Watch:
-    """Threads that watch over the ranks of a run, from here until ``close``; all ranks have one.
+    """Threads that watch the ranks of a run until ``close``; all ranks have one.
 
     Args:
-        store: with a prefix that nothing else has.
+        store: A store with a prefix of its own.
         timeout: ``run.timeout``.
-        report: is called with the reason before the process ends; with exit code 1, since its main thread may wait for
-            a collective forever.
+        report: Called with the reason before the process exits with code 1. The main thread may be blocked in a
+            collective, so it cannot raise.
 
     Attributes:
-        activity: what the main thread does; it says so itself.
+        activity: Called by the main thread with what it does.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, timeout: float | None, report: Callable[[str], None]) -> None:
@@ -176,7 +87,7 @@ class Watch:
         self._rank, self._ranks, self._report = rank, ranks, report
         self._timeout = math.inf if timeout is None else timeout
         self._interval = min(_BEAT_SECONDS, self._timeout / _BEATS_A_TIMEOUT)
-        # A store's client does one thing at a time, and the main thread's may wait: each thread has its own.
+        # A client of a store handles one request at a time, and the main thread's may block: each thread has its own.
         self._store, self._own = store, store.clone()
         self._ledger = Ledger(range(ranks) if rank == 0 else [0], self._timeout)
         self._present: set[int] = set()
@@ -194,17 +105,17 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """The run is over for this rank. Rank 0 waits until it is over for all."""
+        """Ends the watch of this rank. Rank 0 waits for all others."""
         self._closing.set()
         self._closed.wait()
         for thread in self._threads:
             thread.join()
 
     def failed(self, error: BaseException) -> None:
-        """This rank ends with ``error``: the others raise it where they lose this one.
+        """Publishes the error with which this rank ends. Ranks that lose the connection to it raise that error.
 
         Raises:
-            PeerError: if the error is that others are lost, with the reason that all ranks have.
+            PeerError: ``error`` is a lost connection; the message is the common reason of all ranks.
         """
         try:
             if is_lost(error):
@@ -214,7 +125,7 @@ class Watch:
         except dist.DistError:
             if not is_lost(error):
                 return
-            # The store ended with rank 0, which may have lost another rank earlier, and written so.
+            # The store ended with rank 0, which may have published the loss of another rank before.
             if self._known_reason is not None:
                 raise PeerError(self._known_reason) from error
             whose = "the node of torchrun's agent is gone" if agent_has_store() else "rank 0 is gone"
@@ -222,14 +133,14 @@ class Watch:
         self._let_others_read()
 
     def _reason(self) -> str | None:
-        """The reason of all ranks, if another rank has one."""
+        """The reason that another rank has published, if any."""
         end = time.monotonic() + self._interval
         while not (found := self._store.check(["reason"])) and time.monotonic() < end:
             time.sleep(self._interval / 10)
         return json.loads(self._store.get("reason"))["text"] if found else None
 
     def _gone(self) -> str | None:
-        """Which ranks have ended without a word: their records do not change any more."""
+        """A reason that names the ranks whose records no longer change."""
         others = [rank for rank in range(self._ranks) if rank != self._rank and self._store.check([_place(rank)])]
         before = self._read(self._store, others)
         time.sleep(3 * self._interval)
@@ -241,7 +152,7 @@ class Watch:
         return f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone: killed, or on a node that is lost; {last}"
 
     def _publish(self, text: str, *, at_once: bool) -> str:
-        """Writes the reason, unless there is one; returns the one that there is."""
+        """Publishes a reason unless there is one; returns the published one."""
         said = self._store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
         return json.loads(said)["text"]
 
@@ -264,7 +175,7 @@ class Watch:
             reason = json.loads(self._own.get("reason"))
             self._known_reason = reason["text"]
             since = self._reason_since = clock if self._reason_since is None else self._reason_since
-            # A rank that has failed ends the others by its absence; where that shows too late, this does.
+            # Ranks usually notice a failed one by the lost connection; this ends them if that takes too long.
             if reason["at_once"] or clock - since > self._timeout:
                 self._end(reason["text"])
         missing = set(self._ledger.records) - self._present
@@ -277,7 +188,7 @@ class Watch:
             self._end(json.loads(said)["text"])
 
     def _watch_store(self) -> None:
-        """Ends the process where the store does not answer and the main thread does not go on either."""
+        """Ends the process if the store does not answer and the main thread has stalled."""
         clock, since, seen = Clock(2 * self._interval), 0.0, (-1, -1)
         while not self._closed.wait(self._interval):
             now, (count, text, slow) = clock(), self.activity.now
@@ -294,7 +205,7 @@ class Watch:
         self._beats += 1
 
     def _read(self, store: Any, ranks: Sequence[int]) -> dict[int, Record]:
-        """Records that are there."""
+        """Reads the records of ranks that have written one."""
         places = [_place(rank) for rank in ranks]
         found = store.multi_get(places) if store.has_extended_api() else [store.get(place) for place in places]
         return {rank: Record(*json.loads(said)) for rank, said in zip(ranks, found, strict=True)}
@@ -303,7 +214,7 @@ class Watch:
         return f"{reason} (run.timeout is {self._timeout:g} s)"
 
     def _let_others_read(self) -> None:
-        """The reason, where the store ends with this process."""
+        """Waits until other ranks have read the reason, if the store ends with this process."""
         if self._rank == 0 and not agent_has_store():
             time.sleep(3 * self._interval)
 
@@ -312,12 +223,12 @@ class Watch:
         self._report(reason)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by the interpreter's way out, which would wait for the main thread.
+        # A regular exit would wait for the main thread.
         os._exit(_FAILED)
 
 
 def in_debugger(thread: int) -> bool:
-    """Whether a thread of this process is in a Python debugger, at a prompt."""
+    """True if a thread of this process is at the prompt of a Python debugger."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:

@@ -1,0 +1,98 @@
+"""The records by which ranks watch each other, and the rules by which a rank counts as stalled; see ``watch``."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from parallel_ops.train.launch.rendezvous import named
+
+# Slow activities may take as many times ``run.timeout``: with the default, torch's own half hour.
+SLOW = 6
+
+
+class Clock:
+    """Seconds for which this process has run.
+
+    The time between two calls counts for at most ``most`` seconds: in a longer one the process was suspended, and maybe
+    all others with it, as by Ctrl-Z.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most, self._sum, self._last = most, 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        self._sum, self._last = self._sum + min(now - self._last, self._most), now
+        return self._sum
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state of a rank.
+
+    Attributes:
+        beat: Counts the records. count: Number of activities so far. text: The current activity.
+        allowance: Multiple of ``run.timeout`` that the current activity may take.
+        finished: The run is over for this rank.
+    """
+
+    beat: int = 0
+    count: int = 0
+    text: str = "starting"
+    allowance: float = SLOW
+    finished: bool = False
+
+
+class Ledger:
+    """The latest records of some ranks, and the times of their last changes, by the reader's clock."""
+
+    def __init__(self, ranks: Iterable[int], timeout: float) -> None:
+        self.timeout = timeout
+        self.records = dict.fromkeys(ranks, Record())
+        self._beat_at = dict.fromkeys(self.records, 0.0)
+        self._began_at = dict.fromkeys(self.records, 0.0)
+
+    def update(self, rank: int, record: Record, clock: float) -> None:
+        """Adds a record that was read at ``clock``, in seconds."""
+        known = self.records[rank]
+        if record.beat != known.beat:
+            self._beat_at[rank] = clock
+        if record.count != known.count:
+            self._began_at[rank] = clock
+        self.records[rank] = record
+
+    def finished(self) -> bool:
+        """True if the run is over for all ranks."""
+        return all(record.finished for record in self.records.values())
+
+    def silent(self, clock: float) -> str | None:
+        """The reason to end the run, if a record has not changed for the timeout."""
+        found = [
+            rank for rank, record in self.records.items()
+            if not record.finished and clock - self._beat_at[rank] > self.timeout
+        ]  # fmt: skip
+        if not found:
+            return None
+        last = "; ".join(
+            f"rank {rank}'s last activity, {clock - self._began_at[rank]:.0f} s ago: {self.records[rank].text}"
+            for rank in found
+        )
+        age = max(clock - self._beat_at[rank] for rank in found)
+        return f"{named(found)} gave no sign of life for {age:.0f} s: stopped, or on a node that is lost; {last}"
+
+    def stuck(self, clock: float) -> str | None:
+        """The reason to end the run, if the ranks with the fewest activities have exceeded their limit."""
+        running = {rank: record for rank, record in self.records.items() if not record.finished}
+        fewest = min((record.count for record in running.values()), default=0)
+        behind = {rank: record for rank, record in running.items() if record.count == fewest}
+        late = [clock - self._began_at[rank] > r.allowance * self.timeout for rank, r in behind.items()]
+        if not late or not all(late):
+            return None
+        age = min(clock - self._began_at[rank] for rank in behind)
+        texts = dict.fromkeys(record.text for record in behind.values())
+        others: dict[str, list[int]] = {}
+        for rank, record in running.items():
+            if rank not in behind:
+                others.setdefault(record.text, []).append(rank)
+        waiting = "".join(f"; {named(ranks)}: {text}" for text, ranks in others.items())
+        return f"{named(behind)} did not go on for {age:.0f} s from: {' / '.join(texts)}{waiting}"

@@ -1,0 +1,55 @@
+"""The parts of a step that concern all ranks: random seed, number of targets, results."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_ops.comm import ParallelMesh
+from parallel_ops.models.context import IGNORE_INDEX
+from parallel_ops.train.data.packing import Batch
+from parallel_ops.train.launch.signals import SIGNALS
+
+
+def seed_step(seed: int, step: int, mesh: ParallelMesh, device: torch.device) -> None:
+    """Seeds dropout of a step: equal on ranks with the same data, different between data-parallel ranks."""
+    key = np.random.SeedSequence([seed, step, mesh.rank("dp")])
+    own = int(key.generate_state(1, np.uint64)[0] >> 1)
+    # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
+    torch.default_generator.manual_seed(own)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(own)
+
+
+def count_targets(
+    batches: list[Batch], mesh: ParallelMesh, device: torch.device, *, document_mask: bool
+) -> tuple[list[int], int | Tensor]:
+    """The number of targets in each micro-batch, and in the step over all ranks, which is at least 1."""
+    if not document_mask:
+        counts = [batch.targets.numel() for batch in batches]
+        return counts, sum(counts) * mesh.size("dp")
+    counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
+    group = mesh.group("dp")
+    if group is None:
+        return counts, max(1, sum(counts))
+    everything = torch.tensor(float(sum(counts)), device=device)
+    dist.all_reduce(everything, group=group)
+    return counts, everything.clamp_(min=1)
+
+
+def reduce_results(
+    loss: Tensor, norm: Tensor, asked: str | None, mesh: ParallelMesh
+) -> tuple[float, float, str | None]:
+    """The mean loss, the gradient norm and a stop signal that any rank received: one reduction, one synchronisation.
+
+    Args:
+        loss: This rank's share of the loss, a scalar. norm: The norm over all ranks, a scalar.
+        asked: The stop signal of this rank, if any.
+    """
+    values = torch.stack([loss, *(torch.full_like(loss, asked == name) for name in SIGNALS)])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    mean, *came, grad_norm = torch.cat([values, norm.to(values)[None]]).tolist()
+    stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
+    # Tensor- and context-parallel ranks have the same loss.
+    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, stop
