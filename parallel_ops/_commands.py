@@ -96,7 +96,7 @@ def train_command(
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]
-    with contextlib.nullcontext() if dry_run else launch.announced():
+    with contextlib.nullcontext() if dry_run else launch.propagated():
         settings = command.settings_for(file, wanted, deepspeed, processes)
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)

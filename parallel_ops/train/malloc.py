@@ -1,9 +1,9 @@
-"""Host memory that a step frees stays with the process, for the next step.
+"""Keeps host memory that a step frees for the next step.
 
-By default glibc gives a large tensor's pages back to the system as it is freed, and the next one of that size faults
-fresh pages in, zeroed and cold: on a CPU that takes as long as a memory-bound op's arithmetic, and several times as
-long on virtual machines whose host takes free pages away. A training step frees and asks for the same sizes again and
-again, so what it once had is enough for all steps.
+By default glibc returns a large tensor's pages to the system when it is freed, and the next tensor of that size faults
+in fresh pages, zeroed and cold. On a CPU that takes as long as a memory-bound op's arithmetic, and several times as
+long on virtual machines whose host reclaims free pages. A training step allocates the same sizes again and again, so
+the memory of the first step suffices for all.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _NEVER = -1
 
 
 def keep_freed_memory() -> None:
-    """For this process, from now on; the resident memory stays at its peak. Without glibc nothing changes."""
+    """Keeps freed memory in this process from now on, so resident memory stays at its peak. No effect without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

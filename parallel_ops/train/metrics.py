@@ -1,4 +1,4 @@
-"""What a run writes of its steps, on rank 0: JSON lines, TensorBoard, a plot at the end."""
+"""File logging of a run, on rank 0: JSON lines, TensorBoard, a plot at the end."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """Of a trainer, from where it is to its end; ``outputs.check`` says before whether all can be written."""
+    """The log files of a trainer; ``outputs.check`` checks before that they can be written."""
 
     def __init__(self, trainer: "RunState") -> None:
         self.trainer = trainer
@@ -39,7 +39,7 @@ class Metrics:
         return self
 
     def add(self, step: "Step") -> None:
-        """Takes note of a step."""
+        """Logs a step."""
         if self.trainer.rank:
             return
         record = {
@@ -68,14 +68,14 @@ class Metrics:
         try:
             self._files.close()
         except OSError:
-            if error is None:  # a file that could not be written cannot be closed either
+            if error is None:  # closing a file that could not be written fails too
                 raise
         if self.trainer.rank == 0 and self.settings.plot is not None and self.records:
             save_plot(self.records, self.settings.plot)
 
 
 def _kept(path: Path, step: int) -> list[dict[str, Any]]:
-    """What a file has of the steps before a run goes on."""
+    """The records in a file of the steps before a resume."""
     if not step or not path.exists():
         return []
     records = []

@@ -1,4 +1,4 @@
-"""Whether a run can write what its settings ask for: looked at before it begins, not after hours."""
+"""Checks before a run that its outputs can be written."""
 
 import importlib.util
 import tempfile
@@ -12,11 +12,11 @@ PLOT_FORMATS = (".png", ".pdf", ".svg")
 
 
 def check(settings: "Settings") -> None:
-    """Makes the folders that are missing, and writes nothing else that stays.
+    """Makes missing folders and checks that files can be written.
 
     Raises:
-        ImportError: TensorBoard or matplotlib is not installed, and wanted. ValueError: a plot of another format.
-        OSError: a file or folder that cannot be written, with its key.
+        ImportError: TensorBoard or matplotlib is needed and not installed. ValueError: Unknown format of the plot.
+        OSError: A file or folder cannot be written; the message has its key.
     """
     logging = settings.logging
     for package, path in (("tensorboard", logging.tensorboard), ("matplotlib", logging.plot)):

@@ -1,6 +1,6 @@
-"""What a run prints, on rank 0: what it is, how far it is, what it reached.
+"""Console output of a run, on rank 0: its description, its progress and its result.
 
-On a terminal a bar shows the last step, and lines above it what is out of the ordinary; into a file or a pipe goes a
+On a terminal a bar shows the last step, with lines above it for steps that are not finite. A file or a pipe receives a
 line every ``logging.interval`` steps.
 """
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from parallel_ops.train.results import Result, Step
     from parallel_ops.train.run_state import RunState
 
-# Steps whose median time says how long the rest will take.
+# Recent steps, whose median time gives the remaining time.
 _RECENT = 50
-# Between two states of the bar, in seconds. No thread draws it: that would take turns with the one that launches work.
+# Seconds between two updates of the bar. The main thread draws it: another would compete with kernel launches.
 _REFRESH = 0.1
-# Columns from which on the bar has room for everything that a line has.
+# Columns at which the bar has room for all values of a line.
 _WIDE = 140
 
 
 class Progress:
-    """Of a trainer, from where it is to its end."""
+    """Prints the progress of a trainer."""
 
     def __init__(self, trainer: "RunState") -> None:
         self.trainer, self.settings = trainer, trainer.settings
@@ -53,10 +53,10 @@ class Progress:
         return self
 
     def add(self, step: "Step", *, stops: bool = False) -> None:
-        """Takes note of a step.
+        """Prints a step.
 
         Args:
-            stops: it is not finite, and ends the run.
+            stops: The step is not finite and ends the run.
         """
         if self.trainer.rank:
             return
@@ -74,7 +74,7 @@ class Progress:
             self._line(step, now, unusual, stops)
 
     def end(self, result: "Result") -> None:
-        """What the run reached; after the bar is gone and all files are written."""
+        """Prints the result, after the bar is gone and all files are written."""
         if self.trainer.rank == 0:
             seconds = self._last - self._start
             print(description.text(description.end_lines(self.trainer, result, self._first, seconds)), flush=True)
@@ -106,7 +106,7 @@ class Progress:
 
 
 def _bar(steps: int, done: int) -> Any:
-    """A bar on the terminal; ``None`` where stdout is none."""
+    """A bar on the terminal; ``None`` if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console, ConsoleDimensions
@@ -114,8 +114,8 @@ def _bar(steps: int, done: int) -> Any:
     from rich.progress import Progress as Bar
 
     class Terminal(Console):
-        """Leaves the cursor as it is: a process that is killed could not show it again. The terminal's ^C has room on
-        the line of the bar, which is not erased from the next one."""
+        """Does not hide the cursor, which a killed process could not restore, and leaves room for ``^C`` on the line of
+        the bar."""
 
         def show_cursor(self, show: bool = True) -> bool:
             return False
@@ -137,12 +137,12 @@ def _bar(steps: int, done: int) -> Any:
 
 
 def _flops(trainer: "RunState") -> float:
-    """The share of all ranks' peak that one token a second takes; 0 where that is not known."""
+    """The fraction of all ranks' peak for one token a second; 0 if unknown."""
     from parallel_ops.train.planner_bridge import gpu_here, model_of
 
     name = torch.cuda.get_device_name(trainer.device).lower() if trainer.device.type == "cuda" else ""
     gpu = gpu_here() if name and isinstance(trainer.model, Transformer) else None
-    # The figures are those of the fastest variant.
+    # The presets have the figures of the fastest variant.
     if gpu is None or "pcie" in name or "nvl" in name:
         return 0.0
     peak = presets.gpu(gpu).peak(trainer.settings.precision.dtype) * trainer.world
@@ -150,10 +150,7 @@ def _flops(trainer: "RunState") -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most memory held so far, in bytes: of tensors on a GPU, of the whole process on a CPU.
-
-    ``None`` where the operating system does not say.
-    """
+    """Peak memory in bytes: of tensors on a GPU, of the whole process on a CPU; ``None`` if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux not getrusage's ru_maxrss, which a child process inherits from its parent.

@@ -1,8 +1,8 @@
-"""What a forward does not keep and its backward computes again.
+"""Activation recomputation.
 
-``none`` keeps everything. ``full`` keeps the input of every n-th block alone. ``selective`` keeps, within a block, what
-is dear: outputs of matrix products, of attention and of whatever sends data; norms, activations, rotations and dropout
-are computed again. The bits of a step are those of ``none``: dropout draws from the generators as they were.
+``none`` keeps everything. ``full`` keeps only the input of every n-th block. ``selective`` keeps the expensive results
+within a block: outputs of matrix products, attention and communication; norms, activations, rotations and dropout are
+recomputed. The results are bit-identical to ``none``: the state of the random generators is restored.
 
 Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198.
 """
@@ -19,14 +19,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 KINDS = ("none", "selective", "full")
 
-# Of aten: products and what SDPA runs. By name, since which exist depends on the build of torch.
+# aten's products and the kernels of SDPA. By name, since the build of torch decides which exist.
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-# Of this package: products and attention, and what sends.
+# This package's products, attention and communication.
 _OURS = (
     "all_gather_linear", "column_parallel_linear", "linear_reduce_scatter", "flash_attention", "ring_attention",
     "comm_all_gather", "comm_reduce_scatter", "comm_all_reduce", "comm_all_to_all",
@@ -35,15 +35,15 @@ _SENDING = ("_c10d_functional", "c10d")
 
 
 def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int = 1) -> None:
-    """Wraps blocks of a model, in place. Names of parameters in ``state_dict`` stay.
+    """Wraps blocks of a model in place. Names of parameters in ``state_dict`` do not change.
 
     Args:
-        names: of the modules that are recomputed, as in ``model.named_modules()``.
-        kind: of ``KINDS``.
-        every: of the blocks, in this order, the first of every so many.
+        names: Names of the blocks, as in ``model.named_modules()``.
+        kind: One of ``KINDS``.
+        every: Recompute every n-th block.
 
     Raises:
-        ValueError: an unknown kind, ``every`` below 1.
+        ValueError: ``kind`` is unknown, or ``every`` is below 1.
     """
     if kind not in KINDS:
         raise ValueError(f"recompute: kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
@@ -67,9 +67,9 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
-    """Bytes that a forward keeps for its backward, each memory counted once; parameters and buffers are not.
+    """Bytes that a forward keeps for its backward, without parameters and buffers, each storage counted once.
 
-    What autograd saves, and what selective recomputation keeps beside it.
+    Counts tensors saved by autograd and by selective recomputation.
     """
 
     def alive() -> dict[int, int]:
@@ -77,7 +77,7 @@ def saved_bytes(model: nn.Module, *args: Any, **kwargs: Any) -> int:
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
     before = alive()
-    # A saved tensor that has been through a hook is an object that the garbage collector knows.
+    # Saved tensors that pass through a hook are Python objects, which the garbage collector tracks.
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         out = model(*args, **kwargs)
     kept = sum(size for memory, size in alive().items() if memory not in before)

@@ -1,23 +1,24 @@
-"""What a step gives, and how a run ends."""
+"""The results of a step and of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 
 class NotFinite(FloatingPointError):
-    """A loss or gradient norm that is not finite, with the step and its samples."""
+    """A loss or gradient norm is not finite; the message has the step and its samples."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave.
+    """The results of one step.
 
     Attributes:
-        number: of the step, counted from 1.
-        loss: mean over all tokens of the step, before its update, in nats. grad_norm: over all parameters, not clipped.
-        tokens: of all ranks. seconds: from the wait for data to the end of the update. lr: learning rate.
-        skipped: nothing was updated, since the norm is not finite.
-        stop: the signal that asked a rank to stop, if one did.
+        number: Number of the step, from 1.
+        loss: Mean over all tokens of the step, before its update, in nats.
+        grad_norm: Norm over all parameters, before clipping.
+        tokens: Tokens of all ranks. seconds: From the wait for data to the end of the update. lr: Learning rate.
+        skipped: No parameter was updated, since the norm is not finite.
+        stop: The stop signal that any rank has received, or ``None``.
     """
 
     number: int
@@ -32,12 +33,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        step: steps taken in all. loss: of the last step that this call took; NaN where it took none.
-        stopped: the signal that ended it before its last step, ``"SIGTERM"`` or ``"SIGINT"``; ``None``.
-        checkpoint: the last one in the folder of checkpoints, if there is one.
+        step: Optimizer steps taken in total. loss: Loss of the last step of this call; NaN if it took none.
+        stopped: The signal that stopped the run before its last step, ``"SIGTERM"`` or ``"SIGINT"``; else ``None``.
+        checkpoint: The newest checkpoint in ``checkpoint.dir``, or ``None``.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The state of a run, as checkpoints, metrics and progress lines read it."""
+"""The interface of ``Trainer`` for checkpoints, metrics and progress lines."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class RunState(Protocol):
-    """What ``Trainer`` is to the modules that it calls.
+    """The state of a run.
 
     Attributes:
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
-        origin: The checkpoint that the run was resumed from, if it was named.
+        origin: The checkpoint from which the run was resumed, if it was named.
     """
 
     global_step: int

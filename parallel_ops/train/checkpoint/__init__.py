@@ -1,1 +1,1 @@
-"""Checkpoints: written, checked, found, resumed."""
+"""Writing, verifying, finding and resuming from checkpoints."""

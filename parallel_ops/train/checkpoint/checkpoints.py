@@ -1,11 +1,11 @@
-"""Checkpoints of a run, by torch.distributed.checkpoint: saved on any ranks, read on any others.
+"""Checkpoints of a run, by torch.distributed.checkpoint. They can be read on another number of ranks.
 
-    FOLDER/step-00000050/run.json       the step, what the run is, and size and checksum of each file
-    FOLDER/step-00000050/__0_0.distcp   what rank 0 has of model and optimizer; .metadata says what is where
-    FOLDER/.step-00000100.part/         one that is being written
+    FOLDER/step-00000050/run.json       step, model and data of the run; size and checksum of each file
+    FOLDER/step-00000050/__0_0.distcp   rank 0's part of model and optimizer; .metadata is the index
+    FOLDER/.step-00000100.part/         a checkpoint that is being written
 
-A checkpoint gets its name when all of it is on the disk, so whoever is killed while it is written leaves the ones
-before as they were.
+A checkpoint is renamed to its final name when all of it is on the disk, so a run that is killed while writing leaves
+the earlier ones intact.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ class Checkpoints:
     """The checkpoints of a run in one folder.
 
     Args:
-        keep: how many stay; older ones are deleted once a newer one is complete.
+        keep: Number of checkpoints kept; older ones are deleted when a newer one is complete.
         asynchronous: ``save`` returns when the state is copied to host memory, and a thread writes it.
-        group: of all ranks, over gloo, that nobody else uses; ``None`` for one rank.
+        group: A gloo group of all ranks, used for checkpoints only; ``None`` for one rank.
 
     Raises:
-        OSError: the folder cannot be made. CheckpointError: it is a checkpoint.
+        OSError: The folder cannot be made. CheckpointError: It is a checkpoint.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, group: ProcessGroup | None) -> None:
         self.folder, self.keep, self.asynchronous, self.group = folder, keep, asynchronous, group
         self._writing: tuple[Path, Future[Any]] | None = None
         check_folder(folder)
-        if group is None:  # a thread writes, after this: no block with another filter would last
+        if group is None:  # for good: the thread writes after any block with another filter
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
         if _rank(group) == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,10 +66,10 @@ class Checkpoints:
                     shutil.rmtree(path)
 
     def begin(self, step: int) -> None:
-        """A run goes on here from ``step``; all ranks call it. Later checkpoints are set aside, under other names.
+        """Starts saving from ``step`` on; all ranks call it. Later checkpoints are renamed to ``abandoned-...``.
 
         Raises:
-            CheckpointError: a run that begins, in a folder that has checkpoints.
+            CheckpointError: ``step`` is 0, and the folder has checkpoints.
         """
         later = {number: path for number, path in steps_in(self.folder).items() if number > step}
         if later and not step:
@@ -86,10 +86,10 @@ class Checkpoints:
                 path.rename(aside)
 
     def save(self, state: dict[str, Any], description: Description) -> None:
-        """Saves tensors and what describes them; all ranks call it. Waits for the one before.
+        """Saves a state and its description after the previous save is complete; all ranks call it.
 
         Raises:
-            CheckpointError: this one cannot be written, or the one before could not.
+            CheckpointError: This checkpoint or the previous one cannot be written.
         """
         self.wait()
         part = self.folder / f".step-{description.step:08}.part"
@@ -105,10 +105,10 @@ class Checkpoints:
                 save_state(state, **options)
 
     def wait(self) -> None:
-        """Until what is being written is there.
+        """Waits until the current save is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         if self._writing is not None:
             (part, future), self._writing = self._writing, None
@@ -129,10 +129,10 @@ class Checkpoints:
 
 
 def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
-    """Fills tensors from a checkpoint, whose files are checked first; all ranks call it. No file can run code.
+    """Loads a checkpoint into ``state`` after checking its files; all ranks call it. No code in a file is run.
 
     Raises:
-        CheckpointError: a file that is missing or damaged, by name, or tensors that are not those of ``state``.
+        CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.
     """
     sums = _verified(path, group)
     metadata, problems = None, []
@@ -149,10 +149,10 @@ def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
 
 
 def describe(path: Path) -> Description:
-    """What a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Raises:
-        CheckpointError: it says nothing that we understand.
+        CheckpointError: The description is missing or damaged.
     """
     try:
         return read_description(path)[0]
@@ -161,10 +161,10 @@ def describe(path: Path) -> Description:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint of the most steps in a folder, or the folder itself if it is one.
+    """The checkpoint with the most steps in a folder, or the folder itself if it is a checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is no checkpoint.
     """
     if is_checkpoint(folder):
         return folder
@@ -175,7 +175,7 @@ def newest(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """CheckpointError: checkpoints cannot be saved in this folder, since it is one."""
+    """CheckpointError: The folder is a checkpoint, so checkpoints cannot be saved in it."""
     if is_checkpoint(folder):
         raise CheckpointError(
             f"checkpoint.dir {folder} is a checkpoint itself; name the folder for new ones, such as "
@@ -184,7 +184,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _damaged(problem: str, path: Path) -> CheckpointError:
-    """An error of a checkpoint, with the newest beside it that has all its files: its checksums are not computed."""
+    """The error of a damaged checkpoint. It names the newest other one that is complete; checksums are not verified."""
     there = steps_in(path.parent)
     for step in sorted(there, reverse=True):
         other = there[step]
@@ -198,7 +198,7 @@ def _damaged(problem: str, path: Path) -> CheckpointError:
 
 
 def _verified(path: Path, group: ProcessGroup | None) -> Sums:
-    """The files that the description names. Each rank reads some of them; all raise what one found."""
+    """Verifies the files of the description, each rank a share of them; all ranks raise an error that one finds."""
     problems: list[str] = []
     sums: Sums = {}
     try:
@@ -213,7 +213,7 @@ def _verified(path: Path, group: ProcessGroup | None) -> Sums:
 
 
 def _agree(problems: list[str], path: Path, group: ProcessGroup | None) -> None:
-    """CheckpointError: the first problem with a checkpoint that any rank has; on every rank."""
+    """CheckpointError: A rank has found a problem; raised on every rank."""
     if group is not None:
         everyone: list[list[str]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everyone, problems, group=group)
@@ -225,7 +225,7 @@ def _agree(problems: list[str], path: Path, group: ProcessGroup | None) -> None:
 
 @contextlib.contextmanager
 def _explained(failure: str) -> Iterator[None]:
-    """Torch's collected errors as one of ours."""
+    """Converts torch's collected errors into one ``CheckpointError``."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""``run.json``: what a checkpoint says of itself, and size and checksum of its other files."""
+"""``run.json``: the description of a checkpoint, with size and checksum of its other files."""
 
 import json
 import os
@@ -15,10 +15,10 @@ _PIECE = 1 << 24
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, with the file and the reason; raised on every rank.
+    """A checkpoint cannot be written or read. Names the file and the reason; raised on every rank.
 
     Attributes:
-        other: where a checkpoint is damaged, the newest in its folder that has all its files, if there is one.
+        other: If a checkpoint is damaged, the newest complete one in its folder, or ``None``.
     """
 
     def __init__(self, message: str, other: Path | None = None) -> None:
@@ -28,11 +28,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Attributes:
-        step: optimizer steps taken. samples_seen: samples taken from the data.
-        model, data: what the run is of, as plain values; see ``Trainer``. rest: what else resuming needs.
+        step: Optimizer steps taken. samples_seen: Samples taken from the data.
+        model, data: Plain values that identify model and data; see ``resume``. rest: Other values for resuming.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Description:
     rest: dict[str, Any]
 
 
-# Bytes and CRC-32 of each file beside the description, by name.
+# Bytes and CRC-32 of each file of a checkpoint, by name.
 Sums = dict[str, tuple[int, int]]
 
 
@@ -53,18 +53,18 @@ def write_description(path: Path, description: Description, sums: Sums) -> None:
 
 
 def read_description(path: Path) -> tuple[Description, Sums]:
-    """What ``run.json`` of the checkpoint at ``path`` says.
+    """Reads ``run.json`` of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
+        CheckpointError: It is missing or damaged.
     """
     file = path / DESCRIPTION
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        if (found := said.pop("checksum")) != (wanted := _own_checksum(said)):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if (found := content.pop("checksum")) != (wanted := _own_checksum(content)):
             raise ValueError(f"its checksum is {wanted:08x}, not {found:08x}")
-        files = said.pop("files")
-        description = Description(**said)
+        files = content.pop("files")
+        description = Description(**content)
         if not _is_count(description.step) or not _is_count(description.samples_seen) or not files:
             raise ValueError("a value is missing")
         if not all(isinstance(part, dict) for part in (description.model, description.data, description.rest)):
@@ -78,12 +78,12 @@ def read_description(path: Path) -> tuple[Description, Sums]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, whole or damaged, under any name."""
+    """True if a folder is a checkpoint, complete or damaged, under any name."""
     return any((folder / name).exists() for name in (DESCRIPTION, METADATA)) or any(folder.glob("*.distcp"))
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder, by step; none where there is no such folder."""
+    """The complete checkpoints in a folder, by step; empty if the folder does not exist."""
     if not folder.is_dir():
         return {}
     return {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
@@ -99,7 +99,7 @@ def checksum(file: Path) -> tuple[int, int]:
 
 
 def problem_of(file: Path, size: int, wanted: int | None) -> str | None:
-    """What is wrong with a file of so many bytes and this checksum; ``None`` for one that is not to be read."""
+    """The problem of a file that should have ``size`` bytes and checksum ``wanted``; ``None`` skips the checksum."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -114,7 +114,7 @@ def problem_of(file: Path, size: int, wanted: int | None) -> str | None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file, on the disk when this returns."""
+    """Writes a JSON file and syncs it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1) + "\n")
         file.flush()
@@ -122,7 +122,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _own_checksum(content: dict[str, Any]) -> int:
-    """Of what it says, not of how it is laid out."""
+    """The checksum of the content, independent of the layout."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 

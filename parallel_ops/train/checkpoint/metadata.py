@@ -1,9 +1,9 @@
-"""Files of torch.distributed.checkpoint, read without running what they say.
+"""Reads files of torch.distributed.checkpoint without running code in them.
 
-torch.distributed.checkpoint unpickles ``.metadata``, and what is no tensor in ``*.distcp``, with all that a pickle can
-do: call any function by name. Here the pickle of ``.metadata`` becomes plain records, which call nothing; the metadata
-is built from them once every value has the type, and every file the size, that it must have. Data are read by torch's
-``weights_only=True``, tensors and plain values alike.
+torch.distributed.checkpoint unpickles ``.metadata``, and the values in ``*.distcp`` that are no tensors, without
+restrictions: a pickle can call any function by name. Here the pickle of ``.metadata`` becomes plain records, which call
+nothing, and the metadata is built from them after the types of all values and the sizes of all files are checked. Data
+are read with torch's ``weights_only=True``, tensors and plain values alike.
 """
 
 import io
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from parallel_ops.train.checkpoint.description import METADATA
 
-# What a damaged or made-up pickle, or one with values of other types, raises.
+# Errors of a damaged or manipulated pickle.
 _ERRORS = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError,
     RecursionError, TypeError, ValueError,
@@ -35,7 +35,7 @@ _ERRORS = (
 
 
 class _Record:
-    """Arguments and state that a pickle has for an object of a class."""
+    """Arguments and state of a pickled object."""
 
     args: tuple[Any, ...]
     state: Any
@@ -59,7 +59,7 @@ _METADATA_NAMES = (
     "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 _PATHS = ("PosixPath", "WindowsPath")
-# All that the metadata of a checkpoint are made of, beside dtypes and Python's own containers.
+# All classes in the metadata of a checkpoint, beside dtypes and Python's own containers.
 _KNOWN = {
     **_records(f"{_CHECKPOINT}.metadata", _METADATA_NAMES),
     **_records(f"{_CHECKPOINT}.filesystem", ["_StorageInfo"]),
@@ -83,10 +83,10 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
     """The ``.metadata`` of the checkpoint at ``path``.
 
     Args:
-        files: the bytes of each of its files.
+        files: Bytes of each file of the checkpoint.
 
     Raises:
-        ValueError: the file is damaged, or was made to do something else. OSError: it cannot be read.
+        ValueError: The file is damaged or manipulated. OSError: It cannot be read.
     """
     file = path / METADATA
     content = file.read_bytes()
@@ -97,21 +97,21 @@ def read_metadata(path: Path, files: Mapping[str, int]) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint whose metadata are read already; see ``read_metadata``."""
+    """Reads a checkpoint with the given metadata; see ``read_metadata``."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """Without arguments: torch looks for ``kwargs`` to read one file a rank where this one cannot be read."""
+        """Takes no ``kwargs``: torch would otherwise fall back to one metadata file a rank."""
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().read_data(plan, planner)
-        except pickle.UnpicklingError:  # torch's own text is about turning off weights_only
+        except pickle.UnpicklingError:  # torch's message suggests weights_only=False
             names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
             raise ValueError(
                 f"damaged: {' or '.join(names)} has something else in it than tensors and plain values"
@@ -119,7 +119,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's default planner, which takes plain values where that one takes any pickle."""
+    """torch's default planner, restricted to plain values instead of any pickle."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -162,7 +162,7 @@ def _index(found: Any) -> MetadataIndex:
 
 
 def _place(found: Any, files: Mapping[str, int]) -> _StorageInfo:
-    """Where an entry is: inside of a file of the checkpoint, as it is."""
+    """The place of an entry, which must be inside a file of the checkpoint."""
     fields = _fields(found, "_StorageInfo")
     name, offset, length = _text(fields["relative_path"]), _count(fields["offset"]), _count(fields["length"])
     if name not in files:
@@ -170,7 +170,7 @@ def _place(found: Any, files: Mapping[str, int]) -> _StorageInfo:
     if offset + length > files[name]:
         raise ValueError(f"it places data at {offset} to {offset + length} of {name}, which has {files[name]} bytes")
     if fields.get("transform_descriptors"):
-        raise ValueError(f"it has transforms of data, {fields['transform_descriptors']!r}, which we do not have")
+        raise ValueError(f"it has transforms of data, {fields['transform_descriptors']!r}, which are not supported")
     return _StorageInfo(name, offset, length)
 
 

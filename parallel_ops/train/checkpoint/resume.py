@@ -1,4 +1,4 @@
-"""A trainer's state: what a checkpoint has of it, and how it goes on from one."""
+"""Saves a trainer's state in checkpoints, and resumes from them."""
 
 import dataclasses
 import json
@@ -14,25 +14,25 @@ from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoin
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
 
-# Of a model's configuration, what may differ from that of its checkpoint.
+# Fields of a model's configuration that may differ from its checkpoint's.
 _FREE = ("dropout", "attention_dropout", "init_std")
 
 
 def state_dict(trainer: "RunState") -> dict[str, Any]:
-    """Model and optimizer, by names that do not depend on the plan, and how far the run is."""
+    """Model, optimizer and progress of the run, by names that do not depend on the plan."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
     progress = {"step": trainer.global_step, "samples_seen": trainer.samples_seen, "scale": trainer.scale.state_dict()}
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
 
 def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
-    """What ``state_dict`` gave, on these ranks or on others."""
+    """Loads a ``state_dict``, which may come from other ranks."""
     groups = trainer.optimizer.param_groups
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    # The settings say how it goes on.
+    # Hyperparameters are those of the settings.
     for group, values in zip(trainer.optimizer.param_groups, own, strict=True):
         group.update(values)
     progress = state["progress"]
@@ -52,40 +52,40 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
 
 
 def resume(trainer: "RunState", folder: Path) -> Path:
-    """Goes on from a checkpoint, or from the newest in a folder; see ``Trainer.resume``."""
+    """Resumes from a checkpoint, or from the newest in a folder; see ``Trainer.resume``."""
     source = checkpoints.newest(folder)
-    said = described_as(source, _model_of(trainer))
+    saved = described_as(source, _model_of(trainer))
     state = state_dict(trainer)
     del state["progress"]
     checkpoints.load(state, source, trainer.writers)
-    samples_seen = said.samples_seen if said.data == _data_of(trainer) else 0
+    samples_seen = saved.samples_seen if saved.data == _data_of(trainer) else 0
     load_state_dict(
-        trainer, {**state, "progress": {"step": said.step, "samples_seen": samples_seen, "scale": said.rest["scale"]}}
+        trainer, {**state, "progress": {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}}
     )
     return source
 
 
 def described_as(source: Path, model: dict[str, Any]) -> Description:
-    """What a checkpoint says of itself, which is to be of this model.
+    """The description of a checkpoint of ``model``.
 
     Raises:
-        CheckpointError: it is of another.
+        CheckpointError: It is of another model.
     """
-    said = checkpoints.describe(source)
+    saved = checkpoints.describe(source)
     for name, value in model.items():
-        if name not in _FREE and said.model.get(name) != value:
-            raise CheckpointError(f"{source} is of a model with {name} {said.model.get(name)!r}, not {value!r}")
-    return said
+        if name not in _FREE and saved.model.get(name) != value:
+            raise CheckpointError(f"{source} is of a model with {name} {saved.model.get(name)!r}, not {value!r}")
+    return saved
 
 
 def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
-    """In what a trainer's data differ from those of a checkpoint; nothing where it goes on with the next sample."""
-    said, own = checkpoints.describe(source).data, _data_of(trainer)
-    return [f"{name} {said.get(name)} -> {own.get(name)}" for name in own | said if said.get(name) != own.get(name)]
+    """The differences between a trainer's data and a checkpoint's; empty if the next sample follows the last."""
+    saved, own = checkpoints.describe(source).data, _data_of(trainer)
+    return [f"{name} {saved.get(name)} -> {own.get(name)}" for name in own | saved if saved.get(name) != own.get(name)]
 
 
 def shape_of(config: TransformerConfig) -> dict[str, Any]:
-    """A model as a checkpoint describes it."""
+    """The description of a model in a checkpoint."""
     described: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return described
 

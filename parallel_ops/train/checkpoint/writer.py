@@ -1,4 +1,4 @@
-"""Writes one checkpoint, with checksums; it gets its name when all ranks have written."""
+"""Writes one checkpoint with checksums. It is renamed to its final name when all ranks have written."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes to ``part`` with checksums; the coordinator, once all ranks have written, gives it its name."""
+    """Writes to ``part`` with checksums; the coordinator renames it to ``final`` when all ranks have written."""
 
     def __init__(self, part: Path, final: Path, description: Description, keep: int) -> None:
         super().__init__(part)
@@ -60,14 +60,14 @@ class CheckpointWriter(FileSystemWriter):
             _sync(self.final.parent)
         found = steps_in(self.final.parent)
         for step in sorted(found)[: -self.keep]:
-            # Its description goes first: what is left when this is interrupted is no checkpoint.
+            # The description first: an interrupted deletion leaves no checkpoint.
             (found[step] / DESCRIPTION).unlink(missing_ok=True)
             shutil.rmtree(found[step])
 
 
 @contextlib.contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """What the file system says where a file cannot be written: torch has an error of its own for it."""
+    """Raises the file system's error, which torch wraps in its own."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -86,7 +86,7 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk too."""
+    """Syncs a folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

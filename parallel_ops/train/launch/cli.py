@@ -1,4 +1,4 @@
-"""What ``parallel-ops train`` does."""
+"""The command ``parallel-ops train``."""
 
 import os
 import sys
@@ -25,10 +25,10 @@ from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memo
 
 
 def settings_for(file: Path, changes: list[str], deepspeed: Path | None, processes: int | None) -> Settings:
-    """The settings of a file, with what a DeepSpeed JSON and the command line change, for so many processes.
+    """The settings of a file, changed by a DeepSpeed JSON and the command line, for ``processes`` processes.
 
     Raises:
-        ValueError, OSError: naming what is wrong.
+        ValueError, OSError: A setting or file is invalid; the message names it.
     """
     data = with_changes(read_toml(file), changes)
     if deepspeed is not None:
@@ -45,16 +45,16 @@ def settings_for(file: Path, changes: list[str], deepspeed: Path | None, process
 
 
 def train(settings: Settings, start: Start, *, strict: bool) -> int:
-    """Trains; returns the exit code. A run that failed has said so.
+    """Trains and returns the exit code. The error of a failed run is printed.
 
     Raises:
-        ValueError, OSError: wrong settings or files, before anything is started, or settings that differ between ranks.
+        ValueError, OSError: Settings or files are invalid, before anything is started, or differ between ranks.
     """
     if under_torchrun():
         start = replace(start, command=start.command.replace("parallel-ops", "torchrun ... -m parallel_ops", 1))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", settings.plan.gpus))
     try:
-        with launch.announced():
+        with launch.propagated():
             _check_memory(settings, Device.here(settings, ranks), strict)
             share = launch.check(settings, start)
             if under_torchrun():
@@ -91,16 +91,16 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
 
 
 def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
-    """Prints what a run would be.
+    """Prints plan, memory and expected step time of a run.
 
     Raises:
-        ValueError: an unknown cluster, a plan that cannot run there, or with ``strict`` one that does not fit here.
+        ValueError: The cluster is unknown, the plan cannot run on it, or with ``strict`` does not fit in memory.
     """
     plan = settings.plan
     machine = cluster_of(cluster, plan)
     expected = forecast(settings, machine)
     console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
-    # The run itself would be on CPUs where there is no GPU, but not that of another cluster.
+    # Without a GPU the run would be on CPUs, unless another cluster is named.
     device = Device.here(settings, plan.gpus)
     gpu = cluster is not None or device.gpu
     where = machine.gpu.name if cluster is not None else device.name if gpu else "CPU"
@@ -136,7 +136,7 @@ def _check_memory(settings: Settings, device: Device, strict: bool) -> None:
 
 
 def _clear_line() -> None:
-    """Of a terminal, where a process that was killed may have left the bar of ``progress``."""
+    """Clears a progress bar that a killed process may have left on the terminal."""
     if sys.stdout.isatty():
         print("\r\x1b[K", end="", flush=True)
 

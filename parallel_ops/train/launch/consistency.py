@@ -1,11 +1,10 @@
-"""Compares what must be the same on every rank, before a mesh or a model is built.
+"""Compares settings between ranks before a mesh or a model is built.
 
-Each rank writes its values to the store; rank 0 reads them all and writes one answer, which every rank reads: nothing,
-or the error that all of them raise. So it needs no process group, which ranks of different plans or devices could not
-form. Messages are the same on every rank.
+Each rank writes its values to the store. Rank 0 reads all of them and writes one answer, empty or the error that every
+rank raises. This needs no process group, which ranks of different plans or devices could not form.
 
-All settings are compared, but for those of ``FREE``. Paths of data may differ, since nodes may have copies of their
-own: the numbers of tokens and documents in them are compared instead. ``logging`` is for rank 0 alone.
+All settings are compared except ``FREE``. Paths of data may differ, since nodes may have their own copies: the numbers
+of tokens and documents are compared instead. ``logging`` concerns rank 0 only.
 """
 
 import contextlib
@@ -32,22 +31,22 @@ if TYPE_CHECKING:
 FREE = ("logging", "data.paths")
 
 _POLL_SECONDS = 0.02
-# Rank 0 answers when its own wait is over, so the others wait a little longer.
+# Rank 0 answers at the end of its own wait, so the others wait a little longer.
 _ANSWER_SECONDS = 10.0
-# How long a rank that is to raise waits until the others have read the answer: the store may end with its process.
+# How long a failing rank waits for the others to read the answer: the store may end with its process.
 _LEAVING_SECONDS = 2.0
-# Of keys that differ in an error; two files that have nothing in common would fill the screen.
+# Differing keys in an error: unrelated files would fill the screen.
 _MOST_KEYS = 8
 
 
 class Disagreement(ValueError):
-    """Ranks that would not train the same run: the message names keys, values and ranks. Raised on every rank."""
+    """Settings differ between ranks; the message names keys, values and ranks. Raised on every rank."""
 
 
 def values_of(settings: "Settings") -> dict[str, Any]:
-    """What must be the same on every rank, by ``section.key``: settings with their defaults, and versions."""
+    """The values that every rank must share, by ``section.key``: settings with defaults, and versions."""
     sections = settings.model_dump(mode="json")
-    sections["model"] |= dataclasses.asdict(settings.config)  # what a folder says, and defaults
+    sections["model"] |= dataclasses.asdict(settings.config)  # of a folder, and defaults
     sections["data"]["seq_length"] = settings.seq_length
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     free = {name for name in found if name in FREE or name.partition(".")[0] in FREE}
@@ -58,11 +57,11 @@ def values_of(settings: "Settings") -> dict[str, Any]:
 class Comparison:
     """One comparison between all ranks of a store: ``with Comparison(...) as compare: compare(values)``.
 
-    An error of the block on one rank raises ``Disagreement`` on the others, with rank and message.
+    If the block raises on one rank, the others raise ``Disagreement`` with that rank and message.
 
     Args:
-        store: with a prefix that no other comparison has.
-        seconds: how long to wait for the others.
+        store: A store with a prefix of its own.
+        seconds: How long to wait for the other ranks.
     """
 
     def __init__(self, store: Any, rank: int, ranks: int, seconds: float) -> None:
@@ -77,17 +76,17 @@ class Comparison:
             self.fail(error)
 
     def __call__(self, values: Mapping[str, Any]) -> None:
-        """Compares values that JSON can have; all ranks call it.
+        """Compares JSON values; all ranks call it.
 
         Raises:
-            Disagreement: on every rank, if a value differs, a rank failed before it came here, or does not come.
-            PeerError: the store is gone.
+            Disagreement: A value differs, or a rank failed or did not arrive; raised on every rank.
+            PeerError: The store is gone.
         """
         if self._ranks == 1:
             return
-        self._store.set(f"said/{self._rank}", json.dumps({"values": values}, default=str))
+        self._store.set(f"reported/{self._rank}", json.dumps({"values": values}, default=str))
         if self._rank == 0:
-            self._store.set("answer", self._judge())
+            self._store.set("answer", self._compare())
         try:
             self._store.wait(["answer"], timedelta(seconds=self._seconds + _ANSWER_SECONDS))
             message = self._store.get("answer").decode()
@@ -100,43 +99,43 @@ class Comparison:
             raise Disagreement(message)
 
     def fail(self, error: BaseException) -> None:
-        """Makes the other ranks raise an error that this one has."""
+        """Makes the other ranks raise this rank's error."""
         if self._ranks == 1:
             return
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        with contextlib.suppress(RuntimeError):  # this rank's own error says more
-            self._store.set(f"said/{self._rank}", json.dumps({"error": said}))
+        reported = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        with contextlib.suppress(RuntimeError):  # this rank raises its own error
+            self._store.set(f"reported/{self._rank}", json.dumps({"error": reported}))
             if self._rank == 0:
-                self._store.set("answer", f"rank 0: {said}")
+                self._store.set("answer", f"rank 0: {reported}")
             self._store.wait(["answer"], timedelta(seconds=self._seconds))
             self._leave()
 
-    def _judge(self) -> str:
-        """The error of all ranks; empty if they agree."""
-        missing, said = set(range(self._ranks)), {}
+    def _compare(self) -> str:
+        """The error for all ranks; empty if the values are equal."""
+        missing, reported = set(range(self._ranks)), {}
         end = time.monotonic() + self._seconds
         while missing:
-            for rank in [rank for rank in missing if self._store.check([f"said/{rank}"])]:
+            for rank in [rank for rank in missing if self._store.check([f"reported/{rank}"])]:
                 missing.remove(rank)
-                said[rank] = json.loads(self._store.get(f"said/{rank}"))
-                if "error" in said[rank]:
-                    return f"rank {rank}: {said[rank]['error']}"
+                reported[rank] = json.loads(self._store.get(f"reported/{rank}"))
+                if "error" in reported[rank]:
+                    return f"rank {rank}: {reported[rank]['error']}"
             if missing and time.monotonic() > end:
                 return f"{named(missing)} of {self._ranks} did not come within {self._seconds:g} s"
             time.sleep(_POLL_SECONDS if missing else 0.0)
-        return difference({rank: said[rank]["values"] for rank in sorted(said)})
+        return difference({rank: reported[rank]["values"] for rank in sorted(reported)})
 
     def _leave(self) -> None:
         end = time.monotonic() + _LEAVING_SECONDS
-        with contextlib.suppress(dist.DistError):  # rank 0, which may have the store, has left first
-            heard = self._store.add("heard", 1)
-            while heard < self._ranks and time.monotonic() < end:
+        with contextlib.suppress(dist.DistError):  # rank 0, which may own the store, has exited first
+            left = self._store.add("left", 1)
+            while left < self._ranks and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
-                heard = self._store.add("heard", 0)
+                left = self._store.add("left", 0)
 
 
 def comparison_of_world(seconds: float) -> Comparison:
-    """A comparison between the ranks of the default process group; each makes as many as the others."""
+    """A comparison between the ranks of the default process group; all ranks make the same number of them."""
     world = dist.group.WORLD
     if world is None:
         return Comparison(dist.HashStore(), 0, 1, seconds)  # type: ignore[attr-defined]
@@ -146,7 +145,7 @@ def comparison_of_world(seconds: float) -> Comparison:
 
 
 def difference(values: Mapping[int, Mapping[str, Any]]) -> str:
-    """Which keys differ between ranks, with each value and its ranks; empty if none does."""
+    """The keys that differ between ranks, with each value and its ranks; empty if all are equal."""
     found = []
     for key in dict.fromkeys(key for own in values.values() for key in own):
         ranks_of: dict[str, list[int]] = {}

@@ -1,9 +1,8 @@
-"""Processes that are started here, one a rank, by torch's elastic agent.
+"""Starts one local process per rank, with torch's elastic agent.
 
-They never see Ctrl-C: this process passes it on as a wish to stop, and they save a checkpoint. They end with this
-process, however it ends. The first rank that failed by itself says what went wrong; the others, which lost it, are not
-heard. A process that is stopped does not end by SIGTERM: those that have not ended a while after a failure, or long
-after another has finished, are killed.
+The parent forwards SIGINT to its workers as SIGTERM, and they save a checkpoint. Workers exit with the parent, however
+it ends. Only the first rank's own error is reported; follow-up connection errors are dropped. A suspended process
+ignores SIGTERM, so workers that remain for a while after a failure, or long after another has finished, are killed.
 """
 
 import contextlib
@@ -34,14 +33,14 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost, longest
-from parallel_ops.train.launch.worker import train
+from parallel_ops.train.launch.worker import run_rank
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import NotFinite, Result
 
 FAILED = 1
-# Errors that say all there is to say.
+# Errors whose message suffices, without a traceback.
 PLAIN = (ValueError, OSError, CheckpointError, NotFinite)
-# Seconds after a failure in which the other processes end by themselves: they look for who is gone, which takes three.
+# Seconds that the other processes have to exit after a failure: they look for the lost rank, which takes three.
 _GRACE = 10.0
 
 
@@ -49,7 +48,7 @@ class Failure(RuntimeError):
     """A run that failed in another process.
 
     Attributes:
-        trace: the traceback there; empty where the message says it all.
+        trace: The traceback of that process; empty if the message suffices.
     """
 
     def __init__(self, message: str, trace: str = "") -> None:
@@ -58,17 +57,17 @@ class Failure(RuntimeError):
 
 
 class Stopped(NamedTuple):
-    """How a run ended, for the exit code: see ``Result``."""
+    """The end of a run: its result, if it took steps, and the signal that stopped it."""
 
     result: Result | None
     signal: str | None
 
 
 def run_here(settings: Settings, start: Start) -> Stopped:
-    """Trains in as many processes as the plan has ranks.
+    """Trains in local processes, one per rank of the plan.
 
     Raises:
-        ValueError: there are not so many GPUs. Failure: a process failed.
+        ValueError: There are too few GPUs. Failure: A process failed.
     """
     ranks = settings.plan.gpus
     if uses_cuda(settings) and torch.cuda.device_count() < ranks:
@@ -77,7 +76,7 @@ def run_here(settings: Settings, start: Start) -> Stopped:
             "plan, set run.device=cpu, or start it with torchrun on several nodes"
         )
     for name in ("distributed.elastic", "distributed.launcher", "multiprocessing.spawn"):
-        # What failed is said once, here.
+        # The error is reported once, by this process.
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="parallel_ops-") as folder:
         config = LaunchConfig(
@@ -91,15 +90,15 @@ def run_here(settings: Settings, start: Start) -> Stopped:
         if agent.error is None and agent.results is not None:
             result = agent.results[0]
             return Stopped(result, stopped or (result.stopped if result else None))
-        if stopped and not _words(Path(folder)):
-            return Stopped(None, stopped)  # before there was anything to save
+        if stopped and not _failures(Path(folder)):
+            return Stopped(None, stopped)  # nothing to save yet
         if isinstance(agent.error, ChildFailedError):
             raise _first_failure(agent.error, Path(folder)) from None
         raise agent.error or Failure("a process did not end after the last step, and was killed")
 
 
 class _Agent:
-    """The elastic agent in a thread that blocks Ctrl-C, as its processes then do: the main thread has the signals."""
+    """The elastic agent in a thread that blocks SIGINT, as its processes then do. The main thread handles signals."""
 
     def __init__(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
         self.results: dict[int, Any] | None = None
@@ -107,7 +106,7 @@ class _Agent:
         self._thread = threading.Thread(target=self._run, args=(config, arguments), name="elastic agent", daemon=True)
 
     def _run(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
-        resource_tracker.ensure_running()  # which would let the signal in again
+        resource_tracker.ensure_running()  # its start would unblock the signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.results = elastic_launch(config, _rank)(*arguments)
@@ -115,17 +114,20 @@ class _Agent:
             self.error = error
 
     def wait(self, folder: Path, seconds: float) -> str | None:
-        """Until all processes have ended. The first signal to stop is passed on to them, as SIGTERM; the second ends
-        them. Returns the first one's name.
+        """Waits until all processes have ended. The first stop signal is forwarded to them as SIGTERM, the second kills
+        them.
 
         Args:
-            seconds: for the other processes to finish, once one has.
+            seconds: How long other processes may take to finish after the first one.
+
+        Returns:
+            The name of the first signal, or ``None``.
         """
         asked: list[str] = []
 
         def note(number: int, _: Any) -> None:
             asked.append(signal.Signals(number).name)
-            (folder / "stop").touch()  # for who begins after this
+            (folder / "stop").touch()  # for processes that start after this
             for child in multiprocessing.active_children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid or 0, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
@@ -143,7 +145,7 @@ class _Agent:
 
 
 class _Leftover:
-    """Kills the processes that have not ended when they should have: of a start that has failed, or finished."""
+    """Kills processes that remain too long after another one has failed or finished."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds = folder, seconds
@@ -152,14 +154,14 @@ class _Leftover:
         self._finished = False
 
     def gone(self) -> bool:
-        """Whether processes that had finished were killed: the agent may wait for them forever."""
+        """True if processes were killed after the last step: the agent may then wait forever."""
         now = time.monotonic()
         there = {child.pid or 0: child for child in multiprocessing.active_children()}
         names = {path.name for path in self._folder.iterdir()} - self._seen
         self._seen |= names
         for prefix, seconds in (("failed-", _GRACE), ("finished-", self._seconds)):
             if any(name.startswith(prefix) for name in names):
-                # Those of a later start have other numbers.
+                # Processes of a later start have other ids.
                 self._due = {pid: min(self._due.get(pid, math.inf), now + seconds) for pid in there}
         self._finished |= any(name.startswith("finished-") for name in names)
         late = [pid for pid, end in self._due.items() if now > end and pid in there]
@@ -171,7 +173,7 @@ class _Leftover:
 
 
 def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
-    """One of the processes that were started here."""
+    """The main function of a local process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     if Path(folder, "stop").exists():
@@ -181,14 +183,14 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 
     def report(message: str, **more: Any) -> None:
-        said = {"attempt": attempt, "rank": rank, "time": time.time(), "message": message}
+        failure = {"attempt": attempt, "rank": rank, "time": time.time(), "message": message}
         path = Path(folder, f"failed-{attempt}-{rank}.json")
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({**said, "lost": False, "names": True, "trace": "", **more}), encoding="utf-8")
+        part.write_text(json.dumps({**failure, "lost": False, "names": True, "trace": "", **more}), encoding="utf-8")
         part.rename(path)
 
     try:
-        result = train(settings, start, Stopping(), report)
+        result = run_rank(settings, start, Stopping(), report)
         Path(folder, f"finished-{attempt}-{rank}").touch()
         return result
     except Exception as error:
@@ -197,7 +199,7 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
         report(str(error) if lost else _in_words(error), lost=lost, names=lost, trace=trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by the interpreter's way out, which would wait for collectives that nobody answers.
+        # A regular exit would wait for collectives that never finish.
         os._exit(FAILED)
 
 
@@ -214,21 +216,21 @@ def _end_with_parent() -> None:
         os._exit(FAILED)
 
 
-def _words(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks said that failed in the last attempt, those first that did so by themselves, then by time."""
-    said = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*.json")]
-    last = max((found["attempt"] for found in said), default=0)
-    return sorted((f for f in said if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
+def _failures(folder: Path) -> list[dict[str, Any]]:
+    """The failures of the last attempt: ranks' own errors first, lost connections last, each by time."""
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*.json")]
+    last = max((found["attempt"] for found in failures), default=0)
+    return sorted((f for f in failures if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
 
 
 def _first_failure(error: ChildFailedError, folder: Path) -> Failure:
-    said = _words(folder)
+    failures = _failures(folder)
     rank, failure = error.get_first_failure()
-    if failure.exitcode < 0 and (not said or said[0]["lost"]):
+    if failure.exitcode < 0 and (not failures or failures[0]["lost"]):
         return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
-    if not said:
+    if not failures:
         return Failure(f"rank {rank} ended with exit code {failure.exitcode}")
-    alike = {found["message"] for found in said if not found["lost"]}
-    everywhere = len(alike) == 1 and len(said) > 1 and not said[0]["trace"]
-    where = "" if everywhere or said[0]["names"] else f"rank {said[0]['rank']}: "
-    return Failure(f"{where}{said[0]['message']}", said[0]["trace"] if not said[0]["lost"] else "")
+    alike = {found["message"] for found in failures if not found["lost"]}
+    everywhere = len(alike) == 1 and len(failures) > 1 and not failures[0]["trace"]
+    where = "" if everywhere or failures[0]["names"] else f"rank {failures[0]['rank']}: "
+    return Failure(f"{where}{failures[0]['message']}", failures[0]["trace"] if not failures[0]["lost"] else "")

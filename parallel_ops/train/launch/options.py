@@ -1,4 +1,4 @@
-"""How a run is started, from the command line."""
+"""Options of a start on the command line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Start:
-    """How a run is started.
+    """Options of a start.
 
     Attributes:
-        resume: go on from a checkpoint: that of ``path``, or the newest in ``checkpoint.dir`` if there is one.
-        path: a checkpoint, or a folder of them; ``None`` for ``checkpoint.dir``.
-        elastic: where there are other ranks than the plan has, it is chosen anew for them.
-        max_restarts: how often processes that are started here begin again, from the last checkpoint, after one failed.
-        command: the command line without ``--resume``, for messages; empty where there is none.
+        resume: Resume from the checkpoint ``path``, or from the newest in ``checkpoint.dir`` if there is one.
+        path: A checkpoint, or a folder of checkpoints; ``None`` for ``checkpoint.dir``.
+        elastic: Choose a new plan if the number of ranks differs from the plan's.
+        max_restarts: Restarts of the local processes from the last checkpoint after a failure.
+        command: The command line without ``--resume``, for messages; empty if there is none.
     """
 
     resume: bool = False

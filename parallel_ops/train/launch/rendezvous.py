@@ -1,4 +1,4 @@
-"""How the ranks of one start meet: a store, and a prefix in it that no start before had."""
+"""The store of a start, with a key prefix that no earlier start had."""
 
 import os
 import time
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.02
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one rank of several that something else started, with torchrun's environment."""
+    """True if this process is a rank in torchrun's environment."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -28,15 +28,15 @@ def meet(seconds: float) -> tuple[Any, int, int]:
     """The store of this start, the rank and the number of ranks; all ranks call it.
 
     Args:
-        seconds: how long to wait for the others. Operations on the store wait as long.
+        seconds: How long to wait for the other ranks; also the timeout of the store.
 
     Raises:
-        PeerError: other ranks did not come in this time; on rank 0 it names them.
+        PeerError: Other ranks did not arrive in time; on rank 0 the message names them.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        # Not by torch's rendezvous: there rank 0 waits for as many clients, and cannot name those that do not come.
+        # In torch's rendezvous rank 0 only counts its clients, so it could not name the missing ranks.
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=rank == 0 and not agent_has_store(), timeout=timedelta(seconds=seconds),
             wait_for_workers=False, multi_tenant=True,
@@ -48,27 +48,28 @@ def meet(seconds: float) -> tuple[Any, int, int]:
 
 
 def agent_has_store() -> bool:
-    """Whether torchrun's agent has the store, or rank 0."""
+    """True if torchrun's agent hosts the store, not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def name_of_start(store: Any, rank: int, ranks: int, seconds: float) -> str:
-    """A name for keys that the ranks of this start share, and no start before it had.
+    """A key prefix that the ranks of this start share, and no earlier start had.
 
-    An agent's store outlives restarts, and with it the addresses of the processes before. Their number is no name: each
-    agent counts its own, and a change of members does not count (pytorch/pytorch#135712). So each rank asks rank 0,
-    which answers until all have confirmed its answer: what it finds at first may be the questions of a start before.
+    An agent's store outlives restarts, with the addresses of earlier processes. The number of restarts is no
+    identifier: each agent counts its own, and changes of membership do not count (pytorch/pytorch#135712). So each rank
+    sends a request to rank 0, which answers until every rank has confirmed its answer, since the first requests that it
+    finds may be those of an earlier start.
 
     Raises:
-        PeerError: a rank did not come within ``seconds``.
+        PeerError: A rank did not arrive within ``seconds``.
     """
-    own, question = uuid.uuid4().hex, "parallel_ops/{}/{}".format
+    own, request = uuid.uuid4().hex, "parallel_ops/{}/{}".format
     if rank:
         try:
-            store.set(question(ranks, rank), own)
+            store.set(request(ranks, rank), own)
             store.wait([own], timedelta(seconds=seconds))
             name = str(store.get(own).decode())
-            store.set(name + own, "heard")
+            store.set(name + own, "confirmed")
         except dist.DistStoreError:
             raise PeerError(f"rank {rank} of {ranks}: rank 0 did not start within {seconds:g} s") from None
         except dist.DistError as error:
@@ -76,10 +77,10 @@ def name_of_start(store: Any, rank: int, ranks: int, seconds: float) -> str:
         return name
     waiting, end = set(range(1, ranks)), time.monotonic() + seconds
     while waiting:
-        for other in [other for other in waiting if store.check([question(ranks, other)])]:
-            asked = store.get(question(ranks, other)).decode()
-            store.set(asked, own)
-            if store.check([own + asked]):
+        for other in [other for other in waiting if store.check([request(ranks, other)])]:
+            token = store.get(request(ranks, other)).decode()
+            store.set(token, own)
+            if store.check([own + token]):
                 waiting.remove(other)
         if waiting and time.monotonic() > end:
             raise PeerError(f"rank 0 of {ranks}: {named(waiting)} did not start within {seconds:g} s")
@@ -88,7 +89,7 @@ def name_of_start(store: Any, rank: int, ranks: int, seconds: float) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``"rank 3"``, ``"ranks 0-2, 5"``."""
+    """Formats ranks: ``"rank 3"``, ``"ranks 0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

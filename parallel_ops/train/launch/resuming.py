@@ -1,4 +1,4 @@
-"""Where a run that is started with ``--resume`` goes on from, and what it prints about that."""
+"""Finds and loads the checkpoint of a run that is started with ``--resume``."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def restarts() -> int:
-    """How often torch's agent has started this process again."""
+    """How often torch's agent has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def check(settings: Settings, start: Start) -> None:
-    """Looks at what a run would go on from, and where it would save, before any process group.
+    """Checks the checkpoint to resume from and the folder to save in, before any process group.
 
     Raises:
-        ValueError: there is nowhere to look. CheckpointError: a folder with checkpoints that the run would not go on
-        from, a folder that is a checkpoint, no checkpoint where one is named, one that is damaged or of another model.
+        ValueError: No folder or checkpoint is named. CheckpointError: ``checkpoint.dir`` has checkpoints of another run
+        or is a checkpoint itself; the checkpoint to resume from is missing, damaged or of another model.
     """
     folder = settings.checkpoint.dir
     if start.resume and start.path is None and folder is None:
@@ -55,8 +55,8 @@ def check(settings: Settings, start: Start) -> None:
 
 
 def source_of(settings: Settings, start: Start) -> Path | None:
-    """The checkpoint that a run goes on from; ``None`` where it begins. A restart goes on from what the run has saved
-    since it was started."""
+    """The checkpoint to resume from; ``None`` for a run that begins. A restart resumes from the run's own latest
+    checkpoint."""
     folder = settings.checkpoint.dir
     there = {} if folder is None else checkpoints.steps_in(folder)
     if start.path is None:
@@ -68,14 +68,14 @@ def source_of(settings: Settings, start: Start) -> Path | None:
     return checkpoints.newest(start.path)
 
 
-def go_on(trainer: "Trainer", start: Start) -> Path | None:
-    """Goes on from a checkpoint, or begins where there is none; all ranks call it.
+def resume_trainer(trainer: "Trainer", start: Start) -> Path | None:
+    """Resumes from a checkpoint if there is one, and prints which; all ranks call it.
 
     Returns:
-        the checkpoint; ``None`` for none.
+        The checkpoint, or ``None``.
 
     Raises:
-        CheckpointError: as of ``Trainer.resume``, with a command that goes on from another one if there is one.
+        CheckpointError: See ``Trainer.resume``; the message has a command for another checkpoint if there is one.
     """
     trainer.origin = None if start.path is None else str(start.path)
     lines = []
@@ -105,7 +105,7 @@ def go_on(trainer: "Trainer", start: Start) -> Path | None:
 
 @contextlib.contextmanager
 def advised(start: Start) -> Iterator[None]:
-    """Adds to the error of a damaged checkpoint the command that goes on from another one."""
+    """Adds to the error of a damaged checkpoint a command that resumes from another one."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish: the step that is under way ends, and a checkpoint is saved."""
+"""Graceful handling of SIGTERM and SIGINT: the current step ends, and a checkpoint is saved."""
 
 import os
 import signal
@@ -7,16 +7,15 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-# Ctrl-C reaches a process twice where torchrun started it: from the terminal, and from torchrun. In seconds.
+# Seconds in which a repeated signal is ignored: under torchrun Ctrl-C arrives from the terminal and from torchrun.
 _ECHO = 2.0
 SIGNALS = (signal.SIGTERM.name, signal.SIGINT.name)
 
 
 class Stopping:
-    """While it is open, ``asked`` is the name of the first signal that came, or ``None``.
+    """A context in which ``asked`` is the name of the first signal received, or ``None``.
 
-    One that comes later than its echo may does what it would have done at first. Outside the main thread, where Python
-    has no signals, nothing is caught.
+    A later signal has its original effect. Outside the main thread, where Python receives no signals, nothing changes.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Starts a run: in this process, in processes that it starts here, or as one rank of those that torchrun started.
+"""Starts a run: in this process, in local processes, or as one rank of torchrun.
 
-Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 wrong settings or files, or settings
-that differ between ranks, before any process group; 130 stopped by Ctrl-C, with a checkpoint.
+Exit codes: 0 finished, or stopped by SIGTERM with a checkpoint; 1 the run failed; 2 invalid settings or files, or
+settings that differ between ranks, before any process group; 130 stopped by Ctrl-C, with a checkpoint.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost
-from parallel_ops.train.launch.worker import announce, train
+from parallel_ops.train.launch.worker import propagate, run_rank
 from parallel_ops.train.planner_bridge import Device, replan, uses_cuda
 
-# Seconds in which every agent has noticed that a node waits to join: it looks ten times a second.
+# Seconds until every agent has noticed a node that waits to join: agents poll ten times a second.
 _NOTICE = 2.0
-# With a shared store an agent keeps its first address, and a node that joins waits for a new one (torch 2.13).
+# With a shared store an agent keeps its first address, but a joining node waits for a new one (torch 2.13).
 _SHARED = "note: nodes can join later only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
 
 def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
-    """The settings for the ranks that there are.
+    """The settings with a plan for ``ranks`` ranks.
 
     Raises:
-        ValueError: the plan is for others, and may not or cannot be chosen anew.
+        ValueError: The plan has another number of ranks, and replanning is not enabled or finds no plan.
     """
     plan = settings.plan
     if plan.gpus == ranks:
@@ -53,20 +53,20 @@ def fitted(settings: Settings, ranks: int, start: Start) -> Settings:
 
 
 def described_change(before: Settings, after: Settings) -> str:
-    """What a plan that was chosen anew is, in words."""
+    """A line about a changed plan."""
     ranks = f"{after.plan.gpus} rank{'s' if after.plan.gpus > 1 else ''}"
     return f"plan for {ranks}: {after.plan.describe()} in the place of {before.plan.describe()}"
 
 
 def check(settings: Settings, start: Start) -> float:
-    """Looks at what a run would read and write, before any process group.
+    """Checks the inputs and outputs of a run before any process group.
 
     Returns:
-        the share of the data that was compared with the vocabulary, on the first rank; see ``vocabulary``.
+        The share of the data that was compared with the vocabulary, on the first rank; see ``vocabulary``.
 
     Raises:
-        ValueError, OSError, ImportError, CheckpointError: data that is not there, too short or of tokens that the model
-        does not know, files that cannot be written, no such device; checkpoints that ``resuming.check`` refuses.
+        ValueError, OSError, ImportError, CheckpointError: Data is missing, too short or has tokens outside the
+        vocabulary; files cannot be written; the device does not exist; ``resuming.check`` refuses a checkpoint.
     """
     data = settings.data
     uses_cuda(settings)
@@ -78,34 +78,34 @@ def check(settings: Settings, start: Start) -> float:
 
 
 def run(settings: Settings, start: Start) -> Stopped:
-    """Trains: under torchrun as one of its ranks, as many as the plan has, else in processes of its own.
+    """Trains: under torchrun as one of its ranks, otherwise in local processes.
 
     Raises:
-        Disagreement: ranks that torchrun started have different settings, or one has none that it can use.
-        Failure: another process failed. Otherwise what ``Trainer`` raises.
+        Disagreement: Settings differ between ranks of torchrun, or are invalid on one of them.
+        Failure: Another process failed. Otherwise the errors of ``Trainer``.
     """
     if under_torchrun():
-        told: Callable[[Settings, Start], Any] = record(_under_torchrun)  # torchrun learns what went wrong
-        return told(settings, start)
+        recorded: Callable[[Settings, Start], Any] = record(_under_torchrun)  # writes an error to torchrun's file
+        return recorded(settings, start)
     if settings.plan.gpus == 1:
-        result = train(settings, start, Stopping(), lambda _: None)
+        result = run_rank(settings, start, Stopping(), lambda _: None)
         return Stopped(result, result.stopped)
     return run_here(settings, start)
 
 
 @contextlib.contextmanager
-def announced() -> Iterator[None]:
-    """Under torchrun the other ranks raise an error of the block too, and do not wait for this one."""
+def propagated() -> Iterator[None]:
+    """Under torchrun an error of the block is raised on the other ranks too, which would otherwise wait."""
     try:
         yield
     except Exception as error:
         if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
-            announce(error)
+            propagate(error)
         raise
 
 
 def _report(message: str) -> None:
-    """What ends this process, for the user and for torchrun."""
+    """Reports the reason for the end of this process to the user and to torchrun."""
     print(f"error: {message}", file=sys.stderr)
     try:
         raise Failure(message)
@@ -118,20 +118,20 @@ def _under_torchrun(settings: Settings, start: Start) -> Stopped:
     if start.elastic and first_rank() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         print(_SHARED, file=sys.stderr, flush=True)
     try:
-        result = train(settings, start, stopping, _report)
+        result = run_rank(settings, start, stopping, _report)
     except RuntimeError as error:
         if not is_lost(error):
             raise
         raise Failure(str(error).partition("\n")[0]) from None
     restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if start.elastic and result.stopped and stopping.asked is None and restarts < most:
-        # A node is to go: its agent ends with it, and this one starts again with those that are left, since this rank
-        # has failed. Where a node comes, the agent stops this rank too, a moment later, which is no failure.
+        # A node leaves, and its agent exits with it. This rank fails so that its own agent restarts the run with the
+        # remaining nodes. When a node joins, the agent stops this rank a moment later, which is no failure.
         time.sleep(_NOTICE)
         raise Failure(f"{result.stopped} on another node after step {result.step}: to go on without it")
     return Stopped(result, result.stopped)
 
 
 def exit_code(stopped: Stopped) -> int:
-    """What the process ends with."""
+    """The exit code of the process."""
     return INTERRUPTED if stopped.signal == "SIGINT" else 0

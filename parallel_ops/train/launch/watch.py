@@ -153,8 +153,8 @@ class Watch:
 
     def _publish(self, text: str, *, at_once: bool) -> str:
         """Publishes a reason unless there is one; returns the published one."""
-        said = self._store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
-        return json.loads(said)["text"]
+        reported = self._store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
+        return json.loads(reported)["text"]
 
     def _watch(self) -> None:
         clock = Clock(2 * self._interval)
@@ -184,8 +184,8 @@ class Watch:
             self._ledger.update(rank, record, clock)
         reason = self._ledger.silent(clock) or (self._ledger.stuck(clock) if self._rank == 0 else None)
         if reason is not None:
-            said = self._own.compare_set("reason", "", json.dumps({"text": self._limits(reason), "at_once": True}))
-            self._end(json.loads(said)["text"])
+            reported = self._own.compare_set("reason", "", json.dumps({"text": self._limits(reason), "at_once": True}))
+            self._end(json.loads(reported)["text"])
 
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer and the main thread has stalled."""
@@ -208,7 +208,7 @@ class Watch:
         """Reads the records of ranks that have written one."""
         places = [_place(rank) for rank in ranks]
         found = store.multi_get(places) if store.has_extended_api() else [store.get(place) for place in places]
-        return {rank: Record(*json.loads(said)) for rank, said in zip(ranks, found, strict=True)}
+        return {rank: Record(*json.loads(reported)) for rank, reported in zip(ranks, found, strict=True)}
 
     def _limits(self, reason: str) -> str:
         return f"{reason} (run.timeout is {self._timeout:g} s)"

@@ -1,4 +1,4 @@
-"""What one process of a run does: it joins the others, trains, and goes on from a checkpoint where it is told to."""
+"""One process of a run: joins the process group, resumes from a checkpoint if requested, and trains."""
 
 import contextlib
 import math
@@ -24,23 +24,23 @@ from parallel_ops.train.results import Result
 from parallel_ops.train.trainer import Trainer
 
 
-def train(settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None]) -> Result:
-    """The run on this rank, and in its process group where the plan has several.
+def run_rank(settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None]) -> Result:
+    """Runs this rank, in a process group if the plan has several ranks.
 
     Args:
-        report: is called with the reason before ``Watch`` ends this process, from its thread.
+        report: Called with the reason, from a thread of ``Watch``, before it ends this process.
 
     Raises:
-        Disagreement: the ranks have different settings. PeerError: other ranks are lost.
-        Otherwise what ``Trainer`` raises.
+        Disagreement: Settings differ between ranks. PeerError: Another rank is lost.
+        Otherwise the errors of ``Trainer``.
     """
     if not uses_cuda(settings):
         keep_freed_memory()
     with joined(settings, start, report) as (mesh, activity):
         trainer = Trainer(settings, mesh, activity=activity)
-        # A restart of a run that saves nothing begins again.
+        # A restarted run without checkpoints starts from the beginning.
         if start.resume and (start.path or settings.checkpoint.dir):
-            source = resuming.go_on(trainer, start)
+            source = resuming.resume_trainer(trainer, start)
             if trainer.global_step >= settings.run.steps:
                 return Result(trainer.global_step, math.nan, None, source)
         return trainer.train(stopping)
@@ -50,8 +50,10 @@ def train(settings: Settings, start: Start, stopping: Stopping, report: Callable
 def joined(
     settings: Settings, start: Start, report: Callable[[str], None]
 ) -> Iterator[tuple[ParallelMesh | None, Activity]]:
-    """This process as a rank of the plan's mesh; ``None`` where it has one. After an error the group is left as it is:
-    to destroy it could mean to wait for ranks that are gone."""
+    """Joins the process group of the plan; the mesh is ``None`` for one rank without torchrun.
+
+    After an error the group is not destroyed: that could wait for lost ranks.
+    """
     plan = settings.plan
     on_gpu = uses_cuda(settings)
     if on_gpu:
@@ -83,16 +85,16 @@ def joined(
     watch.close()
 
 
-def announce(error: BaseException) -> None:
-    """Makes the other ranks, which are about to train, raise an error that this one has before it starts."""
+def propagate(error: BaseException) -> None:
+    """Makes the other ranks, which are about to join, raise an error of this rank."""
     seconds = RunSettings().timeout or 0.0
-    # This rank's own error says more than that the others did not come.
+    # This rank raises its own error, whether or not the others arrive.
     with contextlib.suppress(RuntimeError):
         Comparison(*meet(seconds), seconds).fail(error)
 
 
 def backend_of(on_gpu: bool, *, offload: bool) -> str:
-    """What the ranks talk over. Gradients that are offloaded are summed for their norm where they are, on the CPU."""
+    """The backend of the process group. The norm of offloaded gradients is reduced on the CPU, where they are."""
     if not on_gpu:
         return "gloo"
     return "cpu:gloo,cuda:nccl" if offload else "nccl"
