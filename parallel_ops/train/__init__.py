@@ -1,4 +1,4 @@
-"""Training of one model over the ranks of a mesh: ``Trainer`` runs what ``Settings`` (in ``config``) say."""
+"""Training of one model over the ranks of a mesh: ``Trainer``, configured by ``config.Settings``."""
 
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.parallelize_model import parallelize

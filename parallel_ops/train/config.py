@@ -1,8 +1,8 @@
-"""What a training run is: one TOML file, each of whose sections is a class in ``sections``.
+"""The settings of a training run: one TOML file, with a class in ``config_sections`` for each section.
 
-Keys are checked as they are read, and against one another, before anything starts: an unknown one is an error with the
-nearest known, sizes must divide. A key that is left out has its default; ``"none"`` is no value, for keys that may have
-none. ``settings_file`` reads files; ``json_schema`` is their schema.
+All keys are checked, also against each other, before anything starts: an unknown key is an error with the nearest
+known one, and sizes must divide. ``"none"`` unsets an optional key. ``config_file`` reads files; ``json_schema``
+returns their schema.
 """
 
 import json
@@ -32,13 +32,13 @@ from parallel_ops.train.config_sections import (
 
 
 class Settings(Section):
-    """One training run.
+    """The settings of one training run.
 
     Attributes:
-        parallel: of the plan, what no other section says; see ``plan``.
+        parallel: The plan without dtype and recomputation, which have their own sections; see ``plan``.
 
     Raises:
-        pydantic.ValidationError: with every key that is wrong; ``settings_file.describe_errors`` says it in words.
+        pydantic.ValidationError: All invalid keys; ``config_file.describe_errors`` formats them.
     """
 
     run: RunSettings = RunSettings()
@@ -54,7 +54,7 @@ class Settings(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_place_for_each(cls, given: Any) -> Any:
-        """A plan has dtype and recomputation too: they go where the file has them."""
+        """Moves dtype and recomputation of a plan to their sections."""
         if not isinstance(given, dict) or isinstance(given.get("parallel"), Section):
             return given
         parallel = given.get("parallel", {})
@@ -93,9 +93,9 @@ class Settings(Section):
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"
         if plan.offload != "none" and not plan.zero:
-            yield ("parallel", "offload"), "needs zero of 1 or more: what is offloaded are shards"
+            yield ("parallel", "offload"), "needs zero of 1 or more: FSDP2 offloads shards"
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
-            yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: what is offloaded are shards"
+            yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
         yield from self._size_problems()
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
@@ -127,13 +127,13 @@ class Settings(Section):
 
     @cached_property
     def plan(self) -> Plan:
-        """The whole plan."""
+        """The plan, with dtype and recomputation."""
         parallel = dict(self.parallel)
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """The shape of the model."""
+        """The configuration of the model."""
         model, shape = self.model, self.model.shape
         if model.dir is None:
             if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:
@@ -145,17 +145,17 @@ class Settings(Section):
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens in a sequence."""
         return self.data.seq_length or self.config.seq_length
 
 
 def _error(place: tuple[str, ...], message: str) -> ValidationError:
-    """An error of a key, as pydantic's own are."""
+    """A pydantic error of one key."""
     problem = PydanticCustomError("parallel_ops", "{message}", {"message": message})
     return ValidationError.from_exception_data("Settings", [InitErrorDetails(type=problem, loc=place, input=None)])
 
 
 def json_schema() -> str:
-    """The JSON schema of the file, for editors."""
+    """The JSON schema of a settings file, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()}
     return json.dumps(schema, indent=2)

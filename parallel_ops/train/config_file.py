@@ -1,4 +1,4 @@
-"""Settings from a TOML file and changes to it, and what is wrong with them in words."""
+"""Reads settings from a TOML file and changes to it, and formats their errors."""
 
 import difflib
 import json
@@ -23,19 +23,19 @@ def read_settings(path: Path | str, changes: Iterable[str] = ()) -> Settings:
     """The settings of a TOML file.
 
     Args:
-        changes: to keys of the file, ``"parallel.tp=2"``, as ``set_key`` takes them.
+        changes: Changes of keys, such as ``"parallel.tp=2"``; see ``set_key``.
 
     Raises:
-        OSError: as the file system says. ValueError: naming the file and every key that is wrong, in one line.
+        OSError: From the file system. ValueError: The file and every invalid key, in one line.
     """
     return settings_of(with_changes(read_toml(path), changes), str(path))
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
-    """What a TOML file holds.
+    """The content of a TOML file.
 
     Raises:
-        OSError: as the file system says. ValueError: it is not TOML.
+        OSError: From the file system. ValueError: The file is not TOML.
     """
     try:
         with open(path, "rb") as file:
@@ -45,17 +45,17 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 
 def with_changes(data: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """Nested mappings with other values; see ``set_key``."""
+    """A copy of nested mappings with changed values; see ``set_key``."""
     for change in changes:
         data = set_key(data, change)
     return dict(data)
 
 
 def settings_of(data: Mapping[str, Any], name: str = "Settings") -> Settings:
-    """The settings of nested mappings; ``name`` is what messages begin with.
+    """The settings of nested mappings; messages begin with ``name``.
 
     Raises:
-        ValueError: naming every key that is wrong, in one line.
+        ValueError: Every invalid key, in one line.
     """
     try:
         return Settings.model_validate(data)
@@ -66,10 +66,10 @@ def settings_of(data: Mapping[str, Any], name: str = "Settings") -> Settings:
 def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     """A copy of nested mappings with ``section.key=value``; ``parallel=dp=2,tp=2`` sets a whole section.
 
-    The value is one of TOML; what is none is a string, so ``checkpoint.dir=runs/a`` needs no quotes.
+    The value is parsed as TOML, otherwise taken as a string, so ``checkpoint.dir=runs/a`` needs no quotes.
 
     Raises:
-        ValueError: not of this form.
+        ValueError: ``change`` has another form.
     """
     place, equals, text = change.partition("=")
     names = [name.strip() for name in place.split(".")]
@@ -88,13 +88,13 @@ def set_key(data: Mapping[str, Any], change: str) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise ValueError(f"--set: {section} is no section, but {own!r}")
     if section == "parallel" and key in ("dtype", "recompute"):
-        # Where the file has them.
+        # These have their own sections.
         return set_key(data, f"{'precision.dtype' if key == 'dtype' else 'recompute.kind'}={json.dumps(value)}")
     return {**data, section: {**own, key: value}}
 
 
 def describe_errors(error: ValidationError) -> str:
-    """What is wrong, key by key, in one line."""
+    """The errors of all keys in one line."""
     return "; ".join(dict.fromkeys(_describe(found) for found in error.errors(include_url=False)))
 
 

@@ -1,4 +1,4 @@
-"""What a run is, and what it reached, in labelled lines."""
+"""The description and the result of a run in labelled lines."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
 
 Line = tuple[str, str]
-# Of many files the first are named.
+# Files that are named; further ones are counted.
 _NAMED = 4
 
 
 def text(lines: Iterable[Line]) -> str:
-    """The lines, their labels in a column."""
+    """The lines as text, with labels in a column."""
     return "\n".join(f"{label:12} {content}" for label, content in lines)
 
 
 def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]:
-    """Of the settings, on ranks of a kind of device."""
+    """Plan, ranks, model and step of a run."""
     plan, config = settings.plan, settings.config
     sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -41,7 +41,7 @@ def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]
 
 
 def start_lines(trainer: "RunState") -> list[Line]:
-    """What a run is, from where it begins or goes on."""
+    """The description of a run from its current step on."""
     settings, samples = trainer.settings, trainer.samples
     parameters = sum(p.numel() for p in trainer.model.parameters())
     left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch
@@ -63,7 +63,7 @@ def start_lines(trainer: "RunState") -> list[Line]:
 
 
 def warning(stream: "TokenStream") -> str | None:
-    """Files that a user may take for read; ``None`` if there are none."""
+    """A warning about files that are not read; ``None`` if there are none."""
     if not stream.skipped:
         return None
     named = _some([str(path) for path in stream.skipped])
@@ -74,10 +74,10 @@ def warning(stream: "TokenStream") -> str | None:
 
 
 def end_lines(trainer: "RunState", result: "Result", first: int, seconds: float) -> list[Line]:
-    """What a run reached.
+    """The result of a run.
 
     Args:
-        first: steps that were taken before it. seconds: from its start to the end of its last step.
+        first: Steps taken before this run. seconds: From its start to the end of its last step.
     """
     settings, steps = trainer.settings, result.step - first
     tokens = steps * settings.plan.global_batch * settings.seq_length
@@ -91,7 +91,7 @@ def end_lines(trainer: "RunState", result: "Result", first: int, seconds: float)
 
 
 def device_name(device: torch.device) -> str:
-    """Of this rank."""
+    """The name of this rank's device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {_count(torch.get_num_threads(), 'thread')} each"

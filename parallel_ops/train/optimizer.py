@@ -16,9 +16,9 @@ _LEAST_SCALE = 2.0**-14
 
 
 def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
-    """Fused AdamW over a model's parameters; its state is there from the start.
+    """Fused AdamW over a model's parameters, with its state allocated.
 
-    torch makes it in the first step, or when a checkpoint asks for it, and then counts that as a step.
+    torch would allocate it in the first step or when a checkpoint is loaded, and count the latter as a step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -38,9 +38,9 @@ def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
 
 
 def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float:
-    """Of a step, counted from 0, of ``steps`` in all: even rises to ``lr``, then the schedule to ``floor`` at the last.
+    """The learning rate of a step, counted from 0, of ``steps``: linear warmup to ``lr``, then the schedule.
 
-    ``"wsd"`` is warm-up, stable, decay (Hu et al., arXiv:2404.06395).
+    ``"wsd"`` is warmup, stable, decay (Hu et al., arXiv:2404.06395).
     """
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
@@ -56,24 +56,24 @@ def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float
 
 
 def hide_hint() -> None:
-    """Keeps torch's hint to itself that the norm over two dimensions of a mesh, in ``update``, takes two sums."""
+    """Silences torch's hint that the norm over two mesh dimensions, in ``update``, takes two reductions."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def update(optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: float = 1.0) -> Tensor:
-    """Clips gradients, updates parameters and drops the gradients; changes nothing where the norm is not finite.
+    """Clips gradients, updates parameters and frees the gradients. No parameter changes if the norm is not finite.
 
     Args:
-        grad_clip: the largest norm of all gradients together, over all ranks; ``None`` for no limit.
-        scale: what the gradients were multiplied by.
+        grad_clip: Maximum norm of all gradients over all ranks; ``None`` disables clipping.
+        scale: The loss scale of the gradients.
 
     Returns:
-        the norm before clipping, a scalar on the device, for which the host has not waited.
+        The norm before clipping, a scalar on the device; the host does not wait for it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if grad_clip is None else grad_clip * scale)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # What torch's GradScaler says to a fused optimizer.
+    # The interface of torch's GradScaler to fused optimizers.
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     if scale != 1.0:
         optimizer.grad_scale = torch.full_like(norm, scale)  # type: ignore[attr-defined]
@@ -84,23 +84,23 @@ def update(optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: flo
 
 
 class LossScale:
-    """What the loss of fp16 is multiplied by: half after a step that overflowed, double after many that did not.
+    """The dynamic loss scale of fp16: halved after a step that overflowed, doubled after many that did not.
 
-    Which steps did is asked of the gradient norm over all ranks. (torch's ``GradScaler`` reduces its answer over the
-    dimensions that the first gradient is sharded over alone, so tensor-parallel ranks may disagree.)
+    The gradient norm over all ranks tells whether a step overflowed. (torch's ``GradScaler`` reduces its flag only over
+    the dimensions that shard the first gradient, so tensor-parallel ranks may disagree.)
 
     Args:
-        growth_interval: good steps until it doubles; 0 for a scale that stays, as other dtypes have.
+        growth_interval: Finite steps until the scale doubles; 0 for a constant scale, as for other dtypes.
     """
 
     def __init__(self, scale: float = 1.0, growth_interval: int = 0) -> None:
         self.scale, self.growth_interval, self.good = scale, growth_interval, 0
 
     def update(self, finite: bool) -> None:
-        """After a step.
+        """Updates the scale after a step.
 
         Raises:
-            FloatingPointError: no scale keeps the gradients finite.
+            FloatingPointError: Gradients are not finite at any scale.
         """
         if not self.growth_interval:
             return
@@ -116,6 +116,6 @@ class LossScale:
         return {"scale": self.scale, "good": self.good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Of a scale that stays, nothing is taken over."""
+        """Loads a ``state_dict``; a constant scale ignores it."""
         if self.growth_interval:
             self.scale, self.good = float(state["scale"]), int(state["good"])

@@ -1,4 +1,4 @@
-"""Applies a plan to a model: the only place that does.
+"""Applies a plan to a model.
 
 The order matters, since each step wraps the result of the one before: tensor, sequence and context parallelism (the
 model's own layers over the mesh), recomputation of blocks, ``torch.compile`` of blocks, data parallelism of blocks and
@@ -10,8 +10,8 @@ then of the whole model.
     zero 3    FSDP2; parameters are gathered block by block, in the forward and in the backward
 
 From ``zero`` 1 on, parameters, gradients and optimizer states are sharded over ``dp_shard x cp`` between steps, at most
-what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). Replicas of the shards (HSDP) are
-``dp_replicate``.
+what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). ``dp_replicate`` replicates
+the shards (HSDP).
 """
 
 import fnmatch
@@ -45,7 +45,7 @@ def parallelize(
     compile: bool = False,
     blocks: str = "layers.*",
 ) -> nn.Module:
-    """The model over the ranks of ``mesh``, ready for an optimizer. All ranks call it.
+    """Parallelizes a model over the ranks of ``mesh``. All ranks call it.
 
     Args:
         model: A ``Transformer`` on the meta device, which is built over ``tp`` and ``cp``; the caller then initialises
@@ -55,7 +55,7 @@ def parallelize(
             ``recompute``, ``dtype`` (of parameters in use and of activations; the optimizer's parameters and the
             reduction of gradients are fp32) and ``offload`` (parameters, gradients and optimizer state in host memory)
             apply. By default fp32 with ``zero=0``.
-        algorithm, layout: Of ``ring_attention``; ``algorithm`` in place of the plan's ``cp_kind``.
+        algorithm, layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
         blocks: Pattern of the blocks' names in ``model.named_modules()``.
@@ -65,9 +65,9 @@ def parallelize(
         ``dp_shard`` and ``cp``: give it losses that are means over this rank's tokens.
 
     Raises:
-        ValueError: the plan's sizes are not the mesh's, or it needs what is not there (pipeline or expert parallelism,
-            another kind of recomputation or dtype); ``offload`` without shards; ``tp`` or ``cp`` for a module that is
-            not a ``Transformer``, or for one that has its parameters already; no block of these names.
+        ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
+            recomputation or dtype; ``offload`` without shards; ``tp`` or ``cp`` for a module that is not a
+            ``Transformer`` or not on the meta device; no block matches ``blocks``.
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
@@ -110,7 +110,7 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
 
 
 def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: AlgorithmName, layout: Layout) -> nn.Module:
-    """The same model, its layers and its sequences over a mesh."""
+    """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
             f"parallelize: tp and cp must be 1 for a {type(model).__name__}: of all models only "
@@ -129,7 +129,7 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
 
 
 def _blocks(model: nn.Module, pattern: str) -> list[str]:
-    """The names of the blocks, in the order of the model."""
+    """The names of the blocks, in model order."""
     parts = pattern.split(".")
     names = [
         name
@@ -165,7 +165,7 @@ def micro_batch(model: nn.Module, zero: int, *, last: bool) -> None:
     Under ``zero`` 0 and 1 gradients are reduced only in the last backward; under 1 and 2 parameters stay whole until
     then. Replicas of shards are summed in the last backward.
     """
-    if not isinstance(model, FSDPModule):  # what replicate returns is one, too
+    if not isinstance(model, FSDPModule):  # also True for replicate
         return
     model.set_requires_gradient_sync(last or zero >= 2)
     model.set_requires_all_reduce(last)

@@ -1,4 +1,4 @@
-"""What the planner says of a run before it starts: memory of a rank, a step, and plans for other numbers of ranks."""
+"""The planner's figures for a run: memory of a rank, time of a step, plans for other numbers of ranks."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from parallel_ops.tensor_parallel.loss.linear_cross_entropy import CHUNK_BYTES
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import settings_of
 
-# What the command line assumes where there is no GPU.
+# The GPU that the command line assumes without one.
 ASSUMED = "h100"
 
 
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
-    """The model as the planner knows it, with training sequences of ``sequence`` tokens. Windows, norms of queries and
-    keys, and rows of a table of positions beyond the sequence are not part of it."""
+    """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
+    and learned positions beyond the sequence."""
     biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
     return Model(
         name=name,
@@ -48,14 +48,14 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
 
 
 def model_of(settings: Settings) -> Model:
-    """The model of a run as the planner knows it."""
+    """The planner's model of a run."""
     folder = settings.model.dir
     return planner_model(settings.config, settings.seq_length, "model" if folder is None else folder.name)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What each rank has: bytes of memory, and whether it is a GPU."""
+    """The device of each rank: bytes of memory, and whether it is a GPU."""
 
     name: str
     memory: float
@@ -63,7 +63,7 @@ class Device:
 
     @classmethod
     def here(cls, settings: Settings, ranks: int) -> "Device":
-        """That of this machine, which ``ranks`` ranks share if it is none of theirs."""
+        """This rank's GPU, or this machine's memory divided by ``ranks``."""
         if uses_cuda(settings):
             found = torch.cuda.get_device_properties(torch.cuda.current_device())
             return cls(found.name, float(found.total_memory), True)
@@ -73,10 +73,10 @@ class Device:
 
 
 def uses_cuda(settings: Settings) -> bool:
-    """Whether a run is on GPUs.
+    """True if a run is on GPUs.
 
     Raises:
-        ValueError: it is to be, and there is none.
+        ValueError: The settings require a GPU, and there is none.
     """
     there = torch.cuda.is_available()
     if settings.run.device == "cuda" and not there:
@@ -85,7 +85,7 @@ def uses_cuda(settings: Settings) -> bool:
 
 
 def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
-    """What the planner counts on each rank, a GPU or a process on CPUs, beside Python and torch themselves."""
+    """The planner's memory of each rank, a GPU or a process on CPUs, without Python and torch themselves."""
     model, plan = model_of(settings), settings.plan
     if gpu:
         return memory(model, plan)[0]
@@ -94,7 +94,7 @@ def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
 
 
 def memory_problem(settings: Settings, device: Device) -> str | None:
-    """Why a plan does not fit in a rank's memory by the planner's count, in numbers; ``None`` if it does."""
+    """The error of a plan that does not fit in a rank's memory by the planner's count; ``None`` if it fits."""
     found = rank_memory(settings, gpu=device.gpu)
     needed = found.total + (0.0 if device.gpu else found.host)
     if needed <= device.memory:
@@ -112,7 +112,7 @@ def cluster_of(name: str | None, plan: Plan) -> Cluster:
     ``ASSUMED``.
 
     Raises:
-        ValueError: an unknown name, with the nearest ones.
+        ValueError: The name is unknown; the message has the nearest ones.
     """
     found = presets.cluster(name or gpu_here() or ASSUMED)
     if name and re.fullmatch(r".+x\d+", name):
@@ -123,7 +123,7 @@ def cluster_of(name: str | None, plan: Plan) -> Cluster:
 
 
 def gpu_here() -> str | None:
-    """The preset of this machine's GPU; ``None`` for none, or one that is not known."""
+    """The preset of this machine's GPU; ``None`` without a known GPU."""
     if not torch.cuda.is_available():
         return None
     here = torch.cuda.get_device_properties(0)
@@ -133,22 +133,22 @@ def gpu_here() -> str | None:
 
 
 def forecast(settings: Settings, cluster: Cluster) -> Estimate:
-    """A step of the plan on a cluster.
+    """The planner's estimate of a step on a cluster.
 
     Raises:
-        ValueError: it cannot run there, with the reason.
+        ValueError: The plan cannot run there.
     """
     return estimate(model_of(settings), cluster, settings.plan)
 
 
 def replan(settings: Settings, ranks: int, device: Device) -> Settings:
-    """The run on another number of ranks: the same model and global batch, with ``dp`` what the ranks leave.
+    """The run on another number of ranks, with the same model and global batch.
 
-    ``tp`` and ``cp`` stay where they can, else the largest that the ranks allow, ``cp`` given up before ``tp``; so does
-    the number of ranks that share a replica's shards. Where that does not fit in memory, ZeRO goes up.
+    ``tp``, ``cp`` and ``dp_shard`` keep their sizes if the ranks allow it, otherwise ``cp`` is reduced before ``tp``;
+    ``dp`` takes the remaining ranks. If the plan does not fit in memory, the ZeRO stage is raised.
 
     Raises:
-        ValueError: no plan of so many ranks can run, with the plans that were tried by reason.
+        ValueError: No plan for this number of ranks can run; the message has the tried plans by reason.
     """
     tried: dict[str, dict[str, list[int]]] = {}
     for changes in _candidates(settings.plan, ranks):
@@ -167,12 +167,12 @@ def replan(settings: Settings, ranks: int, device: Device) -> Settings:
 
 
 def _alternatives(plans: dict[str, list[int]]) -> str:
-    """Sizes, each with the ZeRO stages that were tried with it."""
+    """Formats sizes with the ZeRO stages that were tried."""
     return " or ".join(f"{sizes}, zero={'/'.join(map(str, stages))}" for sizes, stages in plans.items())
 
 
 def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, int | bool]]:
-    """Sizes for a number of ranks, the likest first."""
+    """Sizes for a number of ranks, those closest to the plan first."""
     shares = [
         (tp, cp)
         for tp in range(plan.tp, 0, -1)
@@ -188,10 +188,10 @@ def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, int | bool]]:
 
 
 def changed(settings: Settings, changes: dict[str, int | bool]) -> Settings:
-    """The settings with other fields of the plan.
+    """The settings with changed fields of the plan.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: The fields do not fit together.
     """
     given = settings.model_dump(exclude_unset=True)
     return settings_of({**given, "parallel": {**given.get("parallel", {}), **changes}}, "plan")

@@ -13,7 +13,7 @@ _ROWS = 10_000
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether it is a folder of one. ValueError: it is one of several, by split."""
+    """True for the folder of a dataset. ValueError: The folder has several datasets, one a split."""
     if (path / "dataset_dict.json").exists():
         splits = ", ".join(sorted(str(own) for own in path.iterdir() if own.is_dir()))
         raise ValueError(f"{path} has several datasets; name one of {splits}")
@@ -21,7 +21,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def _check_files(path: Path) -> None:
-    """ValueError: it names Arrow files that are not in its folder. ImportError: a pyarrow that unpickles files."""
+    """ValueError: The dataset names files outside its folder. ImportError: This pyarrow unpickles data."""
     import pyarrow
 
     # Arrow files could name Python types as pickles, which pyarrow opened before 14.0.1 (CVE-2023-47248).
@@ -41,11 +41,11 @@ class Dataset:
     """The documents of a dataset, one a row.
 
     Args:
-        column: the one that has the tokens, a list of integers a row.
+        column: Column with the tokens, a list of integers a row.
 
     Raises:
-        ImportError: the package ``datasets`` is not installed. ValueError: it cannot be read, has no such column, or
-        something else in it.
+        ImportError: The package ``datasets`` is not installed. ValueError: The dataset cannot be read, or the column is
+        missing or has another type.
     """
 
     def __init__(self, path: Path, column: str) -> None:
@@ -86,7 +86,7 @@ class Dataset:
         return lengths
 
     def blocks(self) -> Iterator[NDArray[np.integer]]:
-        """The tokens of some thousand rows each, without copies where no row is missing."""
+        """The tokens of some thousand rows each, without copies unless a row is null."""
         import pyarrow.compute
 
         for table in self._tables.iter(batch_size=_ROWS):
@@ -94,7 +94,7 @@ class Dataset:
                 yield chunk.to_numpy(zero_copy_only=False)
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
-        """Tokens of a document, from ``start`` on, at most ``length``."""
+        """At most ``length`` tokens of a document, from ``start`` on."""
         if self._last is None or self._last[0] != number:
             self._last = number, np.asarray(self._rows[number][self.column])
         found = self._last[1]

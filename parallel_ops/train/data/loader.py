@@ -1,4 +1,4 @@
-"""Reads the micro-batches of a step while the step before it is computed."""
+"""Reads the micro-batches of a step while the previous step is computed."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,8 +10,8 @@ class Loader:
     """The micro-batches of one data-parallel rank.
 
     Args:
-        vocabulary: how many tokens the model knows; ``None`` for not to check.
-        pinned: in memory from which a GPU copies beside its work.
+        vocabulary: Size of the model's vocabulary; ``None`` disables the check of tokens.
+        pinned: Use pinned memory, from which copies to a GPU are asynchronous.
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class Loader:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def step(self, samples_seen: int) -> list[Batch]:
-        """Those of the step after ``samples_seen`` samples; the next step's are read from now on.
+        """The micro-batches of the step after ``samples_seen`` samples. Starts to read those of the next step.
 
         Raises:
-            ValueError: a token that the model does not know, with its file. OSError: as the file system says.
+            ValueError: A token is outside the vocabulary; names the file. OSError: From the file system.
         """
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="parallel_ops-loader")
@@ -43,7 +43,7 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """Ends the thread that reads; another ``step`` starts it again."""
+        """Ends the reading thread; the next ``step`` starts it again."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
         self._reader = self._ahead = None

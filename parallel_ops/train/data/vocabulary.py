@@ -1,6 +1,6 @@
-"""Whether a model knows the tokens of its data: looked at before a run begins, and again in each batch.
+"""Checks that the tokens of the data are in the model's vocabulary: before a run, and again in each batch.
 
-Before the start all of the data is read, up to a bound; of more, blocks at even distances over all files.
+Before the start all data is read up to a bound, beyond it blocks at even distances over all files.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ MOST_BYTES = 1 << 30
 
 
 def check(stream: TokenStream, vocabulary: int, *, most: int = MOST_BYTES) -> float:
-    """Compares tokens with the size of a vocabulary; files whose type has no larger ones are not read.
+    """Compares tokens with the size of a vocabulary. Files whose dtype has no larger values are not read.
 
     Args:
-        most: bytes to read.
+        most: Bytes to read at most.
 
     Returns:
-        the share of the data that was looked at.
+        The share of the data that was compared.
 
     Raises:
-        ValueError: a token that is outside, with its file.
+        ValueError: A token is outside the vocabulary; names the file.
     """
     files = [file for file in stream.files if not _narrow(file.dtype, vocabulary)]
     size = sum(
@@ -50,7 +50,7 @@ def check(stream: TokenStream, vocabulary: int, *, most: int = MOST_BYTES) -> fl
 
 
 def outside(vocabulary: int) -> str:
-    """What is wrong with a token, and what to do."""
+    """The end of an error message about a token."""
     return (
         f"outside the model's vocabulary of {vocabulary}; is model.vocab_size that of the tokenizer, and data.dtype "
         "that of the file?"
