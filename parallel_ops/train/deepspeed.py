@@ -1,8 +1,8 @@
-"""Settings from a DeepSpeed JSON: what it says is done, and what cannot be done is an error that names it.
+"""Settings from a DeepSpeed JSON. A key that is not supported is an error that names it.
 
-``"auto"`` and what is left out are as the file of settings has them; what both say must be the same. Keys that only say
-how DeepSpeed does it (sizes of buckets, prefetching, pinning) have no counterpart and change no result: they are named
-in a warning. Decay is of matrices alone, as usual with DeepSpeed's parameter groups too.
+The settings file provides ``"auto"`` and missing values; values in both files must be equal. Keys for implementation
+details of DeepSpeed (bucket sizes, prefetching, pinning) change no result and are named in a warning. Weight decay
+applies to matrices only, as usual with DeepSpeed's parameter groups too.
 
 Keys: DeepSpeed 0.19, ``runtime/constants.py``, ``runtime/zero/config.py``, ``runtime/lr_schedules.py``.
 """
@@ -17,7 +17,7 @@ from parallel_ops.planner.plan import Plan, parse_fields
 
 Kind = type | tuple[type, ...]
 
-# How it is done, not what; a dot leads into a table.
+# Keys without effect on results; a dot separates table and key.
 _HINTS = frozenset(
     """
     wall_clock_breakdown memory_breakdown dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -40,58 +40,47 @@ _HINTS = frozenset(
     optimizer.params.fused optimizer.legacy_fusion
     """.split()  # noqa: SIM905
 )
-# What must have this value, and what is not there otherwise.
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prescale_gradients": ((False,), "gradients are averaged once"),
-    "gradient_predivide_factor": ((1, 1.0), "gradients are averaged once"),
-    "sparse_gradients": ((False,), "gradients are dense"),
-    "communication_data_type": ((None, "fp32"), "gradients are reduced in fp32"),
-    "data_types.grad_accum_dtype": ((None, "fp32"), "gradients are added up in fp32"),
-    "amp.enabled": ((False,), "there is no apex"),
-    "torch_autocast.enabled": ((False,), "precision is that of bf16 or fp16"),
-    "fp16.loss_scale": ((0, 0.0), "the loss scale is dynamic"),
-    "fp16.hysteresis": ((1,), "the loss scale halves at each step that overflows"),
-    "fp16.consecutive_hysteresis": ((False,), "the loss scale halves at each step that overflows"),
-    "fp16.min_loss_scale": ((0, 0.0), "a loss scale without effect ends the run"),
-    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "all of the optimizer is offloaded"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), "there is no second partition"),
-    "zero_optimization.zero_quantized_weights": ((False,), "weights travel in 16 or 32 bits"),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "weights travel in 16 or 32 bits"),
-    "zero_optimization.zero_quantized_gradients": ((False,), "gradients travel in fp32"),
-    "zero_optimization.mics_hierarchical_params_gather": ((False,), "shards are gathered at once"),
-    "activation_checkpointing.partition_activations": ((False,), "ranks share them by parallel.sequence_parallel"),
-    "activation_checkpointing.cpu_checkpointing": ((False,), "activations stay on the device"),
-    "activation_checkpointing.contiguous_memory_optimization": ((False,), "memory is the allocator's"),
-    "activation_checkpointing.number_checkpoints": ((None,), "recompute.every says how many blocks are"),
-    "activation_checkpointing.synchronize_checkpoint_boundary": ((False,), "nothing waits for a device"),
-    "activation_checkpointing.profile": ((False,), "there is no profile"),
-    "flops_profiler.enabled": ((False,), "there is no profiler"),
-    "comms_logger.enabled": ((False,), "there is no such log"),
-    "csv_monitor.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
-    "wandb.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
-    "comet.enabled": ((False,), "steps are written by logging.jsonl and logging.tensorboard"),
-    "elasticity.enabled": ((False,), "the batch stays what it is: parallel-ops train --elastic"),
-    "data_efficiency.enabled": ((False,), "there is no curriculum"),
-    "curriculum_learning.enabled": ((False,), "there is no curriculum"),
-    "compression_training": ((None, {}), "nothing is compressed"),
-    "progressive_layer_drop.enabled": ((False,), "all layers train"),
-    "eigenvalue.enabled": ((False,), "there are no eigenvalues"),
-    "autotuning.enabled": ((False,), "plans are searched by parallel-ops plan"),
-    "optimizer.params.bias_correction": ((True,), "AdamW corrects its bias"),
-    "optimizer.params.adam_w_mode": ((True,), "the optimizer is AdamW"),
-    "optimizer.params.amsgrad": ((False,), "the optimizer is AdamW"),
-}  # fmt: skip
+# Keys that select features which are not supported, and the values with which they are off.
+_OFF = dict.fromkeys(
+    """
+    prescale_gradients sparse_gradients amp.enabled torch_autocast.enabled fp16.consecutive_hysteresis
+    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights
+    zero_optimization.zero_quantized_gradients zero_optimization.mics_hierarchical_params_gather
+    activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing
+    activation_checkpointing.contiguous_memory_optimization
+    activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
+    flops_profiler.enabled comms_logger.enabled csv_monitor.enabled wandb.enabled comet.enabled elasticity.enabled
+    data_efficiency.enabled curriculum_learning.enabled progressive_layer_drop.enabled eigenvalue.enabled
+    autotuning.enabled optimizer.params.amsgrad
+    """.split(),  # noqa: SIM905
+    (False,),
+)
+_FIXED: dict[str, tuple[Any, ...]] = {
+    **_OFF,
+    "gradient_predivide_factor": (1,),
+    "communication_data_type": (None, "fp32"),
+    "data_types.grad_accum_dtype": (None, "fp32"),
+    "fp16.loss_scale": (0,),
+    "fp16.hysteresis": (1,),
+    "fp16.min_loss_scale": (0,),
+    "zero_optimization.offload_optimizer.ratio": (1,),
+    "zero_optimization.zero_hpz_partition_size": (1,),
+    "activation_checkpointing.number_checkpoints": (None,),
+    "compression_training": (None, {}),
+    "optimizer.params.bias_correction": (True,),
+    "optimizer.params.adam_w_mode": (True,),
+}
 
 
 def with_deepspeed(data: Mapping[str, Any], path: Path, ranks: int | None = None) -> dict[str, Any]:
-    """The content of a file of settings with what a DeepSpeed JSON says.
+    """The content of a settings file, merged with a DeepSpeed JSON.
 
     Args:
-        ranks: of the run, for batch sizes that depend on them; ``None`` for as many as the plan of ``data`` has.
+        ranks: Ranks of the run, for batch sizes that depend on them; ``None`` for those of the plan in ``data``.
 
     Raises:
-        OSError: as the file system says. ValueError: it is not JSON, says what the settings contradict, or what cannot
-        be done: each by its key.
+        OSError: From the file system. ValueError: The file is not JSON, or a key contradicts the settings or is not
+        supported; the message names it.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +94,7 @@ def with_deepspeed(data: Mapping[str, Any], path: Path, ranks: int | None = None
 
 
 class _Reader:
-    """Takes key after key out of what is given, and says what is left."""
+    """Moves supported keys to the settings and checks the remaining ones."""
 
     def __init__(self, data: Mapping[str, Any], given: dict[str, Any], name: str) -> None:
         self.name = name
@@ -125,17 +114,17 @@ class _Reader:
         for key, value in self.left.items():
             fixed = _FIXED.get(key)
             if fixed is not None:
-                if value not in fixed[0]:
-                    raise self._error(key, f"cannot be {value!r}: {fixed[1]}")
+                if value not in fixed:
+                    raise self._error(key, f"cannot be {value!r}, only {' or '.join(map(repr, fixed))}")
             elif key in _HINTS or self._off(key):
                 hints += [key] if key in _HINTS else []
             else:
-                raise self._error(key, f"is not known here, so {value!r} cannot be done")
+                raise self._error(key, f"is not supported, got {value!r}")
         if hints:
             warnings.warn(f"{self.name}: without effect here: {', '.join(sorted(hints))}", stacklevel=2)
 
     def _off(self, key: str) -> bool:
-        """Whether a key is of a table that is switched off."""
+        """True for a key of a table whose ``enabled`` is false."""
         switch = f"{key.partition('.')[0]}.enabled"
         return key != switch and self.left.get(switch) is False
 
@@ -143,14 +132,14 @@ class _Reader:
         return ValueError(f"{self.name}: {key} {message}")
 
     def take(self, key: str, kind: Kind) -> Any:
-        """A value, which is then done; ``None`` where there is none."""
+        """Removes and returns a value; ``None`` if it is missing."""
         value = self.left.pop(key, None)
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise self._error(key, f"must be {getattr(kind, '__name__', 'a number')}, got {value!r}")
         return value
 
     def put(self, section: str, key: str, value: Any, source: str) -> None:
-        """A value for the settings, which must not say otherwise."""
+        """Sets a key of the settings, unless it has another value."""
         own = self.settings.get(section, {})
         if key in own and own[key] != value:
             raise self._error(source, f"says {value!r}, but {section}.{key} is {own[key]!r}")
@@ -159,7 +148,7 @@ class _Reader:
     def copy(
         self, source: str, section: str, key: str, kind: Kind, change: Callable[[Any], Any] = lambda value: value
     ) -> None:
-        """A value from here to there, if there is one."""
+        """Copies a value to a key of the settings, if there is one."""
         value = self.take(source, kind)
         if value is not None:
             self.put(section, key, change(value), source)
@@ -183,7 +172,7 @@ class _Reader:
         ]
         for name, place in places:
             if place not in (None, "none", "cpu"):
-                raise self._error(f"zero_optimization.{name}.device", f"cannot be {place!r}: there is the CPU alone")
+                raise self._error(f"zero_optimization.{name}.device", f"cannot be {place!r}: only the CPU is supported")
         found = dict(places)
         if found["offload_param"] == "cpu" and found["offload_optimizer"] != "cpu":
             raise self._error("zero_optimization.offload_param", "needs offload_optimizer: both are offloaded together")
@@ -286,7 +275,7 @@ class _Reader:
 
 
 def _flat(given: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Keys with the tables that they are in, ``zero_optimization.stage``."""
+    """Keys with their tables, ``zero_optimization.stage``."""
     found: list[tuple[str, Any]] = []
     for key, value in given.items():
         if isinstance(value, dict) and value and f"{prefix}{key}" not in _FIXED:

@@ -204,7 +204,7 @@ class TestDeepSpeed:
             ({"gradient_accumulation_steps": 3}, "train_batch_size is 16, not 2 of"),
             ({"scheduler": {"type": "OneCycle"}}, "scheduler.type cannot be 'OneCycle'"),
             ({"scheduler": {"type": "WarmupLR"}}, r"warmup_type cannot be log \(the default\)"),
-            ({"pipeline": {"stages": 2}}, "pipeline.stages is not known here"),
+            ({"pipeline": {"stages": 2}}, "pipeline.stages is not supported"),
             ({"train_batch_size": "many"}, "train_batch_size must be int, got 'many'"),
         ],
     )
