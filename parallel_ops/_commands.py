@@ -63,7 +63,7 @@ def train_command(
         bool, typer.Option("--elastic", help="Choose the plan anew where there are other ranks than it has.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Times that processes started here go on from the last checkpoint.")
+        int, typer.Option(min=0, help="Restarts of local processes from the last checkpoint after a failure.")
     ] = 0,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse a plan that does not fit in memory, rather than warn.")

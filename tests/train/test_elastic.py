@@ -67,7 +67,7 @@ def test_nodes_go_and_come(tmp_path, request):
 
     def resumed(times):
         """All have begun again, and taken steps."""
-        wait(lambda: sum(node.said().count("goes on from") for node in nodes) == times)
+        wait(lambda: sum(node.said().count("resumes from") for node in nodes) == times)
         step = last()
         wait(lambda: last() > step + 20)
 

@@ -173,7 +173,7 @@ def test_of_much_data_a_part_is_read_before_the_start(tmp_path):
 def test_what_is_looked_at_before_anything_starts(folder):
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
     given = settings(folder, "dp=2,global_batch=8", checkpoint={"dir": str(folder / "checkpoints")})
-    with pytest.raises(CheckpointError, match="has a checkpoint of step 3 already: go on from it with --resume"):
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 3 already: resume from it with --resume"):
         launch.check(given, Start())
     with pytest.raises(CheckpointError, match=r"run\.json"):
         launch.check(given, Start(resume=True))
@@ -236,8 +236,8 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     assert said[-1].startswith("stopped by SIGINT after step") and "Traceback" not in "".join(said)
     done = int(said[-1].split()[5].rstrip(";"))
     wrong = subprocess.run([*call, "--steps", "9"], **options, check=False)
-    assert (wrong.returncode, wrong.stdout.count("\n")) == (2, 1) and "go on from it with --resume" in wrong.stdout
+    assert (wrong.returncode, wrong.stdout.count("\n")) == (2, 1) and "resume from it with --resume" in wrong.stdout
     more = subprocess.run([*call, "--resume", "--processes", "1", "--steps", str(done + 2)], **options, check=False)
     assert more.returncode == 0, more.stdout
-    assert f"goes on from checkpoints/step-{done:08}" in more.stdout
+    assert f"resumes from checkpoints/step-{done:08}" in more.stdout
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + 2

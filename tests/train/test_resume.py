@@ -73,12 +73,12 @@ def test_the_error_of_a_damaged_checkpoint_has_the_command_that_goes_on(here, da
     call = ["train", "run.toml", *ONE, "--resume", "--steps", "6", "--set", "logging.plot=my curves.png"]
     failed, said = parallel_ops(*call)
     assert failed == code and message in said and "Traceback" not in said
-    advice = said.partition("to go on from it: ")[2].strip()
+    advice = said.partition("to resume from it: ")[2].strip()
     program, *arguments = shlex.split(advice)
     call.remove("--resume")
     assert (program, arguments) == ("parallel-ops", [*call, "--resume", "checkpoints/step-00000002"])
     done, said = parallel_ops(*arguments)
-    assert done == 0 and "goes on from checkpoints/step-00000002" in said and "step 6/6" in said
+    assert done == 0 and "resumes from checkpoints/step-00000002" in said and "step 6/6" in said
     assert names(here / "checkpoints") == ["abandoned-step-00000004", "step-00000004", "step-00000006"]
 
 
@@ -107,14 +107,14 @@ def test_a_path_may_follow(here, monkeypatch, given, path, resumes):
 def test_a_checkpoint_of_another_folder(here):
     call = ["train", "run.toml", *ONE, "--set", "checkpoint.dir=other", "--resume", "checkpoints", "--steps"]
     code, said = parallel_ops(*call, "6")
-    assert code == 0 and "goes on from checkpoints/step-00000004" in said
+    assert code == 0 and "resumes from checkpoints/step-00000004" in said
     assert names(here / "other") == ["step-00000006"] and "step-00000004" in names(here / "checkpoints")
     code, said = parallel_ops(*call, "8")
     assert code == 2 and "other has a checkpoint of step 6" in said and "with --resume other, or name another" in said
     none = ["--set", "checkpoint.dir=none", "--set", "checkpoint.interval=0"]
     call = ["train", "run.toml", *ONE, *none, "--steps", "3"]
     code, said = parallel_ops(*call, "--resume", "checkpoints/step-00000002")
-    assert code == 0 and "goes on from checkpoints/step-00000002" in said and "step 3/3" in said
+    assert code == 0 and "resumes from checkpoints/step-00000002" in said and "step 3/3" in said
     code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "nowhere")
     assert code == 2 and "nowhere has no checkpoint in it" in said
 

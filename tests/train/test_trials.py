@@ -74,7 +74,7 @@ class Trial:
             stopped = re.match(r"stopped by SIGTERM after step (\d+); checkpoints/step-(\d+) has it", last)
             assert int(stopped[1]) == saved if stopped else saved == self.steps, f"{self}: {self.said()}"
         else:
-            why = "(gave no sign of life|did not start)" if self.signal == signal.SIGSTOP else "was ended by"
+            why = "(did not respond|did not start)" if self.signal == signal.SIGSTOP else "was ended by"
             named = re.match(rf"error: .*\brank {self.rank} {why}", last)
             assert sent and code == 1 and named, f"{self}: {self.said()}"
             assert self.signal == signal.SIGSTOP or last.endswith(self.signal.name), f"{self}: {self.said()}"
@@ -100,7 +100,7 @@ def test_signals_at_random(tmp_path, trials):
         )
         trial.check(code, bool(workers))
         assert not any(map(processes.alive, workers)), trial
-        went_on = re.search(r"^goes on from checkpoints/step-(\d+)$", trial.said(), re.M)
+        went_on = re.search(r"^resumes from checkpoints/step-(\d+)$", trial.said(), re.M)
         assert not went_on or int(went_on[1]) == saved, f"{trial}: {trial.said()}"
     last = Trial(-1, tmp_path)
     assert last.start().wait(START) == 0, last.said()

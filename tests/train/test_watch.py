@@ -56,7 +56,7 @@ def test_a_process_that_is_stopped():
     assert found.reason() is None
     found.turn(2, stopped=(1,))
     assert found.reason() == (
-        "rank 1 gave no sign of life for 11 s: stopped, or on a node that is lost; rank 1's last activity, 11 s ago: "
+        "rank 1 did not respond for 11 s: stopped, or on a node that is lost; rank 1's last activity, 11 s ago: "
         "step 2, micro-batch 1 of 4, backward"
     )
 
@@ -69,14 +69,14 @@ def test_a_process_that_lives_and_does_not_go_on():
     assert found.reason() is None
     found.turn(1)
     assert found.reason() == (
-        "rank 1 did not go on for 11 s from: step 2, micro-batch 1 of 4, backward; ranks 0, 2: step 2, update"
+        "rank 1 stalled for 11 s in: step 2, micro-batch 1 of 4, backward; ranks 0, 2: step 2, update"
     )
     found.turn(1, of_1=AHEAD)
     assert found.reason() is None
     found.turn(10)
     assert found.reason() is None  # all in the same activity, of which rank 1 has not had the time
     found.turn(1)
-    assert found.reason() == "ranks 0-2 did not go on for 11 s from: step 2, update"
+    assert found.reason() == "ranks 0-2 stalled for 11 s in: step 2, update"
 
 
 @pytest.mark.parametrize("allowance", [SLOW, math.inf])
@@ -89,7 +89,7 @@ def test_what_may_take_long(allowance):
     found.turn(1)
     assert (found.reason() is None) == (allowance == math.inf)
     found.turn(11, stopped=(1,))
-    assert "rank 1 gave no sign of life for 11 s" in found.reason()  # slow or not, a process lives
+    assert "rank 1 did not respond for 11 s" in found.reason()  # slow or not, a process lives
 
 
 def test_ranks_that_have_finished_are_not_waited_for():
@@ -98,7 +98,7 @@ def test_ranks_that_have_finished_are_not_waited_for():
     found.turn(10, stopped=(1,))
     assert found.reason() is None and not found.ledger.finished()
     found.turn(1, stopped=(1,))
-    assert found.reason() == "ranks 0, 2 did not go on for 11 s from: step 2, update"
+    assert found.reason() == "ranks 0, 2 stalled for 11 s in: step 2, update"
 
 
 def test_the_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
@@ -166,7 +166,7 @@ def test_a_process_of_the_command_is_stopped(folder):
     finally:
         run.kill()
     last = log.read_text().splitlines()[-1]
-    assert last.startswith("error: rank 1 gave no sign of life for 1") and "s ago: step " in last, log.read_text()
+    assert last.startswith("error: rank 1 did not respond for 1") and "s ago: step " in last, log.read_text()
     assert last.endswith(f"(run.timeout is {TIMEOUT} s)") and "Traceback" not in log.read_text()
     assert not any(map(processes.alive, workers))
 
@@ -187,7 +187,7 @@ def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
     if stopped == 0:
         assert all(line.startswith("error: the store of the run, rank 0's, does not answer; rank ") for line in said)
     else:
-        assert len(set(said)) == 1 and said[0].startswith("error: rank 2 gave no sign of life"), said
+        assert len(set(said)) == 1 and said[0].startswith("error: rank 2 did not respond"), said
 
 
 def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):

@@ -74,7 +74,7 @@ class Checkpoints:
         later = {number: path for number, path in steps_in(self.folder).items() if number > step}
         if later and not step:
             raise CheckpointError(
-                f"{self.folder} has a checkpoint of step {max(later)} already: go on from it with --resume, or name "
+                f"{self.folder} has a checkpoint of step {max(later)} already: resume from it with --resume, or name "
                 "another folder"
             )
         if self.group is not None:
@@ -179,7 +179,7 @@ def check_folder(folder: Path) -> None:
     if is_checkpoint(folder):
         raise CheckpointError(
             f"checkpoint.dir {folder} is a checkpoint itself; name the folder for new ones, such as "
-            f"{folder.parent}, and go on from this one with --resume {folder}"
+            f"{folder.parent}, and resume from this one with --resume {folder}"
         )
 
 

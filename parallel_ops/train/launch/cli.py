@@ -81,7 +81,7 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     code = launch.exit_code(stopped)
     result = stopped.result
     if stopped.signal and first_rank():
-        saved = f"; {result.checkpoint} has it, go on with --resume" if result and result.checkpoint else ""
+        saved = f"; {result.checkpoint} has it, resume with --resume" if result and result.checkpoint else ""
         _clear_line()
         _say(
             f"stopped by {stopped.signal}"

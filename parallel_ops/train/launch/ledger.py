@@ -78,7 +78,7 @@ class Ledger:
             for rank in found
         )
         age = max(clock - self._beat_at[rank] for rank in found)
-        return f"{named(found)} gave no sign of life for {age:.0f} s: stopped, or on a node that is lost; {last}"
+        return f"{named(found)} did not respond for {age:.0f} s: stopped, or on a node that is lost; {last}"
 
     def stuck(self, clock: float) -> str | None:
         """The reason to end the run, if the ranks with the fewest activities have exceeded their limit."""
@@ -95,4 +95,4 @@ class Ledger:
             if rank not in behind:
                 others.setdefault(record.text, []).append(rank)
         waiting = "".join(f"; {named(ranks)}: {text}" for text, ranks in others.items())
-        return f"{named(behind)} did not go on for {age:.0f} s from: {' / '.join(texts)}{waiting}"
+        return f"{named(behind)} stalled for {age:.0f} s in: {' / '.join(texts)}{waiting}"

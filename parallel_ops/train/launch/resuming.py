@@ -38,7 +38,7 @@ def check(settings: Settings, start: Start) -> None:
         there = checkpoints.steps_in(folder)
     if there and not start.resume:
         raise CheckpointError(
-            f"{folder} has a checkpoint of step {max(there)} already: go on from it with --resume, or name another "
+            f"{folder} has a checkpoint of step {max(there)} already: resume from it with --resume, or name another "
             "folder"
         )
     if not start.resume:
@@ -49,7 +49,7 @@ def check(settings: Settings, start: Start) -> None:
             resume.described_as(source, resume.shape_of(settings.config))
     if there and source is not None and source.resolve() not in {path.resolve() for path in there.values()}:
         raise CheckpointError(
-            f"{folder} has a checkpoint of step {max(there)}, of a run that {source} is not of: go on from it with "
+            f"{folder} has a checkpoint of step {max(there)}, of a run that {source} is not of: resume from it with "
             f"--resume {folder}, or name another checkpoint.dir"
         )
 
@@ -86,7 +86,7 @@ def resume_trainer(trainer: "Trainer", start: Start) -> Path | None:
         else:
             changes = resume.changes_of_data(trainer, source)
             trainer.resume(source)
-            lines.append(f"goes on from {source}")
+            lines.append(f"resumes from {source}")
             if changes:
                 lines.append(
                     f"note: {source} is of other data ({', '.join(changes)}): the run keeps its step and weights, and "
@@ -112,4 +112,4 @@ def advised(start: Start) -> Iterator[None]:
         if error.other is None or not start.command:
             raise
         command = f"{start.command} --resume {shlex.quote(str(error.other))}"
-        raise CheckpointError(f"{error}; to go on from it: {command}", error.other) from error
+        raise CheckpointError(f"{error}; to resume from it: {command}", error.other) from error

@@ -128,7 +128,7 @@ def _under_torchrun(settings: Settings, start: Start) -> Stopped:
         # A node leaves, and its agent exits with it. This rank fails so that its own agent restarts the run with the
         # remaining nodes. When a node joins, the agent stops this rank a moment later, which is no failure.
         time.sleep(_NOTICE)
-        raise Failure(f"{result.stopped} on another node after step {result.step}: to go on without it")
+        raise Failure(f"{result.stopped} on another node after step {result.step}: restarting without it")
     return Stopped(result, result.stopped)
 
 
