@@ -7,6 +7,10 @@ from benchmarks.demo.runs import demo_trainer
 from parallel_ops.train.config import Settings
 from support.layers import mesh_of
 
+TINY = [
+    "--num-layers", "1", "--hidden-size", "32", "--num-heads", "2", "--seq-length", "32", "--batch", "2",
+    "--device", "cpu",
+]  # fmt: skip
 # Of a process that runs `-m benchmarks.demo` in another folder.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 

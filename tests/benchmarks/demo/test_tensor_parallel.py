@@ -22,30 +22,10 @@ from benchmarks.demo.config import demo_settings, in_parallel, name_of
 from parallel_ops.models import TransformerConfig
 from support import training
 from support.distributed import ranks
+from support.training import TINY
 
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
-TINY = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--num-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--batch",
-    "2",
-    "--device",
-    "cpu",
-]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return path
 
 
 def run(arguments, tmp_path, text, launcher=()):

@@ -14,7 +14,7 @@ from benchmarks.demo.config import demo_settings
 from benchmarks.demo.data import load_text
 from benchmarks.demo.runs import ALONE, demo_trainer
 from parallel_ops.models import Transformer, TransformerConfig
-from support.training import ENVIRONMENT
+from support.training import ENVIRONMENT, TINY
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -25,27 +25,6 @@ from benchmarks.demo import cli, report
 from benchmarks.demo.compare import Run
 
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
-TINY = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "32",
-    "--num-heads",
-    "2",
-    "--seq-length",
-    "32",
-    "--batch",
-    "2",
-    "--device",
-    "cpu",
-]
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return path
 
 
 def content(*path):
