@@ -86,8 +86,10 @@ class Worker:
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
-        # Spawned, not forked: a fork would carry the parent's memory and break CUDA and OpenMP.
-        context = multiprocessing.get_context("spawn")
+        # Forks of a process that has imported what all need, which takes each several seconds, and has done nothing else:
+        # a fork of this one would carry its memory and break CUDA and OpenMP.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["parallel_ops.models", "parallel_ops.train", "benchmarks.demo.worker"])
         self.name = name
         self.connections: list[Connection] = []
         self.processes = []

@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        context = mp.get_context("spawn")
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name, "store")
         self._pipes, self._processes = [], []
@@ -74,6 +74,14 @@ class Ranks:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+
+@functools.cache
+def _context() -> Any:
+    """Processes start as forks of one that has imported what they need, which takes each of them seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["parallel_ops.models", "torch._dynamo", "support.distributed"])
+    return context
 
 
 @functools.cache
