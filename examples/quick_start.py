@@ -23,7 +23,7 @@ for block in (*model.layers.values(), model):
     fully_shard(block, mesh=mesh["fsdp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 torch.manual_seed(mesh.rank("dp"))  # other data on the other replica
-for step in range(60):
+for step in range(40):
     start, stride = torch.randint(97, (16,)), torch.randint(1, 5, (16,))
     text = ((start + stride * torch.arange(33)[:, None]) % 97).to(mesh.root.device_type)
     loss = model(text[:-1], text[1:])  # [s, b] tokens, and those that follow
