@@ -21,7 +21,7 @@ MEGATRONS := 0.17.1 0.18.2 0.19.2
 # The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
-.PHONY: venv demo test test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
+.PHONY: venv demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
 
 venv: $(VENV)/.installed
 
@@ -40,9 +40,13 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 demo: venv
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
-# Of the tests that compile or execute Triton kernels without a GPU, one case each.
+# All but whole runs; of the tests that compile or execute Triton kernels without a GPU, one case each.
 test: venv
-	$(TEST_ENV) $(PYTEST)
+	$(TEST_ENV) $(PYTEST) -m "not runs"
+
+# Commands and examples from their start to their end.
+test-runs: venv
+	$(TEST_ENV) $(PYTEST) -m runs
 
 # All of them.
 test-kernels: venv

@@ -23,6 +23,7 @@ def losses(*launcher, example=EXAMPLE):
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
+@pytest.mark.runs
 def test_two_processes_train_as_one_does():
     one, two = losses(), losses(*TORCHRUN, "2")
     assert len(one) == 2
@@ -34,6 +35,7 @@ def test_it_is_short():
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
+@pytest.mark.runs
 def test_the_quick_start_learns_and_is_that_of_the_readme():
     first, *_, last = losses(*TORCHRUN, "4", example=QUICK_START)
     assert last < 0.7 * first

@@ -153,6 +153,7 @@ def test_without_a_plan_the_fastest_is_taken(run):
 
 
 class TestValidate:
+    @pytest.mark.runs
     def test_the_error_table(self, run):
         code, out, _ = run("validate", "--json")
         data = json.loads(out)

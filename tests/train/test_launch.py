@@ -220,6 +220,7 @@ def test_ranks_find_a_name_that_no_start_before_them_had():
     assert len(first) == len(last) == 1 and first != last
 
 
+@pytest.mark.runs
 def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     """A whole run of the command: the one test here that starts processes."""
     (folder / "run.toml").write_text(runs.RUN)

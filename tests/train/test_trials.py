@@ -80,6 +80,7 @@ class Trial:
             assert self.signal == signal.SIGSTOP or last.endswith(self.signal.name), f"{self}: {self.said()}"
 
 
+@pytest.mark.runs
 def test_signals_at_random(tmp_path, trials):
     runs.data_file(tmp_path)
     (tmp_path / "run.toml").write_text(runs.RUN)

@@ -152,6 +152,7 @@ def three(folder):
     return started, logs
 
 
+@pytest.mark.runs
 def test_a_process_of_the_command_is_stopped(folder):
     log = folder / "log"
     run = processes.start(folder, log, "run.toml", *STEPS)
@@ -172,6 +173,7 @@ def test_a_process_of_the_command_is_stopped(folder):
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.runs
 def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
     """Rank 0 has the store of these three, and the others end without it too."""
     started, logs = three(folder)
@@ -190,6 +192,7 @@ def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
         assert len(set(said)) == 1 and said[0].startswith("error: rank 2 did not respond"), said
 
 
+@pytest.mark.runs
 def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
     """Not stopped but killed: no timeout passes."""
     started, logs = three(folder)

@@ -1,5 +1,6 @@
 """Long enough to show a gradient that is wrong in the late digits: 200 steps on real text."""
 
+import pytest
 import torch
 
 from benchmarks.demo.config import demo_settings
@@ -26,6 +27,7 @@ def curve(kind, tokens, dtype="fp32"):
     return torch.tensor([trainer.step().loss for _ in range(STEPS)], dtype=torch.float64)
 
 
+@pytest.mark.runs
 def test_200_steps_follow_plain_pytorch():
     tokens = load_text()
     plain = curve("plain", tokens)

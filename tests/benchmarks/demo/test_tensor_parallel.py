@@ -47,6 +47,7 @@ def check(result, names):
         assert result[name]["largest_loss_difference"] < 1e-4
 
 
+@pytest.mark.runs
 def test_all_runs_have_one_loss_curve(tmp_path, text):
     done, result = run(["--tp", "2", "--sequence-parallel", "--all", "--runs", "plain,fused"], tmp_path, text)
     assert done.stderr == ""
@@ -55,11 +56,13 @@ def test_all_runs_have_one_loss_curve(tmp_path, text):
     check(result, names)
 
 
+@pytest.mark.runs
 def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_path, text):
     _, result = run(["--tp", "2", "--cp", "2", "--sequence-parallel", "--runs", "fused"], tmp_path, text)
     check(result, ["fused", "tp2-cp2"])
 
 
+@pytest.mark.runs
 def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
     done, result = run(["--runs", "fused"], tmp_path, text, launcher=TORCHRUN)
     assert done.stdout.count("loss at the end") == 1
@@ -139,6 +142,7 @@ def test_the_parallel_run_has_a_name_of_its_own():
     assert name_of(in_parallel(one, dp=2, tp=2, zero=3).plan) == "dp2-tp2-zero3"
 
 
+@pytest.mark.runs
 def test_a_rank_that_dies_ends_the_run(tmp_path):
     settings = demo_settings(MODEL, tmp_path / "missing", steps=2)
     with pytest.raises(RuntimeError, match=r"the tp2 run ended early on rank [01] \(exit code 1\)"):

@@ -147,6 +147,7 @@ def test_a_run_that_dies_is_reported(tmp_path):
         train({"plain": demo_settings(MODEL, tmp_path / "missing", steps=2)})
 
 
+@pytest.mark.runs
 def test_command_end_to_end(text, tmp_path):
     """A real process: one table on stdout, nothing on stderr, a plot and a JSON file."""
     command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "6", "--text", str(text)]
