@@ -86,8 +86,8 @@ class Worker:
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
-        # Forks of a process that has imported what all need, which takes each several seconds, and has done nothing else:
-        # a fork of this one would carry its memory and break CUDA and OpenMP.
+        # Forks of a process that has imported what all need, which takes seconds, and has done nothing else: a fork of
+        # this one would carry its memory and break CUDA and OpenMP.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["parallel_ops.models", "parallel_ops.train", "benchmarks.demo.worker"])
         self.name = name

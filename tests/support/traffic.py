@@ -20,8 +20,7 @@ from parallel_ops.train.trainer import Trainer
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.
 _SOURCES = {
     ("consistency.py", None): "agreement",
-    ("trainer.py", "_read"): "report",
-    ("trainer.py", "_targets"): "report",
+    ("step_reductions.py", None): "report",
     ("context.py", "mean"): "report",
     ("primitives.py", "all_gather"): "all-gather",
     ("primitives.py", "reduce_scatter"): "reduce-scatter",

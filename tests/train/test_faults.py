@@ -118,7 +118,7 @@ DAMAGES = {
     "metadata": (lambda path: flip(path / ".metadata"), r"\.metadata is damaged"),
     "description": (lambda path: (path / "run.json").write_text("{"), r"run\.json is not of a checkpoint, or damaged"),
     "a digit of the description": (
-        lambda path: replace(path / "run.json", '"samples": 16', '"samples": 17'),
+        lambda path: replace(path / "run.json", '"samples_seen": 16', '"samples_seen": 17'),
         r"run\.json is not of a checkpoint, or damaged: .*its checksum is [0-9a-f]{8}, not [0-9a-f]{8}",
     ),
     "no description": (lambda path: (path / "run.json").unlink(), r"run\.json: No such file or directory"),

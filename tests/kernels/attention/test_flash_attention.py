@@ -72,7 +72,7 @@ def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
     """out, logsumexp and the gradients, by the kernels; several blocks are merged and summed."""
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-    blocks = [(m, keys) for m, keys in zip(case.visible(), case.keys, strict=True)]
+    blocks = [(m, keys) for m, keys in zip(case.attention_bounds(), case.keys, strict=True)]
     at = [0, *torch.tensor([keys.length for keys in case.keys]).cumsum(0).tolist()]
     ks, vs = ([t[i:j] for i, j in itertools.pairwise(at)] for t in (k, v))
     merge = len(blocks) > 1
@@ -111,7 +111,7 @@ def here_of(case: Case) -> torch.Tensor:
     return torch.cat(
         [
             dense_mask(nothing if mask is None else mask, sq, keys.length, torch.device("cpu"))
-            for mask, keys in zip(case.visible(), case.keys, strict=True)
+            for mask, keys in zip(case.attention_bounds(), case.keys, strict=True)
         ],
         1,
     )
