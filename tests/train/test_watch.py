@@ -141,6 +141,12 @@ def wait_for(text, logs, seconds=240):
         time.sleep(0.1)
 
 
+def wait_for_step(step, log):
+    """Until a rank has taken a step, and the records, which are written once a second, have it too."""
+    wait_for(f"step {step}/", [log])
+    time.sleep(2.0)
+
+
 def three(folder):
     """Ranks that something else than the command started: the processes, and what they print."""
     logs, port = [folder / f"rank-{rank}" for rank in range(3)], processes.free_port()
@@ -157,7 +163,7 @@ def test_a_process_of_the_command_is_stopped(folder):
     log = folder / "log"
     run = processes.start(folder, log, "run.toml", *STEPS)
     try:
-        wait_for("step 5/", [log])
+        wait_for_step(5, log)
         workers = processes.ranks_of(run.pid)
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGSTOP)
@@ -178,7 +184,7 @@ def test_a_rank_that_something_else_started_is_stopped(folder, stopped):
     """Rank 0 has the store of these three, and the others end without it too."""
     started, logs = three(folder)
     try:
-        wait_for("step 3/", logs[:1])
+        wait_for_step(3, logs[0])
         os.kill(started[stopped].pid, signal.SIGSTOP)
         ends = [process.wait(120) for rank, process in enumerate(started) if rank != stopped]
         assert ends == [1, 1] and started[stopped].poll() is None
@@ -197,7 +203,7 @@ def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
     """Not stopped but killed: no timeout passes."""
     started, logs = three(folder)
     try:
-        wait_for("step 3/", logs[:1])
+        wait_for_step(3, logs[0])
         started[1].kill()
         assert [started[rank].wait(120) for rank in (0, 2)] == [1, 1]
     finally:
