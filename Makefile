@@ -48,7 +48,7 @@ test: venv
 test-runs: venv
 	$(TEST_ENV) $(PYTEST) -m runs
 
-# All of them.
+# The tests that compile or execute Triton kernels without a GPU, all cases.
 test-kernels: venv
 	$(TEST_ENV) $(PYTEST) --kernels all -m "executed or aot"
 

@@ -1,7 +1,6 @@
 """The command line of ``python -m benchmarks.demo``."""
 
 import enum
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from benchmarks.demo.worker import Here, local_ranks, rank_of_torchrun, torchrun
 from parallel_ops._internal.command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import Settings
+from parallel_ops.train.launch.rendezvous import first_rank
 from parallel_ops.train.outputs import PLOT_FORMATS, check_file
 
 
@@ -174,7 +174,7 @@ def _train(each: dict[str, Settings]) -> list[Run]:
         return _train_all(each, {})
     name, settings = next((name, own) for name, own in each.items() if own.plan.gpus > 1)
     with rank_of_torchrun(settings) as here:
-        if _rank() == 0:
+        if first_rank():
             return _train_all(each, {name: here})
         for _ in range(settings.run.steps):
             here.ask("step")
@@ -209,12 +209,8 @@ def _check_outputs(output: Path, json: Path | None) -> None:
     if output.suffix.lower() not in PLOT_FORMATS:
         raise ValueError(f"--output must end in {', '.join(PLOT_FORMATS)}, got {output}")
     for key, path in (("--output", output), ("--json", json)):
-        if path is not None and _rank() == 0:
+        if path is not None and first_rank():
             check_file(key, path)
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"]) if torchrun_ranks() > 1 else 0
 
 
 def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:

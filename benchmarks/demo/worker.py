@@ -89,7 +89,7 @@ class Worker:
         # Forks of a process that has imported what all need, which takes seconds, and has done nothing else: a fork of
         # this one would carry its memory and break CUDA and OpenMP.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["parallel_ops.models", "parallel_ops.train", "benchmarks.demo.worker"])
+        context.set_forkserver_preload(["parallel_ops.train.launch.worker"])
         self.name = name
         self.connections: list[Connection] = []
         self.processes = []

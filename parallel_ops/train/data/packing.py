@@ -71,13 +71,8 @@ class Samples:
     ) -> None:
         if len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
-        self.stream, self.seq_length, self.seed, self.document_mask, self.shuffle = (
-            stream,
-            seq_length,
-            seed,
-            document_mask,
-            shuffle,
-        )
+        self.stream, self.seq_length, self.seed = stream, seq_length, seed
+        self.document_mask, self.shuffle = document_mask, shuffle
         self.in_epoch = (len(stream) - 1) // seq_length
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)

@@ -15,10 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops.train import outputs
+from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
-from parallel_ops.train.data.packing import Samples
-from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
@@ -68,10 +67,8 @@ def check(settings: Settings, start: Start) -> float:
         ValueError, OSError, ImportError, CheckpointError: Data is missing, too short or has tokens outside the
         vocabulary; files cannot be written; the device does not exist; ``resuming.check`` refuses a checkpoint.
     """
-    data = settings.data
     uses_cuda(settings)
-    stream = TokenStream(data.paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
-    Samples(stream, seq_length=settings.seq_length, seed=settings.run.seed)
+    stream = build_samples(settings, None).stream
     resuming.check(settings, start)
     outputs.check(settings)
     return vocabulary.check(stream, settings.config.vocab_size) if first_rank() else 1.0

@@ -119,9 +119,10 @@ class Watch:
         """
         try:
             if is_lost(error):
-                reason = self._publish(self._reason() or self._gone() or _first_line(error), at_once=False)
+                reason = self._publish(self._store, self._reason() or self._gone() or _first_line(error), at_once=False)
                 raise PeerError(reason) from error
-            self._publish(f"rank {self._rank}: {type(error).__name__}: {_first_line(error)}", at_once=False)
+            text = f"rank {self._rank}: {type(error).__name__}: {_first_line(error)}"
+            self._publish(self._store, text, at_once=False)
         except dist.DistError:
             if not is_lost(error):
                 return
@@ -151,9 +152,9 @@ class Watch:
         last = "; ".join(f"rank {rank}'s last activity: {before[rank].text}" for rank in gone)
         return f"{named(gone)} {'is' if len(gone) == 1 else 'are'} gone: killed, or on a node that is lost; {last}"
 
-    def _publish(self, text: str, *, at_once: bool) -> str:
-        """Publishes a reason unless there is one; returns the published one."""
-        reported = self._store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
+    def _publish(self, store: Any, text: str, *, at_once: bool) -> str:
+        """Publishes a reason unless there is one; returns the published one. ``store``: the client of this thread."""
+        reported = store.compare_set("reason", "", json.dumps({"text": text, "at_once": at_once}))
         return json.loads(reported)["text"]
 
     def _watch(self) -> None:
@@ -184,8 +185,7 @@ class Watch:
             self._ledger.update(rank, record, clock)
         reason = self._ledger.silent(clock) or (self._ledger.stuck(clock) if self._rank == 0 else None)
         if reason is not None:
-            reported = self._own.compare_set("reason", "", json.dumps({"text": self._limits(reason), "at_once": True}))
-            self._end(json.loads(reported)["text"])
+            self._end(self._publish(self._own, self._limits(reason), at_once=True))
 
     def _watch_store(self) -> None:
         """Ends the process if the store does not answer and the main thread has stalled."""
