@@ -13,6 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops.train.config_sections import RunSettings
+from parallel_ops.train.checkpoint.checkpoints import steps_in
 from parallel_ops.train.launch.ledger import SLOW, Clock, Ledger, Record
 from parallel_ops.train.launch.watch import group_timeout, in_debugger, longest
 from support import processes
@@ -176,6 +177,34 @@ def test_a_process_of_the_command_is_stopped(folder):
     assert last.startswith("error: rank 1 did not respond for 1") and "s ago: step " in last, log.read_text()
     assert last.endswith(f"(run.timeout is {TIMEOUT} s)") and "Traceback" not in log.read_text()
     assert not any(map(processes.alive, workers))
+
+
+STOPS_AT_ITS_END = """
+import os, signal
+from multiprocessing import util
+
+def stop():
+    if os.environ.get("RANK") == "{rank}":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+util.Finalize(None, stop, exitpriority=0)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.runs
+def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank):
+    (folder / "sitecustomize.py").write_text(STOPS_AT_ITS_END.format(rank=rank))
+    log = folder / "log"
+    options = ("--steps", "2", "--set", "run.timeout=5")
+    run = processes.start(folder, log, "run.toml", *options, PYTHONPATH=str(folder))
+    try:
+        assert run.wait(240) == 1
+    finally:
+        run.kill()
+    wanted = f"error: rank {rank} did not respond for {5 * SLOW} s after the last step, and was killed"
+    assert log.read_text().splitlines()[-1] == wanted and "Traceback" not in log.read_text()
+    assert list(steps_in(folder / "checkpoints")) == [2]
 
 
 @pytest.mark.parametrize("stopped", [0, 2])

@@ -31,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
+from parallel_ops.train.launch.rendezvous import named
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import is_lost, longest
 from parallel_ops.train.launch.worker import run_rank
@@ -86,15 +87,19 @@ def run_here(settings: Settings, start: Start) -> Stopped:
         )  # fmt: skip
         threads = max(1, torch.get_num_threads() // ranks)
         agent = _Agent(config, (settings, start, folder, threads))
-        stopped = agent.wait(Path(folder), longest(settings.run.timeout))
+        limit = longest(settings.run.timeout)
+        stopped = agent.wait(Path(folder), limit)
         if agent.error is None and agent.results is not None:
             result = agent.results[0]
             return Stopped(result, stopped or (result.stopped if result else None))
-        if stopped and not _failures(Path(folder)):
+        failures = _failures(Path(folder))
+        if agent.overdue and not failures:
+            raise Failure(f"{agent.overdue} did not respond for {limit:.0f} s after the last step, and was killed")
+        if stopped and not failures:
             return Stopped(None, stopped)  # nothing to save yet
         if isinstance(agent.error, ChildFailedError):
-            raise _first_failure(agent.error, Path(folder)) from None
-        raise agent.error or Failure("a process did not end after the last step, and was killed")
+            raise _first_failure(agent.error, failures) from None
+        raise agent.error or Failure("the processes ended without a result")
 
 
 class _Agent:
@@ -103,6 +108,7 @@ class _Agent:
     def __init__(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
         self.results: dict[int, Any] | None = None
         self.error: BaseException | None = None
+        self.overdue = ""  # the ranks that were killed long after another one had finished
         self._thread = threading.Thread(target=self._run, args=(config, arguments), name="elastic agent", daemon=True)
 
     def _run(self, config: LaunchConfig, arguments: tuple[Any, ...]) -> None:
@@ -136,8 +142,11 @@ class _Agent:
         try:
             self._thread.start()
             leftover = _Leftover(folder, seconds)
-            while self._thread.is_alive() and not leftover.gone():
+            while self._thread.is_alive() and not self.overdue:
+                self.overdue = leftover.kill_overdue()
                 self._thread.join(0.2)
+            if self.overdue:
+                self._thread.join(_GRACE)  # a thread that still runs would abort the interpreter at its exit
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -153,34 +162,38 @@ class _Leftover:
         self._seen: set[str] = set()
         self._finished = False
 
-    def gone(self) -> bool:
-        """True if processes were killed after the last step: the agent may then wait forever."""
+    def kill_overdue(self) -> str:
+        """Names the ranks that it killed after the last step, since the agent may then wait forever; else empty."""
         now = time.monotonic()
-        there = {child.pid or 0: child for child in multiprocessing.active_children()}
+        there = {child.pid or 0 for child in multiprocessing.active_children()}
         names = {path.name for path in self._folder.iterdir()} - self._seen
         self._seen |= names
         for prefix, seconds in (("failed-", _GRACE), ("finished-", self._seconds)):
             if any(name.startswith(prefix) for name in names):
                 # Processes of a later start have other ids.
                 self._due = {pid: min(self._due.get(pid, math.inf), now + seconds) for pid in there}
-        self._finished |= any(name.startswith("finished-") for name in names)
+                self._finished = prefix == "finished-"
         late = [pid for pid, end in self._due.items() if now > end and pid in there]
         for pid in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._due = {pid: end for pid, end in self._due.items() if pid in there and pid not in late}
-        return bool(late) and self._finished
+        return named(sorted(map(self._rank_of, late))) if late and self._finished else ""
+
+    def _rank_of(self, pid: int) -> int:
+        return int(next(self._folder.glob(f"process-{pid}-*")).name.rpartition("-")[2])
 
 
 def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
     """The main function of a local process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+    Path(folder, f"process-{os.getpid()}-{rank}").touch()
     if Path(folder, "stop").exists():
         return None
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+    if attempt:
         start = replace(start, resume=True)
-    attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 
     def report(message: str, **more: Any) -> None:
         failure = {"attempt": attempt, "rank": rank, "time": time.time(), "message": message}
@@ -223,8 +236,7 @@ def _failures(folder: Path) -> list[dict[str, Any]]:
     return sorted((f for f in failures if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
 
 
-def _first_failure(error: ChildFailedError, folder: Path) -> Failure:
-    failures = _failures(folder)
+def _first_failure(error: ChildFailedError, failures: list[dict[str, Any]]) -> Failure:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0 and (not failures or failures[0]["lost"]):
         return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
