@@ -179,22 +179,25 @@ def test_a_process_of_the_command_is_stopped(folder):
     assert not any(map(processes.alive, workers))
 
 
-STOPS_AT_ITS_END = """
+STOPS = """
 import os, signal
 from multiprocessing import util
 
-def stop():
-    if os.environ.get("RANK") == "{rank}":
+def stop(*names):
+    if os.environ.get("RANK") == "{rank}" and all("finished-" in str(name) for name in names[1:]):
         os.kill(os.getpid(), signal.SIGSTOP)
+    return rename(*names) if names else None
 
-util.Finalize(None, stop, exitpriority=0)
+rename = os.rename
 """
+# Before others know that it has finished, or as its process exits.
+BEFORE, AT_EXIT = "os.rename = stop", "util.Finalize(None, stop, exitpriority=0)"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "when"), [(0, BEFORE), (0, AT_EXIT), (1, AT_EXIT)])
 @pytest.mark.runs
-def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank):
-    (folder / "sitecustomize.py").write_text(STOPS_AT_ITS_END.format(rank=rank))
+def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank, when):
+    (folder / "sitecustomize.py").write_text(STOPS.format(rank=rank) + when)
     log = folder / "log"
     options = ("--steps", "2", "--set", "run.timeout=5")
     run = processes.start(folder, log, "run.toml", *options, PYTHONPATH=str(folder))
@@ -202,7 +205,7 @@ def test_a_process_of_the_command_is_stopped_after_the_last_step(folder, rank):
         assert run.wait(240) == 1
     finally:
         run.kill()
-    wanted = f"error: rank {rank} did not respond for {5 * SLOW} s after the last step, and was killed"
+    wanted = f"error: rank {rank} did not respond for {5 * SLOW} s after the last step: killed"
     assert log.read_text().splitlines()[-1] == wanted and "Traceback" not in log.read_text()
     assert list(steps_in(folder / "checkpoints")) == [2]
 

@@ -94,7 +94,7 @@ def run_here(settings: Settings, start: Start) -> Stopped:
             return Stopped(result, stopped or (result.stopped if result else None))
         failures = _failures(Path(folder))
         if agent.overdue and not failures:
-            raise Failure(f"{agent.overdue} did not respond for {limit:.0f} s after the last step, and was killed")
+            raise Failure(f"{agent.overdue} did not respond for {limit:.0f} s after the last step: killed")
         if stopped and not failures:
             return Stopped(None, stopped)  # nothing to save yet
         if isinstance(agent.error, ChildFailedError):
@@ -178,10 +178,13 @@ class _Leftover:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._due = {pid: end for pid, end in self._due.items() if pid in there and pid not in late}
-        return named(sorted(map(self._rank_of, late))) if late and self._finished else ""
+        # Processes that have finished do not exit before the agent has the results of all.
+        running, finished = self._ranks_of("running", late), self._ranks_of("finished", late)
+        return named(running or finished) if late and self._finished else ""
 
-    def _rank_of(self, pid: int) -> int:
-        return int(next(self._folder.glob(f"process-{pid}-*")).name.rpartition("-")[2])
+    def _ranks_of(self, state: str, pids: list[int]) -> list[int]:
+        paths = (path for pid in pids for path in self._folder.glob(f"{state}-{pid}-*"))
+        return [int(path.name.rpartition("-")[2]) for path in paths]
 
 
 def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result | None:
@@ -189,7 +192,8 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    Path(folder, f"process-{os.getpid()}-{rank}").touch()
+    running = Path(folder, f"running-{os.getpid()}-{rank}")
+    running.touch()
     if Path(folder, "stop").exists():
         return None
     if attempt:
@@ -204,7 +208,7 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
 
     try:
         result = run_rank(settings, start, Stopping(), report)
-        Path(folder, f"finished-{attempt}-{rank}").touch()
+        running.rename(running.with_name(f"finished-{os.getpid()}-{rank}"))
         return result
     except Exception as error:
         lost = is_lost(error)
