@@ -86,7 +86,7 @@ def facts(report: Report, capability: int) -> Facts:
         warps=report.warps,
         registers=code.registers,
         shared_bytes=max(code.shared_bytes, report.shared_bytes),
-        spills=bool(code.spill_instructions or code.local_bytes or code.stack_bytes),
+        spills=code.spills,
         instructions=issued.all,
         special=issued.count("MUFU"),
         trips=main.trips if main else 0.0,

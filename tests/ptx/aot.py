@@ -66,8 +66,21 @@ class Compiled:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
-    spill_instructions: tuple[str, ...]
-    sass: str = dataclasses.field(repr=False)
+    cubin: bytes = dataclasses.field(repr=False)
+
+    @property
+    def spills(self) -> bool:
+        """Whether it has any memory of a thread's own, which is where ptxas puts registers that it lacks."""
+        return self.stack_bytes > 0 or self.local_bytes > 0
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The machine code. Its disassembly takes as long as the compilation, so only what counts it asks for it."""
+        return _cuobjdump("-sass", self.cubin)
+
+    @property
+    def spill_instructions(self) -> list[str]:
+        return re.findall(r"\b(?:LDL|STL)\b[^;]*", self.sass)
 
 
 @contextlib.contextmanager
@@ -156,24 +169,18 @@ def assembly(launch: Launch, capability: int) -> str:
 
 @functools.cache
 def compile_for(launch: Launch, capability: int) -> Compiled:
-    """Compiles ``launch`` for ``sm_<capability>`` and reads the machine code."""
+    """Compiles ``launch`` for ``sm_<capability>`` and reads what it uses."""
     kernel = compiled(launch, capability)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = _cuobjdump("-res-usage", cubin)
-        sass = _cuobjdump("-sass", cubin)
+    cubin: bytes = kernel.asm["cubin"]
+    usage = _cuobjdump("-res-usage", cubin)
     numbers = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    return Compiled(
-        registers=numbers["REG"],
-        stack_bytes=numbers["STACK"],
-        local_bytes=numbers["LOCAL"],
-        shared_bytes=max(numbers["SHARED"], kernel.metadata.shared),
-        spill_instructions=tuple(re.findall(r"\b(?:LDL|STL)\b[^;]*", sass)),
-        sass=sass,
-    )
+    shared = max(numbers["SHARED"], kernel.metadata.shared)
+    return Compiled(numbers["REG"], numbers["STACK"], numbers["LOCAL"], shared, cubin)
 
 
-def _cuobjdump(flag: str, cubin: Path) -> str:
+def _cuobjdump(flag: str, cubin: bytes) -> str:
     tool = triton.knobs.nvidia.cuobjdump.path
-    return subprocess.run([tool, flag, str(cubin)], check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return subprocess.run([tool, flag, str(path)], check=True, capture_output=True, text=True).stdout

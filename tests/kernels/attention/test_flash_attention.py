@@ -321,7 +321,7 @@ def test_compiled_code(dtype, dims, capability, options):
     """Products on tensor cores in the loop, nothing spilled, few instructions, no atomics: sums have one order."""
     for launch in launches(dtype, dims, capability, **options):
         code = aot.compile_for(launch, capability)
-        assert not code.spill_instructions and code.local_bytes == code.stack_bytes == 0, f"{launch} spills: {code}"
+        assert not code.spills, f"{launch} spills: {code}"
         assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], f"{launch}: {code}"
         copies = [x.name for x in loops_with_products(code)[0] if x.name.startswith("LDGSTS")]
         if launch.name != "_keys_kernel":  # whose queries come with a number each, their shift and delta

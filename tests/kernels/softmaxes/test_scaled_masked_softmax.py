@@ -50,7 +50,7 @@ def test_a_spilling_kernel_would_be_seen():
     launch = next(l for l in launches(torch.bfloat16, 16384) if l.name == "_backward_kernel")
     constants = {**dict(launch.constants), "CHUNKS": 16}
     code = aot.compile_for(dataclasses.replace(launch, constants=tuple(constants.items())), 90)
-    assert code.spill_instructions and code.local_bytes + code.stack_bytes > 0
+    assert code.spills and code.spill_instructions
 
 
 def interpreted(scale):
