@@ -122,7 +122,7 @@ def extension() -> Extension:
             *sorted(glob("csrc/cuda/*.cpp")),
             *cuda,
         ],
-        depends=sorted(glob("csrc/c*/**/*.h", recursive=True)),
+        depends=sorted(glob("csrc/**/*.h", recursive=True)),
         define_macros=macros,
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-std=c++17"]} if cuda else flags,
         py_limited_api=True,

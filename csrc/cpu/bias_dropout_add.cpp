@@ -36,24 +36,24 @@ struct Dropout {
 
 Dropout dropout(const char* op, double p, const std::optional<Tensor>& seed, int64_t index_offset,
                 const std::optional<Tensor>& positions, const Tensor& x) {
-  STD_TORCH_CHECK(p >= 0.0 && p <= 1.0, op, ": p must be between 0 and 1, got ", p);
-  STD_TORCH_CHECK(index_offset >= 0, op, ": index_offset must not be negative");
+  PARALLEL_OPS_CHECK(p >= 0.0 && p <= 1.0, op, ": p must be between 0 and 1, got ", p);
+  PARALLEL_OPS_CHECK(index_offset >= 0, op, ": index_offset must not be negative");
   Dropout d;
   if (!seed) return d;
-  STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
-                  ": seed must be one int64 element on the device of the input");
+  PARALLEL_OPS_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
+                     ": seed must be one int64 element on the device of the input");
   // Words below the threshold are dropped; at p = 1 it is 2^32, which 32 bits do not hold, hence one less.
   const auto threshold = static_cast<uint64_t>(p * 4294967296.0 + 0.5);
-  STD_TORCH_CHECK(threshold > 0, op, ": p = ", p, " drops nothing, so seed must be None");
+  PARALLEL_OPS_CHECK(threshold > 0, op, ": p = ", p, " drops nothing, so seed must be None");
   d.on = true;
   d.seed = static_cast<uint64_t>(*readable<int64_t>(op, "seed", *seed));
   d.index_offset = static_cast<uint64_t>(index_offset);
   d.last_dropped = static_cast<uint32_t>(threshold - 1);
   d.scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
   if (positions && x.numel() > 0) {
-    STD_TORCH_CHECK(positions->is_cpu() && positions->scalar_type() == ScalarType::Long && positions->dim() == 1 &&
-                        positions->is_contiguous() && x.dim() > 1 && positions->size(0) == x.size(0),
-                    op, ": row_positions must be contiguous int64 [", x.size(0), "], one for each x[t]");
+    PARALLEL_OPS_CHECK(positions->is_cpu() && positions->scalar_type() == ScalarType::Long && positions->dim() == 1 &&
+                           positions->is_contiguous() && x.dim() > 1 && positions->size(0) == x.size(0),
+                       op, ": row_positions must be contiguous int64 [", x.size(0), "], one for each x[t]");
     check_memory(op, "row_positions", *positions);
     d.positions = static_cast<const int64_t*>(positions->const_data_ptr());
     d.rows_each = x.numel() / x.size(0) / x.size(x.dim() - 1);
@@ -195,7 +195,7 @@ Tensor forward(const Tensor& x, const std::optional<Tensor>& bias, const std::op
 
 void inplace(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual, double p,
              const std::optional<Tensor>& seed, int64_t index_offset, const std::optional<Tensor>& positions) {
-  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous(), "bias_dropout_add_: x must be contiguous");
+  PARALLEL_OPS_CHECK(x.is_cpu() && x.is_contiguous(), "bias_dropout_add_: x must be contiguous");
   Tensor y = x;
   add_to("bias_dropout_add_", x, bias, residual, p, seed, index_offset, positions, y);
 }

@@ -10,8 +10,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
+
+#include "../error.h"
 
 #define PARALLEL_OPS_INLINE inline __attribute__((always_inline))
 
@@ -103,8 +104,8 @@ void dispatch(const char* op, ScalarType dtype, const F& f) {
     case ScalarType::BFloat16:
       return f(BFloat16{});
     default:
-      STD_TORCH_CHECK(false, op, ": expected float32, float64, float16 or bfloat16, got ",
-                      torch::headeronly::toString(dtype));
+      PARALLEL_OPS_CHECK(false, op, ": expected float32, float64, float16 or bfloat16, got ",
+                         torch::headeronly::toString(dtype));
   }
 }
 

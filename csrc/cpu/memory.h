@@ -5,7 +5,8 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
+
+#include "../error.h"
 
 namespace parallel_ops::cpu {
 
@@ -14,15 +15,16 @@ namespace parallel_ops::cpu {
 // starts past the first element, one into the first page.
 inline void check_memory(const char* op, const char* name, const torch::stable::Tensor& t) {
   int64_t held = 0, last = t.storage_offset();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &held));
+  PARALLEL_OPS_CHECK(aoti_torch_get_storage_size(t.get(), &held) == TORCH_SUCCESS, op, ": ", name,
+                     " has no storage to read");
   const auto sizes = t.sizes(), strides = t.strides();
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 0) return;
     last += (sizes[d] - 1) * strides[d];
   }
   const int64_t needed = (last + 1) * static_cast<int64_t>(t.element_size());
-  STD_TORCH_CHECK(needed <= held, op, ": ", name, " needs ", needed, " bytes, but its storage has ", held,
-                  ": its memory was freed, as FSDP2 frees parameters when it reshards them");
+  PARALLEL_OPS_CHECK(needed <= held, op, ": ", name, " needs ", needed, " bytes, but its storage has ", held,
+                     ": its memory was freed, as FSDP2 frees parameters when it reshards them");
 }
 
 // The memory of an argument that an op reads, or reads and writes.

@@ -7,12 +7,13 @@
 
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
+
+#include "../error.h"
 
 namespace parallel_ops::cpu {
 
@@ -46,8 +47,8 @@ inline torch::stable::Tensor empty_tensor(torch::headeronly::IntHeaderOnlyArrayR
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   const AOTITorchError error = aoti_torch_empty_strided(static_cast<int64_t>(dim), sizes.data(), strides.data(), code,
                                                         aoti_torch_device_type_cpu(), 0, &handle);
-  STD_TORCH_CHECK(error == TORCH_SUCCESS, "parallel_ops: cannot allocate an output of ", stride,
-                  " elements on the CPU");
+  PARALLEL_OPS_CHECK(error == TORCH_SUCCESS, "parallel_ops: cannot allocate an output of ", stride,
+                     " elements on the CPU");
   return torch::stable::Tensor(handle);
 }
 

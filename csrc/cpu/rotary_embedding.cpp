@@ -78,22 +78,23 @@ struct Angles {
 };
 
 void check_tensors(const char* op, const Tensor& q, const std::optional<Tensor>& k, const Angles& a) {
-  STD_TORCH_CHECK(q.is_cpu() && (q.dim() == 3 || q.dim() == 4), op, ": x must be [s, b, h, d] or [t, h, d]");
+  PARALLEL_OPS_CHECK(q.is_cpu() && (q.dim() == 3 || q.dim() == 4), op, ": x must be [s, b, h, d] or [t, h, d]");
   const Tokens x(q);
   if (k) {
-    STD_TORCH_CHECK(k->is_cpu() && k->dim() == q.dim() && k->scalar_type() == q.scalar_type(), op,
-                    ": k must be on the same device, and of the same dtype and dimensions as q");
+    PARALLEL_OPS_CHECK(k->is_cpu() && k->dim() == q.dim() && k->scalar_type() == q.scalar_type(), op,
+                       ": k must be on the same device, and of the same dtype and dimensions as q");
     const Tokens other(*k);
-    STD_TORCH_CHECK(other.s == x.s && other.b == x.b && other.d == x.d, op, ": k must have the tokens and width of q");
+    PARALLEL_OPS_CHECK(other.s == x.s && other.b == x.b && other.d == x.d, op,
+                       ": k must have the tokens and width of q");
   }
-  STD_TORCH_CHECK(a.cos.is_cpu() && a.sin.is_cpu() && a.cos.scalar_type() == a.sin.scalar_type(), op,
-                  ": cos and sin must be on the same device as x and of one dtype");
-  STD_TORCH_CHECK(a.cos.dim() == a.sin.dim() && (a.cos.dim() == 2 || (a.cos.dim() == 3 && q.dim() == 4)) &&
-                      std::equal(a.cos.sizes().begin(), a.cos.sizes().end(), a.sin.sizes().begin()),
-                  op, ": cos and sin must be [positions, rotated dimensions / 2], or have one row for each token");
-  STD_TORCH_CHECK(2 * last_dim(a.cos) <= x.d, op, ": cos must have at most half as many columns as x has");
-  STD_TORCH_CHECK(a.cos.dim() == 2 || (a.cos.size(0) == x.s && a.cos.size(1) == x.b && !a.positions), op,
-                  ": cos with one row for each token must be [s, b, R / 2], and takes no positions");
+  PARALLEL_OPS_CHECK(a.cos.is_cpu() && a.sin.is_cpu() && a.cos.scalar_type() == a.sin.scalar_type(), op,
+                     ": cos and sin must be on the same device as x and of one dtype");
+  PARALLEL_OPS_CHECK(a.cos.dim() == a.sin.dim() && (a.cos.dim() == 2 || (a.cos.dim() == 3 && q.dim() == 4)) &&
+                         std::equal(a.cos.sizes().begin(), a.cos.sizes().end(), a.sin.sizes().begin()),
+                     op, ": cos and sin must be [positions, rotated dimensions / 2], or have one row for each token");
+  PARALLEL_OPS_CHECK(2 * last_dim(a.cos) <= x.d, op, ": cos must have at most half as many columns as x has");
+  PARALLEL_OPS_CHECK(a.cos.dim() == 2 || (a.cos.size(0) == x.s && a.cos.size(1) == x.b && !a.positions), op,
+                     ": cos with one row for each token must be [s, b, R / 2], and takes no positions");
 }
 
 // The row of the angles for each token, and that it exists.
@@ -101,25 +102,26 @@ std::vector<int64_t> angle_rows(const char* op, const Tokens& x, const Angles& a
   std::vector<int64_t> rows(static_cast<size_t>(x.s * x.b));
   if (a.positions) {
     const Tensor& positions = *a.positions;
-    STD_TORCH_CHECK(positions.is_cpu() && positions.scalar_type() == ScalarType::Long, op,
-                    ": positions must be int64 and on the same device as x");
+    PARALLEL_OPS_CHECK(positions.is_cpu() && positions.scalar_type() == ScalarType::Long, op,
+                       ": positions must be int64 and on the same device as x");
     const bool per_batch = positions.dim() == 2;
-    STD_TORCH_CHECK((positions.dim() == 1 || (per_batch && positions.size(1) == x.b)) && positions.size(0) == x.s, op,
-                    ": positions must be [s], [s, b] or [t]");
+    PARALLEL_OPS_CHECK((positions.dim() == 1 || (per_batch && positions.size(1) == x.b)) && positions.size(0) == x.s,
+                       op, ": positions must be [s], [s, b] or [t]");
     const auto* p = readable<int64_t>(op, "positions", positions);
     const int64_t stride_s = positions.stride(0), stride_b = per_batch ? positions.stride(1) : 0;
     for (int64_t i = 0; i < x.s * x.b; ++i) rows[i] = p[(i / x.b) * stride_s + (i % x.b) * stride_b];
   } else if (a.cu_seqlens) {
     const Tensor& starts = *a.cu_seqlens;
-    STD_TORCH_CHECK(starts.is_cpu() && starts.dim() == 1 && starts.is_contiguous() && starts.size(0) > 1 && x.b == 1 &&
-                        (starts.scalar_type() == ScalarType::Int || starts.scalar_type() == ScalarType::Long),
-                    op, ": cu_seqlens must be contiguous int32 or int64 of one dimension, and x packed");
+    PARALLEL_OPS_CHECK(starts.is_cpu() && starts.dim() == 1 && starts.is_contiguous() && starts.size(0) > 1 &&
+                           x.b == 1 &&
+                           (starts.scalar_type() == ScalarType::Int || starts.scalar_type() == ScalarType::Long),
+                       op, ": cu_seqlens must be contiguous int32 or int64 of one dimension, and x packed");
     const bool wide = starts.scalar_type() == ScalarType::Long;
     const void* p = readable<void>(op, "cu_seqlens", starts);
     const auto at = [&](int64_t i) {
       return wide ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
     };
-    STD_TORCH_CHECK(at(0) == 0 && at(starts.size(0) - 1) == x.s, op, ": cu_seqlens must run from 0 to ", x.s);
+    PARALLEL_OPS_CHECK(at(0) == 0 && at(starts.size(0) - 1) == x.s, op, ": cu_seqlens must run from 0 to ", x.s);
     for (int64_t i = 0, sequence = 0; i < x.s; ++i) {
       while (sequence + 1 < starts.size(0) && at(sequence + 1) <= i) ++sequence;
       rows[i] = i - at(sequence);
@@ -129,8 +131,8 @@ std::vector<int64_t> angle_rows(const char* op, const Tokens& x, const Angles& a
   }
   const char* from = a.positions ? "positions" : a.cu_seqlens ? "cu_seqlens" : "x";
   for (const int64_t row : rows) {
-    STD_TORCH_CHECK(row >= 0 && row < a.cos.size(0), op, ": ", from, " holds ", row, ", but cos has ", a.cos.size(0),
-                    " rows");
+    PARALLEL_OPS_CHECK(row >= 0 && row < a.cos.size(0), op, ": ", from, " holds ", row, ", but cos has ", a.cos.size(0),
+                       " rows");
   }
   return rows;
 }
@@ -212,7 +214,7 @@ Tensor output_like(const Tensor& x, bool heads_first) {
 std::tuple<Tensor, Tensor> rotated(const char* op, const Tensor& q, const std::optional<Tensor>& k, const Angles& a,
                                    bool heads_first, bool inverse) {
   check_tensors(op, q, k, a);
-  STD_TORCH_CHECK(!heads_first || q.dim() == 4, op, ": heads come first in [b, h, s, d] alone");
+  PARALLEL_OPS_CHECK(!heads_first || q.dim() == 4, op, ": heads come first in [b, h, s, d] alone");
   Tensor to_q = output_like(q, heads_first);
   Tensor to_k = k ? output_like(*k, heads_first) : empty_tensor({0}, q.scalar_type());
   rotate(op, q, to_q, k, &to_k, a, inverse);

@@ -7,8 +7,8 @@
 #include <limits>
 
 #include <torch/csrc/stable/library.h>
-#include <torch/headeronly/util/Exception.h>
 
+#include "../error.h"
 #include "driver.h"
 
 namespace parallel_ops::cuda {
@@ -16,21 +16,22 @@ namespace {
 
 const Driver& found_driver(const char* op) {
   const Driver& driver = Driver::get();
-  STD_TORCH_CHECK(driver.status == Driver::kFound, op, ": the CUDA driver cannot be used: ",
-                  driver.status == Driver::kNoLibrary ? "libcuda.so.1 is not installed" : "it is older than CUDA 12");
+  PARALLEL_OPS_CHECK(
+      driver.status == Driver::kFound, op, ": the CUDA driver cannot be used: ",
+      driver.status == Driver::kNoLibrary ? "libcuda.so.1 is not installed" : "it is older than CUDA 12");
   return driver;
 }
 
 void call(const char* op, StreamValue32 Driver::* function, int64_t device, int64_t stream, int64_t address,
           int64_t value, unsigned flags) {
   const Driver& driver = found_driver(op);
-  STD_TORCH_CHECK(address != 0 && address % 4 == 0, op, ": the address must be a multiple of 4, got ", address);
-  STD_TORCH_CHECK(value >= 0 && value <= std::numeric_limits<uint32_t>::max(), op,
-                  ": the value must fit into 32 bits, got ", value);
+  PARALLEL_OPS_CHECK(address != 0 && address % 4 == 0, op, ": the address must be a multiple of 4, got ", address);
+  PARALLEL_OPS_CHECK(value >= 0 && value <= std::numeric_limits<uint32_t>::max(), op,
+                     ": the value must fit into 32 bits, got ", value);
   driver.ensure_context(static_cast<int>(device));
   const Result result = (driver.*function)(reinterpret_cast<Stream>(stream), static_cast<DevicePointer>(address),
                                            static_cast<uint32_t>(value), flags);
-  STD_TORCH_CHECK(result == kSuccess, op, ": ", driver.describe(result));
+  PARALLEL_OPS_CHECK(result == kSuccess, op, ": ", driver.describe(result));
 }
 
 void stream_write_value(int64_t device, int64_t stream, int64_t address, int64_t value) {
@@ -45,11 +46,11 @@ void stream_wait_value(int64_t device, int64_t stream, int64_t address, int64_t 
 int64_t thread_exchange_stream_capture_mode(int64_t device, int64_t mode) {
   const char* const op = "thread_exchange_stream_capture_mode";
   const Driver& driver = found_driver(op);
-  STD_TORCH_CHECK(mode >= 0 && mode <= 2, op, ": the mode must be 0, 1 or 2, got ", mode);
+  PARALLEL_OPS_CHECK(mode >= 0 && mode <= 2, op, ": the mode must be 0, 1 or 2, got ", mode);
   driver.ensure_context(static_cast<int>(device));
   int exchanged = static_cast<int>(mode);
   const Result result = driver.exchange_capture_mode(&exchanged);
-  STD_TORCH_CHECK(result == kSuccess, op, ": ", driver.describe(result));
+  PARALLEL_OPS_CHECK(result == kSuccess, op, ": ", driver.describe(result));
   return exchanged;
 }
 

@@ -52,14 +52,14 @@ Act silu_or_swish(const SwishOptions& o) {
 
 void check(const Operands& in) {
   check_like(in.op, "up", in.up, in.gate);
-  STD_TORCH_CHECK(in.gate.dim() > 0, in.op, ": expected at least one dimension");
+  PARALLEL_OPS_CHECK(in.gate.dim() > 0, in.op, ": expected at least one dimension");
   if (in.weights) {
     const auto rows = in.gate.sizes(), sizes = in.weights->sizes();
     const size_t dims = rows.size() - 1;
-    STD_TORCH_CHECK(in.weights->is_cpu() && sizes.size() >= dims &&
-                        std::equal(rows.begin(), rows.begin() + dims, sizes.begin()) &&
-                        (sizes.size() == dims || (sizes.size() == dims + 1 && sizes[dims] == 1)),
-                    in.op, ": weights must be on the same device and have one element for each row");
+    PARALLEL_OPS_CHECK(in.weights->is_cpu() && sizes.size() >= dims &&
+                           std::equal(rows.begin(), rows.begin() + dims, sizes.begin()) &&
+                           (sizes.size() == dims || (sizes.size() == dims + 1 && sizes[dims] == 1)),
+                       in.op, ": weights must be on the same device and have one element for each row");
   }
 }
 
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
 // The halves of x, as views.
 Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& weights, const SwishOptions& swish) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
+  PARALLEL_OPS_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
   check_bias(op, x, bias);
   check_memory(op, "x", x);  // before views are made of it
   const int64_t cols = last_dim(x) / 2, last = x.dim() - 1;

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
+#include "../../error.h"
 #include "../dtype.h"
 #include "../rows.h"
 #include "attention_rows.h"

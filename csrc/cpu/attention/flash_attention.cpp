@@ -42,13 +42,13 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
                      double scale, double softcap, double p, const std::optional<Tensor>& seed,
                      const std::vector<int64_t>& places) {
   for (const Tensor* t : {&q, &k, &v}) {
-    STD_TORCH_CHECK(t->is_cpu() && t->dim() == 4 && t->scalar_type() == q.scalar_type(), op,
-                    ": q, k and v must be [s, b, h, d], of one dtype and on the CPU");
+    PARALLEL_OPS_CHECK(t->is_cpu() && t->dim() == 4 && t->scalar_type() == q.scalar_type(), op,
+                       ": q, k and v must be [s, b, h, d], of one dtype and on the CPU");
   }
   dispatch(op, q.scalar_type(), [](auto) {});
   const int64_t heads = q.size(2), kv_heads = k.size(2);
-  STD_TORCH_CHECK(k.size(1) == q.size(1) && k.size(3) == q.size(3) && kv_heads > 0 && heads % kv_heads == 0, op,
-                  ": k must have the batch and d of q, and heads that divide its");
+  PARALLEL_OPS_CHECK(k.size(1) == q.size(1) && k.size(3) == q.size(3) && kv_heads > 0 && heads % kv_heads == 0, op,
+                     ": k must have the batch and d of q, and heads that divide its");
   check_shape(op, "v", v, k);
   BlockCall call{Operand(op, "q", q),
                  Operand(op, "k", k),
@@ -69,9 +69,9 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
                  0};
   const int32_t* bounds = nullptr;
   if (spans) {
-    STD_TORCH_CHECK(spans->is_cpu() && spans->scalar_type() == ScalarType::Int && spans->is_contiguous() &&
-                        spans->dim() == 2 && spans->size(0) == 2 && spans->size(1) == call.sq,
-                    op, ": spans must be contiguous int32 [2, sq]");
+    PARALLEL_OPS_CHECK(spans->is_cpu() && spans->scalar_type() == ScalarType::Int && spans->is_contiguous() &&
+                           spans->dim() == 2 && spans->size(0) == 2 && spans->size(1) == call.sq,
+                       op, ": spans must be contiguous int32 [2, sq]");
     bounds = readable<int32_t>(op, "spans", *spans);
   }
   call.first.resize(static_cast<size_t>(call.sq));
@@ -83,9 +83,10 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
     call.last[static_cast<size_t>(i)] = std::clamp<int64_t>(last, 0, call.sk);
   }
   if (seed && p > 0) {
-    STD_TORCH_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
-                    ": seed must be one int64 on the CPU");
-    STD_TORCH_CHECK(places.size() == 6, op, ": places must be start and step of queries and keys, first head, batch");
+    PARALLEL_OPS_CHECK(seed->is_cpu() && seed->scalar_type() == ScalarType::Long && seed->numel() == 1, op,
+                       ": seed must be one int64 on the CPU");
+    PARALLEL_OPS_CHECK(places.size() == 6, op,
+                       ": places must be start and step of queries and keys, first head, batch");
     call.dropout = {static_cast<uint64_t>(p * 4294967296.0 + 0.5),
                     p < 1 ? 1 / (1 - p) : 0.0,
                     static_cast<uint64_t>(*readable<int64_t>(op, "seed", *seed)),
@@ -108,18 +109,18 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
 
 // [planes, b, heads, sq] for `like` [sq, b, heads, d].
 void check_planes(const char* op, const char* name, const Tensor& t, int64_t planes, const Tensor& like) {
-  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == acc_dtype(like.scalar_type()) && t.dim() == 4 &&
-                      t.size(0) == planes && t.size(1) == like.size(1) && t.size(2) == like.size(2) &&
-                      t.size(3) == like.size(0),
-                  op, ": ", name, " must be [", planes, ", b, heads, sq] in the dtype of the arithmetic");
+  PARALLEL_OPS_CHECK(t.is_cpu() && t.scalar_type() == acc_dtype(like.scalar_type()) && t.dim() == 4 &&
+                         t.size(0) == planes && t.size(1) == like.size(1) && t.size(2) == like.size(2) &&
+                         t.size(3) == like.size(0),
+                     op, ": ", name, " must be [", planes, ", b, heads, sq] in the dtype of the arithmetic");
   check_memory(op, name, t);
 }
 
 void check_result(const char* op, const char* name, const Tensor& t, const Tensor& like, bool arithmetic) {
   check_shape(op, name, t, like);
   const ScalarType acc = acc_dtype(like.scalar_type());
-  STD_TORCH_CHECK(t.scalar_type() == acc || (!arithmetic && t.scalar_type() == like.scalar_type()), op, ": ", name,
-                  " must have the dtype of the arithmetic", arithmetic ? "" : ", or that of the input");
+  PARALLEL_OPS_CHECK(t.scalar_type() == acc || (!arithmetic && t.scalar_type() == like.scalar_type()), op, ": ", name,
+                     " must have the dtype of the arithmetic", arithmetic ? "" : ", or that of the input");
 }
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& spans,
@@ -159,7 +160,7 @@ void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Te
 void rows(const Tensor& grad_out, const Tensor& out, const Tensor& statistics, Tensor rows) {
   constexpr const char* kOp = "attention_gradient_rows";
   dispatch(kOp, grad_out.scalar_type(), [](auto) {});
-  STD_TORCH_CHECK(grad_out.is_cpu() && grad_out.dim() == 4, kOp, ": grad_out must be [s, b, heads, d], on the CPU");
+  PARALLEL_OPS_CHECK(grad_out.is_cpu() && grad_out.dim() == 4, kOp, ": grad_out must be [s, b, heads, d], on the CPU");
   check_result(kOp, "out", out, grad_out, false);
   check_planes(kOp, "statistics", statistics, 2, grad_out);
   check_planes(kOp, "rows", rows, 3, grad_out);

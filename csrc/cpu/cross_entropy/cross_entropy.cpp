@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
   check_target(op, target);
   check_class_weight(op, class_weight, logits);
   const auto of_rows = logits.sizes(), of_targets = target.sizes();
-  STD_TORCH_CHECK(
+  PARALLEL_OPS_CHECK(
       of_targets.size() + 1 == of_rows.size() && std::equal(of_targets.begin(), of_targets.end(), of_rows.begin()), op,
       ": target must have the shape of logits without its last dimension");
   const bool smooth = options.label_smoothing != 0, weighted = class_weight.has_value();
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unsharded(const char* op, const Tenso
     std::vector<A> losses(static_cast<size_t>(rows)), target_weights(static_cast<size_t>(weighted ? rows : 0));
     for (int64_t row = 0; row < rows; ++row) {
       columns[row] = in.column(row, 0, cols, ignore_index, ignore_out_of_range);
-      STD_TORCH_CHECK(columns[row] != kInvalid, op, ": the target in row ", row, " is outside the vocabulary");
+      PARALLEL_OPS_CHECK(columns[row] != kInvalid, op, ": the target in row ", row, " is outside the vocabulary");
       if (weighted) target_weights[static_cast<size_t>(row)] = columns[row] >= 0 ? in.weight(columns[row]) : A(0);
     }
     const A* row_weights = weighted ? target_weights.data() : nullptr;
@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient_inplace(const Tensor& l
                                                                  int64_t ignore_index, bool ignore_out_of_range,
                                                                  int64_t reduction, bool of_sum) {
   const char* op = "cross_entropy_with_gradient_";
-  STD_TORCH_CHECK(logits.is_contiguous(), op, ": logits must be contiguous");
+  PARALLEL_OPS_CHECK(logits.is_contiguous(), op, ": logits must be contiguous");
   return unsharded(op, logits, target, class_weight, {label_smoothing, z_loss, softcap}, ignore_index,
                    ignore_out_of_range, reduction, logits.mutable_data_ptr(), of_sum);
 }
@@ -139,8 +139,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient_inplace(const Tensor& l
 // gradient *= factor, a scalar; one of 1 costs nothing.
 void scale_inplace(const Tensor& gradient, const Tensor& factor) {
   const char* op = "cross_entropy_scale_";
-  STD_TORCH_CHECK(gradient.is_cpu() && factor.is_cpu() && gradient.is_contiguous() && factor.numel() == 1, op,
-                  ": expected a contiguous gradient and one factor");
+  PARALLEL_OPS_CHECK(gradient.is_cpu() && factor.is_cpu() && gradient.is_contiguous() && factor.numel() == 1, op,
+                     ": expected a contiguous gradient and one factor");
   check_like_loss(op, factor, gradient.scalar_type());
   dispatch(op, gradient.scalar_type(), [&](auto tag) {
     using T = decltype(tag);

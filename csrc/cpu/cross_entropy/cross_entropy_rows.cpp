@@ -36,32 +36,32 @@ PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_TILES)
 }  // namespace
 
 void check_rows(const char* op, const Tensor& logits, const Tensor& rows) {
-  STD_TORCH_CHECK(logits.is_cpu() && rows.is_cpu(), op, ": all tensors must be on the CPU");
-  STD_TORCH_CHECK(logits.dim() > 0, op, ": logits must have at least one dimension");
+  PARALLEL_OPS_CHECK(logits.is_cpu() && rows.is_cpu(), op, ": all tensors must be on the CPU");
+  PARALLEL_OPS_CHECK(logits.dim() > 0, op, ": logits must have at least one dimension");
   int64_t count = 1;
   for (int64_t d = 0; d + 1 < logits.dim(); ++d) count *= logits.size(d);
-  STD_TORCH_CHECK(rows.numel() == count, op, ": expected one element for each row of the logits");
+  PARALLEL_OPS_CHECK(rows.numel() == count, op, ": expected one element for each row of the logits");
 }
 
 void check_like_loss(const char* op, const Tensor& t, ScalarType dtype) {
   const ScalarType acc = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == acc, op,
-                  ": statistics must be contiguous and float32, or float64 for float64 logits");
+  PARALLEL_OPS_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == acc, op,
+                     ": statistics must be contiguous and float32, or float64 for float64 logits");
 }
 
 void check_columns(const char* op, const Tensor& column) {
-  STD_TORCH_CHECK(column.is_cpu() && column.is_contiguous() && column.scalar_type() == ScalarType::Long, op,
-                  ": column must be contiguous int64");
+  PARALLEL_OPS_CHECK(column.is_cpu() && column.is_contiguous() && column.scalar_type() == ScalarType::Long, op,
+                     ": column must be contiguous int64");
 }
 
 void check_class_weight(const char* op, const std::optional<Tensor>& class_weight, const Tensor& logits) {
-  STD_TORCH_CHECK(!class_weight ||
-                      (class_weight->is_cpu() && class_weight->dim() == 1 && class_weight->size(0) == last_dim(logits)),
-                  op, ": class_weight must have one element for each column of the logits");
+  PARALLEL_OPS_CHECK(!class_weight || (class_weight->is_cpu() && class_weight->dim() == 1 &&
+                                       class_weight->size(0) == last_dim(logits)),
+                     op, ": class_weight must have one element for each column of the logits");
 }
 
 void check_target(const char* op, const Tensor& target) {
-  STD_TORCH_CHECK(
+  PARALLEL_OPS_CHECK(
       target.is_contiguous() && (target.scalar_type() == ScalarType::Long || target.scalar_type() == ScalarType::Int),
       op, ": target must be contiguous int64 or int32");
 }

@@ -39,8 +39,8 @@ std::tuple<Tensor, Tensor> combine(const Tensor& statistics, const Tensor& colum
   check_columns(op, column);
   const int64_t rows = column.numel();
   const int64_t width = statistics.dim() == 3 ? statistics.size(1) : 0;
-  STD_TORCH_CHECK((width == (label_smoothing != 0 ? 5 : 3) || width == 7) && statistics.size(2) == rows, op,
-                  ": statistics must be [shards, 3, rows], 5 with label smoothing or 7 with class weights");
+  PARALLEL_OPS_CHECK((width == (label_smoothing != 0 ? 5 : 3) || width == 7) && statistics.size(2) == rows, op,
+                     ": statistics must be [shards, 3, rows], 5 with label smoothing or 7 with class weights");
   Tensor loss = new_acc(statistics, {rows});
   Tensor saved = new_acc(statistics, {saved_rows(width > 3, width > 5), rows});
   const LossOptions options{label_smoothing, z_loss, 0.0};
@@ -69,13 +69,13 @@ void write_gradient(const char* op, const Tensor& grad, const Tensor& logits, co
   check_columns(op, column);
   check_like_loss(op, saved, logits.scalar_type());
   check_class_weight(op, class_weight, logits);
-  STD_TORCH_CHECK(grad.scalar_type() == saved.scalar_type(), op, ": grad must have the dtype of the loss");
+  PARALLEL_OPS_CHECK(grad.scalar_type() == saved.scalar_type(), op, ": grad must have the dtype of the loss");
   const int64_t width = saved_rows(options.label_smoothing != 0, class_weight.has_value());
   if (divisor) check_like_loss(op, *divisor, logits.scalar_type());
-  STD_TORCH_CHECK(grad.is_cpu() && grad.numel() == (divisor ? 1 : rows) && (!divisor || divisor->numel() == 1), op,
-                  ": grad must have one entry for each row of the logits, or one in all beside one divisor");
-  STD_TORCH_CHECK(saved.dim() == 2 && saved.size(0) == width && saved.size(1) == rows, op,
-                  ": column and saved must have one entry for each row of the logits");
+  PARALLEL_OPS_CHECK(grad.is_cpu() && grad.numel() == (divisor ? 1 : rows) && (!divisor || divisor->numel() == 1), op,
+                     ": grad must have one entry for each row of the logits, or one in all beside one divisor");
+  PARALLEL_OPS_CHECK(saved.dim() == 2 && saved.size(0) == width && saved.size(1) == rows, op,
+                     ": column and saved must have one entry for each row of the logits");
   dispatch(op, logits.scalar_type(), [&](auto tag) {
     using T = decltype(tag);
     using A = acc_t<T>;
@@ -111,7 +111,7 @@ Tensor backward(const Tensor& grad, const Tensor& logits, const std::optional<Te
 void backward_inplace(const Tensor& grad, const Tensor& logits, const std::optional<Tensor>& class_weight,
                       const Tensor& column, const Tensor& saved, const std::optional<Tensor>& divisor,
                       double label_smoothing, double z_loss, double softcap) {
-  STD_TORCH_CHECK(logits.is_contiguous(), "cross_entropy_backward_: logits must be contiguous");
+  PARALLEL_OPS_CHECK(logits.is_contiguous(), "cross_entropy_backward_: logits must be contiguous");
   write_gradient("cross_entropy_backward_", grad, logits, class_weight, column, saved, divisor,
                  {label_smoothing, z_loss, softcap}, logits.mutable_data_ptr());
 }

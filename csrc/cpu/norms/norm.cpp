@@ -93,7 +93,7 @@ void dispatch_stream(const char* op, ScalarType narrow, ScalarType stream, const
     if constexpr (sizeof(T) == 2) {
       if (stream == ScalarType::Float) return f(tag, float{});
     }
-    STD_TORCH_CHECK(false, op, ": a residual stream must be of the dtype of x, or float32 for 16-bit x");
+    PARALLEL_OPS_CHECK(false, op, ": a residual stream must be of the dtype of x, or float32 for 16-bit x");
   });
 }
 
@@ -122,22 +122,22 @@ ScalarType statistics_dtype(const Tensor& x) {
 
 void check_parameters(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
+  PARALLEL_OPS_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
   for (const auto* t : {&weight, &bias}) {
     if (!*t) continue;
     const char* name = t == &weight ? "weight" : "bias";
-    STD_TORCH_CHECK((*t)->is_cpu(), op, ": ", name, " must be on the same device as x");
-    STD_TORCH_CHECK(((*t)->scalar_type() == ScalarType::Double) == (x.scalar_type() == ScalarType::Double), op,
-                    ": float64 parameters go with float64 x alone");
-    STD_TORCH_CHECK((*t)->dim() == 1 && (*t)->size(0) == last_dim(x), op, ": ", name,
-                    " must have one element for each element of the last dimension of x");
+    PARALLEL_OPS_CHECK((*t)->is_cpu(), op, ": ", name, " must be on the same device as x");
+    PARALLEL_OPS_CHECK(((*t)->scalar_type() == ScalarType::Double) == (x.scalar_type() == ScalarType::Double), op,
+                       ": float64 parameters go with float64 x alone");
+    PARALLEL_OPS_CHECK((*t)->dim() == 1 && (*t)->size(0) == last_dim(x), op, ": ", name,
+                       " must have one element for each element of the last dimension of x");
   }
-  STD_TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
-                  ": bias must be of the dtype of weight");
+  PARALLEL_OPS_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+                     ": bias must be of the dtype of weight");
 }
 
 void check_statistics(const char* op, const char* name, const Tensor& t, const Tensor& x, int64_t rows) {
-  STD_TORCH_CHECK(
+  PARALLEL_OPS_CHECK(
       t.is_cpu() && t.scalar_type() == statistics_dtype(x) && t.dim() == 1 && t.size(0) == rows && t.is_contiguous(),
       op, ": ", name, " must be what the forward returned");
 }

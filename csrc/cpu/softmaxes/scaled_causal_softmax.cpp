@@ -27,9 +27,9 @@ PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_ROWS)
 #undef DEFINE_ROWS
 
 Shape2d check_shape(const char* op, const Tensor& x, const std::optional<int64_t>& window) {
-  STD_TORCH_CHECK(x.dim() >= 2 && x.size(x.dim() - 2) <= x.size(x.dim() - 1), op,
-                  ": there must be at least as many keys (last dimension) as queries (second to last)");
-  STD_TORCH_CHECK(!window || *window >= 1, op, ": window must be at least 1");
+  PARALLEL_OPS_CHECK(x.dim() >= 2 && x.size(x.dim() - 2) <= x.size(x.dim() - 1), op,
+                     ": there must be at least as many keys (last dimension) as queries (second to last)");
+  PARALLEL_OPS_CHECK(!window || *window >= 1, op, ": window must be at least 1");
   return {x.size(x.dim() - 2), x.size(x.dim() - 1)};
 }
 

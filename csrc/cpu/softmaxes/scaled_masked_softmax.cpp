@@ -136,12 +136,12 @@ void forward_additive(const Call<T>& call, const Tensor& mask) {
 }
 
 void check_mask(const Tensor& x, const Tensor& mask) {
-  STD_TORCH_CHECK(mask.is_cpu(), "scaled_masked_softmax: mask must be on the same device as scores");
-  STD_TORCH_CHECK(mask.dim() <= x.dim(), "scaled_masked_softmax: mask must not have more dimensions than scores");
+  PARALLEL_OPS_CHECK(mask.is_cpu(), "scaled_masked_softmax: mask must be on the same device as scores");
+  PARALLEL_OPS_CHECK(mask.dim() <= x.dim(), "scaled_masked_softmax: mask must not have more dimensions than scores");
   for (int64_t d = 1; d <= mask.dim(); ++d) {
     const int64_t size = mask.size(mask.dim() - d);
-    STD_TORCH_CHECK(size == 1 || size == x.size(x.dim() - d),
-                    "scaled_masked_softmax: mask must be broadcastable to the shape of scores");
+    PARALLEL_OPS_CHECK(size == 1 || size == x.size(x.dim() - d),
+                       "scaled_masked_softmax: mask must be broadcastable to the shape of scores");
   }
 }
 

@@ -19,8 +19,8 @@
 #include <type_traits>
 
 #include <torch/csrc/stable/ops.h>
-#include <torch/headeronly/util/Exception.h>
 
+#include "../../error.h"
 #include "../dtype.h"
 #include "../lanes.h"
 #include "../math.h"
@@ -209,12 +209,13 @@ class Sinks {
  public:
   Sinks(const char* op, const std::optional<Tensor>& sink, const Tensor& scores) {
     if (!sink) return;
-    STD_TORCH_CHECK(sink->is_cpu() && sink->scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float),
-                    op, ": sink must be on the same device as scores, float32 (float64 for float64 scores)");
-    STD_TORCH_CHECK(sink->dim() == 1 && sink->is_contiguous(), op, ": sink must be a contiguous vector");
+    PARALLEL_OPS_CHECK(
+        sink->is_cpu() && sink->scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float), op,
+        ": sink must be on the same device as scores, float32 (float64 for float64 scores)");
+    PARALLEL_OPS_CHECK(sink->dim() == 1 && sink->is_contiguous(), op, ": sink must be a contiguous vector");
     heads_ = sink->numel();
-    STD_TORCH_CHECK(heads_ == 1 || (scores.dim() >= 3 && heads_ == scores.size(scores.dim() - 3)), op,
-                    ": sink must have one element, or one for each head (the last dimension of scores but two)");
+    PARALLEL_OPS_CHECK(heads_ == 1 || (scores.dim() >= 3 && heads_ == scores.size(scores.dim() - 3)), op,
+                       ": sink must have one element, or one for each head (the last dimension of scores but two)");
     queries_ = scores.dim() >= 2 ? std::max<int64_t>(1, scores.size(scores.dim() - 2)) : 1;
     sinks_ = readable<A>(op, "sink", *sink);
   }
@@ -237,10 +238,10 @@ class SinkShares {
  public:
   SinkShares(const char* op, const std::optional<Tensor>& shares, const Tensor& y) {
     if (!shares) return;
-    STD_TORCH_CHECK(shares->is_cpu() &&
-                        shares->scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) &&
-                        shares->is_contiguous() && shares->numel() == rows_and_cols(y).rows,
-                    op, ": sink_share must be what the forward returned");
+    PARALLEL_OPS_CHECK(shares->is_cpu() &&
+                           shares->scalar_type() == (sizeof(A) == 8 ? ScalarType::Double : ScalarType::Float) &&
+                           shares->is_contiguous() && shares->numel() == rows_and_cols(y).rows,
+                       op, ": sink_share must be what the forward returned");
     shares_ = readable<A>(op, "sink_share", *shares);
   }
   A operator()(int64_t row) const { return shares_ ? shares_[row] : A(0); }
