@@ -24,9 +24,10 @@ _EXACT = Approximation(None)
 
 
 @functools.cache
-def compiled(launch: aot.Launch, capability: int) -> tuple[Program, int, int]:
-    """(program, warps, bytes of shared memory)"""
-    kernel = aot.compiled(launch, capability)
+def compiled(launch: aot.Launch, capability: int, machine_code: bool = False) -> tuple[Program, int, int]:
+    """(program, warps, bytes of shared memory). With ``machine_code``, what Triton caches is also what
+    ``aot.compile_for`` reads."""
+    kernel = aot.compiled(launch, capability, machine_code=machine_code)
     return parse(kernel.asm["ptx"]), kernel.metadata.num_warps, kernel.metadata.shared
 
 
@@ -98,7 +99,7 @@ def executed(
 def rerun(launch: aot.Launch, capability: int, programs: int) -> Report:
     """A launch that ``aot.recorded`` noted, on as many of its programs."""
     args, kwargs, grid = launch.call
-    return _run(launch.kernel, args, kwargs, grid, capability, programs, _Unwritten(), _EXACT)
+    return _run(launch.kernel, args, kwargs, grid, capability, programs, _Unwritten(), _EXACT, machine_code=True)
 
 
 @contextlib.contextmanager
@@ -121,12 +122,12 @@ def ops_launch_kernels() -> Iterator[None]:
 
 def _run(
     kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any, capability: int,
-    sample: int | None, notes: _Unwritten, approximation: Approximation,
+    sample: int | None, notes: _Unwritten, approximation: Approximation, machine_code: bool = False,
 ) -> Report:  # fmt: skip
     bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in aot.OPTIONS})
     bound.apply_defaults()
     launch = aot.specialise(kernel, args, dict(kwargs))
-    program, warps, shared = compiled(launch, capability)
+    program, warps, shared = compiled(launch, capability, machine_code)
     grid = grid(dict(bound.arguments)) if callable(grid) else grid
     types = dict(launch.signature)
     values = [
