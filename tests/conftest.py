@@ -1,3 +1,4 @@
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
     )
     parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
-    parser.addoption("--plans", type=int, default=6, help="random plans that the trainer's test trains and resumes")
+    parser.addoption("--plans", type=int, default=4, help="random plans that the trainer's test trains and resumes")
 
 
 @pytest.fixture
@@ -48,17 +49,32 @@ def trials(pytestconfig: pytest.Config) -> int | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case of each kernel test, in bfloat16 where it has one. Each planted bug is a test of its own."""
+    """Leaves the smoke of the kernel tests: of each test that is not marked ``smoke=False`` one case.
+
+    In bfloat16 and for sm_90, where it has such a case. So each kernel is compiled and executed, and each planted bug,
+    which is a test of its own, is found.
+    """
     if config.getoption("--kernels") == "all":
         return
     cases: dict[str, list[pytest.Item]] = {}
+    left_out = set()
     for item in items:
-        if item.get_closest_marker("executed") or item.get_closest_marker("aot"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {id(next((item for item in group if "bfloat16" in item.name), group[0])) for group in cases.values()}
-    left_out = {id(item) for group in cases.values() for item in group} - chosen
+        marker = item.get_closest_marker("executed") or item.get_closest_marker("aot")
+        if marker is not None:
+            left_out.add(id(item))
+            if marker.kwargs.get("smoke", True):
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out -= {
+        id(max(group, key=lambda item: ("bfloat16" in item.name, "90" in item.name))) for group in cases.values()
+    }
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported stays; without this, each full collection of garbage walks through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

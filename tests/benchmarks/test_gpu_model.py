@@ -67,6 +67,7 @@ def test_wave_efficiency():
     assert wave_efficiency(264, 132, 2) == 1.0
 
 
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize(
     ("op", "shape", "dtype"),
     [
@@ -88,6 +89,7 @@ def test_a_sample_counts_what_all_programs_do(op, shape, dtype):
                 assert counts[0] == pytest.approx(counts[1], rel=0.02), f"{every.kernel}: {a.name}"
 
 
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize("cols", [12288, 16384])
 @pytest.mark.parametrize("op", NORMS)
 def test_wide_backward_of_norms_reads_once(op, cols):
@@ -109,6 +111,7 @@ def test_backward_of_norms_fills_every_gpu(op, gpu):
     assert programs / slots >= 0.9, f"{kernel}: {programs} programs, {resident} a multiprocessor"
 
 
+@pytest.mark.aot(smoke=False)
 def test_backward_of_layer_norm():
     backward = model("layer_norm", (2048, 4, 4096))["backward"]
     assert backward.main.facts.barriers <= 3
@@ -135,6 +138,7 @@ def test_instructions_an_element(op, shape, direction, most):
     assert model(op, shape)[direction].instructions <= most
 
 
+@pytest.mark.aot(smoke=False)
 def test_causal_softmax_computes_what_is_visible():
     """In proportion, to a block: rows of 4,096 keys are eight, of which the first query sees one and the last all.
 
@@ -170,6 +174,7 @@ def test_issue_slots(op, shape, direction):
     assert model(op, shape)[direction].issue_share <= 0.75
 
 
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize(
     ("op", "shape"),
     [
@@ -187,12 +192,14 @@ def test_columns_that_16_does_not_divide_move_128_bits(op, shape):
         assert sum(o.ratio * o.requested for o in operands) <= 1.1 * moved
 
 
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize(("op", "shape"), [("bias_gelu", (2048, 4, 1024)), ("bias_swiglu", (2048, 4, 2 * 1792))])
 def test_backward_at_small_widths_has_three_programs_a_multiprocessor(op, shape):
     main = model(op, shape)["backward"].main
     assert min(main.resident, main.facts.programs / GPUS["H200"].multiprocessors) >= 3
 
 
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize("op", ["bias_gelu", "silu_mul"])
 def test_backward_without_a_bias_is_one_launch_on_a_flat_grid(op):
     device = GPUS["H200"]
@@ -206,6 +213,7 @@ def test_backward_without_a_bias_is_one_launch_on_a_flat_grid(op):
     )
 
 
+@pytest.mark.aot(smoke=False)
 def test_a_loss_that_makes_its_gradient_in_the_forward_passes_twice_over_the_logits():
     bench, shape, device = benchmark("vocab_parallel_cross_entropy"), (8192, 131072), GPUS["H200"]
     loss = functools.partial(vocab_parallel_cross_entropy, gradient_in_forward=True)

@@ -37,7 +37,7 @@ def test_compiled_code(dtype, cols, capability):
     check_compiled(launches(dtype, cols, offsets=(0,)), cols, capability)
 
 
-@pytest.mark.aot
+@pytest.mark.aot(smoke=False)
 def test_compiled_code_where_blocks_start_before_the_tensor():
     """Such accesses are narrower; nothing else may be worse."""
     for launch in launches(torch.bfloat16, 4096, offsets=(1, 2)):
@@ -119,7 +119,7 @@ def test_interpreted(shape, dtype, p, seed, index_offset):
     suite.check_numerics(ours, theirs, [x, None, None], None, slack_ulps=2)
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_interpreted_with_dtypes_of_their_own(p):
     """A residual stream in fp32 between layers in bf16, and the other way round."""

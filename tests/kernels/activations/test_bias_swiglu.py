@@ -25,7 +25,7 @@ def launches(dtype, cols):
     return recorded
 
 
-@pytest.mark.aot
+@pytest.mark.aot(smoke=False)  # bias_gelu's are of the same kernels
 @pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
 def test_compiled_code(dtype, cols, capability):
     check_compiled(launches(dtype, cols), cols, capability)

@@ -218,7 +218,7 @@ def test_random_spans(small_tiles, trials):
         )
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 @pytest.mark.parametrize("dims", [64, 128])
 def test_at_the_sizes_that_a_gpu_runs(dims):
     """The published tiles: their loops over whole tiles, and both edges."""
@@ -243,7 +243,7 @@ def test_layouts(small_tiles):
         assert torch.equal(a, b)
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 @pytest.mark.parametrize("mask", [MaskBounds(), MaskBounds(right=-3), MaskBounds(left=5)], ids=str)
 def test_nothing_to_see(mask, small_tiles):
     """No queries, no keys, or none that any query sees: zeros and -inf; merged and added, what was there."""

@@ -29,7 +29,7 @@ def test_compiled_code(dtype, cols, capability):
     check_compiled(launches(dtype, cols), cols, capability, passes=passes)
 
 
-@pytest.mark.aot
+@pytest.mark.aot(smoke=False)
 @pytest.mark.parametrize("capability", [80, 100])
 def test_compiled_code_of_long_rows_elsewhere(capability):
     for launch in launches(torch.bfloat16, 16384):
