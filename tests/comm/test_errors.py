@@ -88,6 +88,7 @@ def test_an_error_where_data_is_under_way_is_left_in_the_store():
     assert "; rank 1 failed in Layer: RuntimeError: no more memory" in lost
 
 
+@pytest.mark.runs
 def test_a_process_that_has_ended_is_quoted(tmp_path):
     """It ends, though nobody fetched its message; a group would wait for that when it is destroyed.
 

@@ -55,11 +55,13 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(kind, tmp_path):
             composition.train(0, kind, layout, path)
         else:
             ranks(4).run(composition.train, kind, layout, path)
-    for layout in saved:
+    for number, layout in enumerate(saved):
+        # A GPT from each into each; a Llama from each into the next.
+        paths = list(saved.values()) if kind == "gpt" else [list(saved.values())[number - 1]]
         if layout == "one":
-            outcomes = [composition.resume(0, kind, layout, list(saved.values()))]
+            outcomes = [composition.resume(0, kind, layout, paths)]
         else:
-            outcomes = ranks(4).run(composition.resume, kind, layout, list(saved.values()))
+            outcomes = ranks(4).run(composition.resume, kind, layout, paths)
         for got in itertools.chain.from_iterable(outcomes):
             compare(got, losses[2:], third)
 

@@ -93,8 +93,7 @@ def test_a_model_made_on_the_meta_device_is_the_same():
         assert all(torch.equal(meta[name], value) for name, value in made.items())
 
 
-@pytest.mark.parametrize("kind", ["layer", "llama"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("layer", True), ("llama", False)])
 def test_compiles_to_one_graph(kind, sequence_parallel):
     for eager, compiled in ranks(2).run(layer_modes.compiled, kind, sequence_parallel, "aot_eager"):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)

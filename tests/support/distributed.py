@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import functools
+import gc
 import io
 import tempfile
 import traceback
@@ -104,6 +105,7 @@ def _unpack(data: bytes) -> Any:
 
 def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the process that it was forked from imported
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, size),

@@ -93,6 +93,7 @@ def test_ranks_and_many_keys_in_words():
     assert many.endswith("h is 0 on rank 0, missing on rank 1; and 2 more")
 
 
+@pytest.mark.runs
 def test_ranks_as_they_are_launched(folder):
     """Two processes with the environment that torchrun gives: each case was silent, a hang or an abort elsewhere."""
     (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
