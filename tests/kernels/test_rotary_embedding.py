@@ -74,9 +74,13 @@ def interpreted(interleaved):
 
 @pytest.mark.executed
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("shape", "half"), [((3, 2, 5, 32), 16), ((4, 3, 10), 3), ((2, 1, 33, 128), 40), ((0, 2, 8), 4)]
+    ("shape", "half", "dtype"),
+    [
+        *(((3, 2, 5, 32), 16, dtype) for dtype in DTYPES),
+        *((shape, half, torch.float32) for shape, half in [((4, 3, 10), 3), ((2, 1, 33, 128), 40), ((0, 2, 8), 4)]),
+    ],
+    ids=str,
 )
 def test_interpreted(shape, half, dtype, interleaved):
     x, grad = (randn(*shape, dtype=dtype, seed=i) for i in (0, 1))

@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import pytest
@@ -70,7 +69,8 @@ def check(args, g, zero_centered):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *itertools.product([(3, 5, 70), (600, 9), (2, 1030), (0, 8)], DTYPES),
+        *(((3, 5, 70), dtype) for dtype in DTYPES),
+        *((shape, torch.float32) for shape in [(600, 9), (2, 1030), (0, 8)]),
         ((3, 12288), torch.bfloat16),  # a row in chunks
         ((3, 9000), torch.float32),  # wide in the backward, the parameters' gradients of two programs a column
         ((1, 34000), torch.float32),  # wide in both

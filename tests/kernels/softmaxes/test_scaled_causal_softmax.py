@@ -79,7 +79,9 @@ SHAPES = [(2, 3, 5, 70), (3, 1030), (1, 9), (2, 1, 1), (2, 0, 4)]
 @pytest.mark.parametrize(
     ("shape", "dtype", "window"),
     [
-        *itertools.product(SHAPES, [torch.float32], [None, 1, 20, 5000]),
+        *itertools.product(SHAPES[:1], [torch.float32], [None, 1, 20, 5000]),
+        *itertools.product(SHAPES[1:2], [torch.float32], [None, 20]),
+        *itertools.product(SHAPES[2:], [torch.float32], [None]),
         *itertools.product(SHAPES[:1], [torch.bfloat16, torch.float16, torch.float64], [20]),
     ],
     ids=str,
