@@ -1,12 +1,13 @@
 """A training step of Transformers' models with and without ``parallel_ops.integrations.huggingface``.
 
     python -m benchmarks.bench_huggingface [--model llama] [--dtype bfloat16] [--batch 1] [--rounds 9] [--compiled]
-        [--liger]
+        [--liger] [--large]
 
 Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
-forward and backward, dropout as in the model's default configuration. Stock is what ``from_pretrained`` gives: eager
-mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls on all alike. Peak memory is
-that of tensors beyond the parameters, their gradients included.
+forward and backward, dropout as in the model's default configuration. With --large, for GPUs, 4 layers of Llama 3.2 1B:
+hidden size 2,048, 32 heads and 8 key heads of 64, a vocabulary of 128,256, 4,096 tokens a sequence. Stock is what
+``from_pretrained`` gives: eager mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls
+on all alike. Peak memory is that of tensors beyond the parameters, their gradients included.
 """
 
 import contextlib
@@ -36,6 +37,13 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8, "intermediate_size": 1_408, "max_position_embeddings": _LENGTH,
 }  # fmt: skip
 
+_LARGE_LENGTH, _LARGE_VOCAB = 4_096, 128_256
+_LARGE_LLAMA: dict[str, Any] = {
+    "vocab_size": _LARGE_VOCAB, "hidden_size": 2_048, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8_192, "max_position_embeddings": _LARGE_LENGTH,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -47,62 +55,68 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
     compiled: Annotated[bool, typer.Option("--compiled", help="Also torch.compile of stock and of ours.")] = False,
     liger: Annotated[bool, typer.Option("--liger", help="Also Liger's patch, on a GPU, of what it knows.")] = False,
+    large: Annotated[bool, typer.Option("--large", help="A Llama with the sizes of a 1B model's layers.")] = False,
 ) -> None:
     """Step time and peak memory of each variant, and stock's time over its."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     missing = ligers.unavailable(device, "liger_kernel.transformers") if liger else None
     table = Table(box=SIMPLE_HEAD, caption=missing, caption_justify="left")
-    for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "peak MiB"):
+    length = _LARGE_LENGTH if large else _LENGTH
+    for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "tokens/s", "peak MiB"):
         table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
-    for family in model or ["llama", "gpt2"]:
+    for family in model or (["llama"] if large else ["llama", "gpt2"]):
         if family not in ("llama", "gpt2"):
             fail(f"unknown model {family!r}; choose from llama, gpt2")
+        if large and family != "llama":
+            fail("--large is a Llama; leave --model out")
         for name in dtype or list(_DTYPES):
             if name not in _DTYPES:
                 fail(f"unknown dtype {name!r}; choose from {', '.join(_DTYPES)}")
-            steps = _variants(family, _DTYPES[name], batch, device, compiled, liger and not missing)
+            steps = _variants(family, _DTYPES[name], batch, device, compiled, liger and not missing, large)
             peaks = {variant: peak_bytes(step, device) / 2**20 for variant, step in steps.items()}
             calls = {variant: [step] for variant, step in steps.items()}
             stats = take_turns(calls, HostTimer(device), min_rounds=rounds, max_rounds=rounds, budget_s=0)
             for variant, s in stats.items():
                 table.add_row(
                     family, name, variant, f"{s.median * 1e3:.1f}", f"{s.p25 * 1e3:.1f} to {s.p75 * 1e3:.1f}",
-                    f"{stats['stock'].median / s.median:.2f}x", f"{peaks[variant]:.0f}",
+                    f"{stats['stock'].median / s.median:.2f}x", f"{batch * length / s.median:,.0f}",
+                    f"{peaks[variant]:.0f}",
                 )  # fmt: skip
     Console().print(table)
 
 
 def _variants(
-    family: str, dtype: torch.dtype, batch: int, device: torch.device, compiled: bool, liger: bool
+    family: str, dtype: torch.dtype, batch: int, device: torch.device, compiled: bool, liger: bool, large: bool
 ) -> dict[str, Callable[[], None]]:
     """A step of each; every model has the same weights."""
-    models = {
-        name: _model(family, dtype, device, attention) for name, attention in (("stock", "sdpa"), ("eager", "eager"))
-    }
-    models["parallel_ops"] = _model(family, dtype, device, "sdpa")
+    make = functools.partial(_model, family, dtype, device, large)
+    models = {"stock": make("sdpa"), "parallel_ops": make("sdpa")}
+    if not large:  # eager attention keeps all scores
+        models["eager"] = make("eager")
     huggingface.apply(models["parallel_ops"])
     if compiled:
         models |= {
             f"{name}, compiled": cast(PreTrainedModel, torch.compile(models[name]))
             for name in ("stock", "parallel_ops")
         }
-    tokens = torch.randint(_VOCAB, (batch, _LENGTH), device=device, generator=torch.Generator(device).manual_seed(1))
+    size = (_LARGE_VOCAB, (batch, _LARGE_LENGTH)) if large else (_VOCAB, (batch, _LENGTH))
+    tokens = torch.randint(*size, device=device, generator=torch.Generator(device).manual_seed(1))
     steps: dict[str, Callable[[], None]] = {
         name: functools.partial(_step, model, tokens) for name, model in models.items()
     }
     if liger and ligers.knows(models["stock"]):
-        patched = _model(family, dtype, device, "sdpa")
+        patched = make("sdpa")
         steps["liger"] = functools.partial(_step, patched, tokens, ligers.patch_model(patched))
     return steps
 
 
-def _model(family: str, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+def _model(family: str, dtype: torch.dtype, device: torch.device, large: bool, attention: str) -> PreTrainedModel:
     torch.manual_seed(0)
     options: dict[str, Any] = {"attn_implementation": attention}
     if family == "gpt2":
         model: Any = GPT2LMHeadModel(GPT2Config(**_GPT2, **options))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**_LLAMA, **options))
+        model = LlamaForCausalLM(LlamaConfig(**(_LARGE_LLAMA if large else _LLAMA), **options))
     return model.to(device, dtype).train()
 
 

@@ -38,6 +38,9 @@ def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16; repeatable.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small tensors and few rounds: a look, not a result.")] = False,
+    shapes: Annotated[
+        int | None, typer.Option(min=1, help="Measure the first so many shapes of each op alone.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the CSV file and the charts.")] = None,
     list_ops: Annotated[bool, typer.Option("--list", help="Name the ops and stop.")] = False,
 ) -> None:
@@ -63,7 +66,7 @@ def command(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = tuple(_DTYPES[name] for name in dict.fromkeys(dtype or ["float32", "bfloat16"]))
-    settings = Settings.standard(torch.device(device), dtypes, quick)
+    settings = Settings.standard(torch.device(device), dtypes, quick, shapes)
     folder = output or _FOLDER / "results" / ("quick" if quick else "")
     console = Console() if sys.stdout.isatty() else Console(width=120)  # in a log file, lines may be long
     benchmarks = [load(op) for op in dict.fromkeys(ops or known)]
@@ -103,7 +106,7 @@ def run(benchmarks: Sequence[Benchmark], settings: Settings, folder: Path, conso
             continue
         stored = results.merge(table, rows)
         plot_op([row for row in stored if row.op == benchmark.op], folder / f"{environment.device}-{benchmark.op}.png")
-        report.print_op(console, rows)
+        report.print_op(console, rows, benchmark.flops)
         measured += rows
     report.print_summary(console, measured)
     console.print(f"written to {table}", soft_wrap=True, highlight=False)

@@ -26,8 +26,8 @@ from benchmarks.spec import DIRECTIONS, OVERHEAD, Benchmark, Inputs, Provider, S
 from benchmarks.timing import Call, CudaTimer, HostTimer, Stats, Timer, take_turns
 
 _OVERHEAD_REPEAT = 50
-# A CUDA event pair spans calls that move about this much: half a millisecond on the fastest GPUs of 2026.
-_CUDA_BATCH_BYTES = 2 << 30
+# A CUDA event pair spans calls that take about so long, which is long against its resolution.
+_CUDA_BATCH_S = 5e-4
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,12 @@ class Settings:
     max_rounds: int = 60
     budget_s: float = 3.5
     input_bytes: int = 512 << 20  # of all input sets together
+    shapes: int | None = None  # the first so many of an op; None for all
 
     @classmethod
-    def standard(cls, device: torch.device, dtypes: tuple[torch.dtype, ...], quick: bool) -> "Settings":
+    def standard(
+        cls, device: torch.device, dtypes: tuple[torch.dtype, ...], quick: bool, shapes: int | None = None
+    ) -> "Settings":
         cuda = device.type == "cuda"
         return cls(
             device,
@@ -54,6 +57,7 @@ class Settings:
             max_rounds=(10 if quick else 30) if cuda else 60,
             budget_s=math.inf if cuda else (0.4 if quick else 3.5),
             input_bytes=(16 << 30) if cuda else (64 << 20 if quick else 512 << 20),
+            shapes=shapes,
         )
 
 
@@ -74,7 +78,7 @@ def cases(benchmark: Benchmark, settings: Settings, problems: list[str]) -> Iter
     """The cases of one op. What cannot run is left out and named in ``problems``."""
     device = settings.device
     for index, dtype in enumerate(settings.dtypes):
-        shapes = benchmark.shapes(device.type, dtype, settings.quick)
+        shapes = benchmark.shapes(device.type, dtype, settings.quick)[: settings.shapes]
         if index == 0:  # the host's work does not depend on the dtype
             shapes = [*shapes, benchmark.tiny]
         for shape in shapes:
@@ -99,7 +103,7 @@ def measure(case: Case, settings: Settings, environment: Environment) -> list[Ro
         moved["clone"] = 2 * source.nbytes
     stats = take_turns(
         calls,
-        _timer(case, settings),
+        _timer(case, settings, calls["parallel_ops"]),
         min_rounds=settings.min_rounds,
         max_rounds=settings.max_rounds,
         budget_s=settings.budget_s,
@@ -209,9 +213,11 @@ def _call(case: Case, fn: Provider, inputs: Inputs, grad: Tensor) -> Call:
     return lambda: torch.autograd.grad(fn(*inputs), leaves, grad)
 
 
-def _timer(case: Case, settings: Settings) -> Timer:
+def _timer(case: Case, settings: Settings, calls: Sequence[Call]) -> Timer:
     if case.bytes is None:
         return HostTimer(settings.device, repeat=_OVERHEAD_REPEAT)
-    if settings.device.type == "cuda":
-        return CudaTimer(repeat=max(1, min(10, _CUDA_BATCH_BYTES // case.bytes)))
-    return HostTimer(settings.device)
+    if settings.device.type != "cuda":
+        return HostTimer(settings.device)
+    calls[0]()  # compiles
+    (seconds,) = CudaTimer(repeat=1).round([calls[:1]])
+    return CudaTimer(repeat=max(1, min(10, round(_CUDA_BATCH_S / seconds))))

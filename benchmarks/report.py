@@ -1,13 +1,14 @@
 """Results for the terminal: a table an op and a summary over ops."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import PROVIDERS, Row
+from benchmarks.spec import Shape
 
 WAYS = ("inplace", "in_forward")  # other ways to call the op itself
 _RIVALS = tuple(p for p in PROVIDERS if p not in ("parallel_ops", *WAYS, "clone"))
@@ -29,7 +30,7 @@ def speedup(group: Group, rival: str) -> float | None:
     return group[rival].ms_median / group["parallel_ops"].ms_median
 
 
-def print_op(console: Console, rows: Sequence[Row]) -> None:
+def print_op(console: Console, rows: Sequence[Row], flops: Callable[[Shape, str], float] | None = None) -> None:
     """The table of one op: a section a shape and dtype, a line a direction."""
     present = {row.provider for row in rows}
     rivals = [p for p in _RIVALS if p in present]
@@ -42,6 +43,8 @@ def print_op(console: Console, rows: Sequence[Row]) -> None:
     ]
     for name in (*times, "ours\nGB/s", "of\nclone", *(f"vs\n{p}" for p in rivals), "ours\nMiB", "eager\nMiB"):
         table.add_column(name, justify="right", no_wrap=True)
+    if flops is not None:
+        table.add_column("ours\nTFLOP/s", justify="right", no_wrap=True)
     section = None
     for group in groups(rows):
         any_row = next(iter(group.values()))
@@ -57,6 +60,7 @@ def print_op(console: Console, rows: Sequence[Row]) -> None:
             *(_number(speedup(group, p), ".2f", "x") for p in rivals),
             _column(ours, "peak_mib", ".0f"),
             _column(eager, "peak_mib", ".0f"),
+            *([] if flops is None else [_teraflops(ours, flops)]),
         )
     console.print(table)
 
@@ -85,6 +89,13 @@ def _time(row: Row | None) -> str:
     if row.overhead_us is not None:
         return f"{row.overhead_us:.0f}µs"
     return f"{row.ms_median:.3f}" if row.ms_median < 10 else f"{row.ms_median:.1f}"
+
+
+def _teraflops(row: Row | None, flops: Callable[[Shape, str], float]) -> str:
+    if row is None or row.bytes is None:
+        return ""
+    shape = tuple(map(int, row.shape.split("x")))
+    return f"{flops(shape, row.direction) / row.ms_median / 1e9:.3g}"
 
 
 def _column(row: Row | None, name: str, form: str, unit: str = "") -> str:

@@ -56,6 +56,7 @@ class Benchmark:
         traffic: (shape, dtype) to the bytes that it must move.
         shapes: (device type, dtype, quick) to the shapes to measure.
         tiny: a shape so small that only the cost of calling is left.
+        flops: (shape, direction) to the floating-point operations of an op that computes longer than it moves.
         directions: what is measured apart; an op that does the work of its backward in forward has "full" alone.
         peers: by their name in the results, which is one of ``results.PROVIDERS``.
     """
@@ -69,6 +70,7 @@ class Benchmark:
     tiny: Shape
     directions: tuple[str, ...] = DIRECTIONS
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    flops: Callable[[Shape, str], float] | None = None
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
