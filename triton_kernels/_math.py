@@ -16,7 +16,7 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exp_nonpositive(x, FAST: tl.constexpr):
-    """exp(x) for x <= 0; results below the smallest normal number are zero (but in fp64)."""
+    """exp(x) for x <= 0; where ``FAST``, results below the smallest normal number may be zero."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     elif FAST:
@@ -30,8 +30,9 @@ def exp_nonpositive(x, FAST: tl.constexpr):
         p = p * r + 4.1666798e-2
         p = p * r + 1.6666672e-1
         p = p * r + 0.5
-        two_to_k = ((shifted.to(tl.int32, bitcast=True) + 127) << 23).to(tl.float32, bitcast=True)
-        return tl.where(x < -87.3365, 0.0, (p * r * r + r + 1.0) * two_to_k)
+        # 2^k in two factors, since it is no normal number itself where the result is none.
+        two_to_k = ((shifted.to(tl.int32, bitcast=True) + 127 + 64) << 23).to(tl.float32, bitcast=True)
+        return tl.where(x < -104.0, 0.0, (p * r * r + r + 1.0) * two_to_k * 5.421010862427522e-20)
 
 
 @triton.jit

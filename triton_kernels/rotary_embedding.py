@@ -21,6 +21,12 @@ MAX_WARPS = 4
 
 
 @triton.jit
+def _rotated(x1, x2, cos, sin):
+    """The pair turned by its angle. Left to the compiler, which product is rounded would depend on the layout."""
+    return tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, y_ptr, head, heads, cos, sin, x_stride_d, y_stride_d,
     INPLACE: tl.constexpr, INTERLEAVED: tl.constexpr, DIMS: tl.constexpr, HALF: tl.constexpr,
@@ -40,7 +46,8 @@ def _rotate_heads(
         x1, x2 = tl.split(tl.reshape(x, (BLOCK_HEADS, BLOCK_HALF, 2)))
         if INPLACE:
             tl.debug_barrier()
-        y = tl.reshape(tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin), (BLOCK_HEADS, 2 * BLOCK_HALF))
+        y1, y2 = _rotated(x1, x2, cos, sin)
+        y = tl.reshape(tl.join(y1, y2), (BLOCK_HEADS, 2 * BLOCK_HALF))
         tl.store(y_ptr + both * y_stride_d, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         mask = (head < heads) & (pair < HALF)
@@ -48,8 +55,9 @@ def _rotate_heads(
         x2 = to_acc(tl.load(x_ptr + (pair + HALF) * x_stride_d, mask=mask, other=0.0))
         if INPLACE:
             tl.debug_barrier()
-        tl.store(y_ptr + pair * y_stride_d, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=mask)
-        tl.store(y_ptr + (pair + HALF) * y_stride_d, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=mask)
+        y1, y2 = _rotated(x1, x2, cos, sin)
+        tl.store(y_ptr + pair * y_stride_d, y1.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + (pair + HALF) * y_stride_d, y2.to(y_ptr.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
         tl.store(y_ptr + rest * y_stride_d, passed, mask=in_rest)
 

@@ -152,25 +152,28 @@ def test_errors_of_a_launch_are_as_raised(driver, kernel):
         assert caught.value is failure
 
 
-def on_a_side_stream(call):
+def on_a_side_stream(call, x):
     with torch.cuda.stream(torch.cuda.Stream()):
-        result = call()
+        result = call(x)
     torch.cuda.synchronize()
     return result
 
 
-def in_a_graph(call):
+def in_a_graph(call, x):
+    """A leaf of its own, since autograd makes a backward wait for the stream on which a leaf was used first."""
     graph = torch.cuda.CUDAGraph()
+    x = x.detach().clone().requires_grad_()
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        result = call()
+        result = call(x)
     graph.replay()
     torch.cuda.synchronize()
     return result
 
 
-def in_a_new_thread(call):
+def in_a_new_thread(call, x):
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
+        return pool.submit(call, x).result()
 
 
 @pytest.mark.gpu
@@ -184,12 +187,12 @@ def test_known_launches_on_a_gpu(way, device, monkeypatch):
     x = torch.randn(64, 512, device=f"cuda:{device}", dtype=torch.bfloat16, requires_grad=True)
     bias, grad = torch.randn_like(x[0]).detach(), torch.randn_like(x)
 
-    def call():
+    def call(x):
         y = bias_gelu(x, bias)
         return [y, *torch.autograd.grad(y, x, grad)]
 
-    expected = call()
+    expected = call(x)
     torch.cuda.synchronize()
     monkeypatch.setattr(_launch, "_launch_first", lambda *_: pytest.fail("launched by Triton"))
-    for got, want in zip(way(call), expected, strict=True):
+    for got, want in zip(way(call, x), expected, strict=True):
         assert torch.equal(got, want)

@@ -139,3 +139,15 @@ def test_positions_out_of_range_give_nan_and_read_nothing():
     x, cos_sin = randn(3, 2, 8, dtype=torch.float32).detach(), angles(5, 4)
     y = interpreted(False)(x, *cos_sin, torch.tensor([1, 5, -1]))
     assert y[0].isfinite().all() and y[1:].isnan().all()
+
+
+@pytest.mark.executed
+def test_any_layout_gives_the_same_bits():
+    """In fp32, where the compiler's choice of the product that is not rounded would show."""
+    from parallel_ops import rotary_embedding
+    from ptx.execution import ops_launch_kernels
+
+    x, cos_sin = randn(4, 3, 2, 40, dtype=torch.float32), angles(4, 16)
+    with ops_launch_kernels():
+        for interleaved in (False, True):
+            suite.check_layouts(lambda *args, i=interleaved: rotary_embedding(*args, interleaved=i), [x, *cos_sin])

@@ -70,7 +70,8 @@ def flash_attention(
     """``softmax(scale * q k^T) v`` over the keys visible to each query, without scores in memory.
 
     Args:
-        q: ``[sq, b, heads, d]``, float32, float16, bfloat16 or float64, any strides.
+        q: ``[sq, b, heads, d]``, float32, float16, bfloat16 or float64, any strides. float64 on CUDA is for checks of
+            gradients: it runs in plain PyTorch, with all scores in memory.
         k, v: ``[sk, b, kv_heads, d]``, where kv_heads divides heads: head h uses ``h // (heads // kv_heads)``; dtype
             and device of ``q``, any strides.
         causal: query i sees the keys up to ``i + sk - sq``, so the last query sees the last key; ``sq <= sk``.
@@ -107,6 +108,12 @@ def flash_attention(
     sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     p = 0.0 if drawn is None else dropout_p
+    if q.dtype is torch.float64 and q.is_cuda:  # for which there is no Triton kernel
+        y = flash_attention_reference(
+            q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=p, seed=drawn,
+            cu_seqlens=cu_seqlens, first_head=first_head,
+        )  # fmt: skip
+        return y.contiguous()
     return _forward(q, k, v, sink, cu_seqlens, drawn, causal, scale, window, softcap or 0.0, p, first_head)[0]
 
 

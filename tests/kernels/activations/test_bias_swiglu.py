@@ -72,3 +72,13 @@ def test_interpreted(shape, dtype):
     suite.check_numerics(interpreted(), bias_swiglu_reference, [x, None], grad, slack_ulps=2)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     suite.check_numerics(interpreted(), bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)
+
+
+@pytest.mark.executed
+def test_special_values():
+    """exp(-88) is no normal number, but its product with -88 is one, and that with infinity is not 0 times infinity."""
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 88.0, -88.0, 1e-40])
+    x = torch.cartesian_prod(values, values).requires_grad_()
+    ours, theirs = (suite.forward_backward(f, [x, None]) for f in (interpreted(), bias_swiglu_reference))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)

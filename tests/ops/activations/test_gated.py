@@ -114,7 +114,9 @@ def test_autocast_runs_in_the_autocast_dtype_and_leaves_the_weights(device):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (1, 1), (1, 70000), (70000, 1)])
 def test_extreme_shapes(device, shape):
     args, grad = inputs(*shape, device=device), torch.ones(shape, device=device)
-    suite.check_numerics(*map(positional, PAIRS["silu"]), args, grad, slack_ulps=2)
+    # The weights' gradient sums 70,000 terms, which share the sign of the exponential's error.
+    slack = 2 if device == "cpu" else 8
+    suite.check_numerics(*map(positional, PAIRS["silu"]), args, grad, slack_ulps=slack)
 
 
 def test_bad_arguments_are_named(device):

@@ -105,7 +105,7 @@ def test_numerics_of_a_large_tensor(device, dtype, name):
         options["cu_seqlens"] = torch.tensor([0, 3, 3, 300, 309, 420], device=device)
     args = inputs(420, 420, heads=2, d=40, dtype=dtype, device=device, spread=1.5)
     grad = randn(*args[0].shape, dtype=dtype, device=device, seed=9).detach()
-    suite.check_numerics(*both(**options), args, grad, slack_ulps=8 if dtype is torch.float32 else 0.5)
+    suite.check_numerics(*both(**options), args, grad, slack_ulps=12 if dtype is torch.float32 else 0.5)
 
 
 @every_option

@@ -27,7 +27,9 @@ def test_one_column_is_normalised_to_the_bias(device):
     w, b = (randn(1, dtype=torch.float32, device=device, seed=i) for i in (2, 3))
     y, dx, dw, db = suite.forward_backward(with_residual(layer_norm), [x, None, w, b])
     assert torch.equal(y, b.detach().expand(7, 1))
-    assert not dx.any() and not dw.any() and db.item() == 7
+    assert not dw.any() and db.item() == 7
+    # g rstd less its mean is one multiply-add on a GPU, which does not round g rstd, and rstd is 316 at most.
+    assert dx.abs().max() <= (0 if device == "cpu" else 316 * torch.finfo(torch.float32).eps)
 
 
 def test_a_bias_of_another_dtype_is_named(device):

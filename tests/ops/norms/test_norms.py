@@ -185,7 +185,9 @@ def test_special_values_flow_as_in_pytorch(device, norm, constant):
         x[row, 3] = value
     x[5] = constant  # no variance at all
     params = torch.randn(norm.parameters, 40, device=device)
-    torch.testing.assert_close(norm.op(x, *params), norm.reference(x, *params), equal_nan=True)
+    # As on the CPU: PyTorch's layer_norm for CUDA makes NaN of a variance that overflows.
+    expected = norm.reference(x.cpu(), *params.cpu()).to(device)
+    torch.testing.assert_close(norm.op(x, *params), expected, equal_nan=True)
 
 
 @residuals

@@ -102,6 +102,14 @@ def test_same_bits_on_every_run_and_thread_count(device):
         suite.check_deterministic(scaled_masked_softmax, [x, masked(kind, (2, 1, 1, 1100), device)], grad)
 
 
+def same_values(a, b):
+    """Bits on a CPU. On a GPU, how many elements a thread loads of the mask decides in which order a row is summed."""
+    if a.is_cpu:
+        assert torch.equal(a, b)
+    else:
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(device, dtype):
     x = randn(2, 3, 4, 1030, dtype=dtype, device=device)
@@ -115,7 +123,7 @@ def test_layouts(device, dtype):
                 mask.expand(2, 3, 4, 1030),
                 mask.expand(2, 3, 4, 1030).clone(),
             ]:
-                assert torch.equal(scaled_masked_softmax(x, layout), expected)
+                same_values(scaled_masked_softmax(x, layout), expected)
 
 
 def test_masks_broadcast_in_every_dimension(device):
@@ -125,7 +133,7 @@ def test_masks_broadcast_in_every_dimension(device):
         for kind in ("bool", "additive float32"):
             mask = masked(kind, shape, device)
             expected = scaled_masked_softmax(x, mask.expand(x.shape).clone())
-            assert torch.equal(scaled_masked_softmax(x, mask), expected), shape
+            same_values(scaled_masked_softmax(x, mask), expected)
 
 
 @pytest.mark.parametrize("kind", ["none", "bool", "uint8", "additive float32"])
