@@ -114,8 +114,8 @@ def test_autocast_runs_in_the_autocast_dtype_and_leaves_the_weights(device):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (1, 1), (1, 70000), (70000, 1)])
 def test_extreme_shapes(device, shape):
     args, grad = inputs(*shape, device=device), torch.ones(shape, device=device)
-    # The weights' gradient sums 70,000 terms, which share the sign of the exponential's error.
-    slack = 2 if device == "cpu" else 8
+    # Of 70,000 columns the weight's gradient is 19, its terms' magnitudes sum to 22,000: the order of summation shows.
+    slack = 2 if device == "cpu" else 20
     suite.check_numerics(*map(positional, PAIRS["silu"]), args, grad, slack_ulps=slack)
 
 
