@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallel_ops.planner.checks import check_choice, check_counts, check_figures
+from parallel_ops.planner.hashing import hashed_once
 
 DTYPES = ("fp32", "fp16", "bf16", "fp8")
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class GPU:
     """One accelerator.
@@ -84,6 +86,7 @@ class Part:
         check_counts(self, ("gpus",))
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """GPUs in nodes, a link inside the nodes and one between them.

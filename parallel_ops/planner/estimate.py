@@ -36,7 +36,7 @@ def estimate(
     """
     check(model, cluster, plan)
     step = StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
-    compute, waits = (part.total * plan.micro_batches for part in step.ranks[step.slowest])
+    compute, waits = (part.total * plan.micro_batches for part in step.passes)
     pipeline, gathers, optimizer = step.pipeline(), step.gathers(), step.optimizer()
     outside = step.data_parallel() + step.host()
     bubble = max(0.0, pipeline - compute - waits - gathers)

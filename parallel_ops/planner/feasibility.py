@@ -1,7 +1,8 @@
 """Checks that a plan can run: sizes that divide, enough micro-batches for the schedule, enough memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages
@@ -25,7 +26,9 @@ class Problem(NamedTuple):
 def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
     """Why the plan cannot run, apart from memory; ``None`` if it can."""
     return (
-        next(_sizes(model, cluster, plan), None)
+        _size_problem(
+            model, cluster, plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
+        )
         or next(_pipeline(model, plan), None)
         or next(_context(model, plan), None)
         or next(_experts(model, plan), None)
@@ -95,13 +98,19 @@ def check(model: Model, cluster: Cluster, plan: Plan) -> None:
         raise ValueError(f"plan {plan.describe()}: {found[1]}")
 
 
-def _sizes(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Problem]:
-    gpus, tp, pp, cp = plan.gpus, plan.tp, plan.pp, plan.cp
+@lru_cache(maxsize=65536)
+def _size_problem(*sizes: Any) -> Problem | None:
+    return next(_sizes(*sizes), None)
+
+
+def _sizes(
+    model: Model, cluster: Cluster, gpus: int, dtype: str, tp: int, pp: int, cp: int, sequence_parallel: bool
+) -> Iterator[Problem]:
     if gpus != cluster.gpus:
         yield Problem("size", f"dp * tp * pp * cp is {gpus}, but the cluster has {cluster.gpus} GPUs")
     for gpu in dict.fromkeys(cluster.stage_gpus(pp)):
-        if not getattr(gpu, plan.dtype):
-            yield Problem("dtype", f"{gpu.name} has no {plan.dtype} matrix products")
+        if not getattr(gpu, dtype):
+            yield Problem("dtype", f"{gpu.name} has no {dtype} matrix products")
     if tp > cluster.node_size and cluster.topology == "fat-tree":
         yield Problem("tp leaves the node", f"TP {tp} would leave the node of {cluster.node_size} GPUs")
     for name in ("num_heads", "ffn_hidden_size", "hidden_size"):
@@ -109,9 +118,9 @@ def _sizes(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Problem]:
             yield Problem("tp does not divide", f"TP {tp} does not divide {name} ({getattr(model, name)})")
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         yield Problem("tp does not divide", f"TP {tp} does not divide num_kv_heads ({model.num_kv_heads})")
-    if plan.sequence_parallel and tp == 1:
+    if sequence_parallel and tp == 1:
         yield Problem("sequence parallelism without tp", "sequence parallelism shards over TP, which is 1")
-    if plan.sequence_parallel and model.seq_length % (tp * cp):
+    if sequence_parallel and model.seq_length % (tp * cp):
         yield Problem(
             "sequence does not divide", f"TP * CP ({tp * cp}) does not divide the sequence ({model.seq_length})"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parallel_ops.planner.checks import check_choice, check_counts
+from parallel_ops.planner.hashing import hashed_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class LatentAttention:
         check_counts(self, ("query_rank", "key_value_rank", "head", "rope_head", "value_head"))
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Shape of a decoder-only transformer, GPT or Llama style, dense or mixture of experts.

@@ -16,17 +16,17 @@ from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 
 
 class RankPasses(NamedTuple):
-    """Passes of one micro-batch on each pipeline rank, all its chunks together.
+    """Passes of one micro-batch on the pipeline ranks, all their chunks together.
 
     Attributes:
-        passes: compute and exposed communication of each rank.
         slowest: the rank that takes longest.
+        passes: compute and exposed communication of the slowest rank.
         busy: seconds of the slowest rank.
         mean: seconds of a rank on average.
     """
 
-    passes: tuple[tuple[Passes, Passes], ...]
     slowest: int
+    passes: tuple[Passes, Passes]
     busy: float
     mean: float
 
@@ -35,18 +35,31 @@ class RankPasses(NamedTuple):
 def rank_passes(
     model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
 ) -> RankPasses:
-    """Passes of all ranks of a pipeline. ``paired``: see ``layer_costs``."""
-    gpus = cluster.stage_gpus(layout.pp)
-    groups: dict[tuple[tuple[int, int], tuple[bool, bool], GPU], tuple[Passes, Passes]] = {}
-    passes = []
-    for rank, layers in enumerate(layer_counts(model, layout)):
-        key = layers, (rank == 0, rank == head_rank(layout)), gpus[rank]
-        if key not in groups:
-            groups[key] = chunk_costs(model, cluster, gpus[rank], constants, work, layers, key[1], paired)
-        passes.append(groups[key])
-    totals = [compute.total + waits.total for compute, waits in passes]
-    slowest = max(range(layout.pp), key=totals.__getitem__)
-    return RankPasses(tuple(passes), slowest, totals[slowest], sum(totals) / layout.pp)
+    """Passes of the ranks of a pipeline. ``paired``: see ``layer_costs``."""
+    kinds, kind_of = _kinds_of_rank(model, cluster, layout)
+    found = [
+        chunk_costs(model, cluster, gpu, constants, work, layers, ends, paired) for layers, ends, gpu in kinds
+    ]
+    each = [compute.total + waits.total for compute, waits in found]
+    totals = [each[kind] for kind in kind_of]
+    busy = max(totals)
+    slowest = totals.index(busy)
+    return RankPasses(slowest, found[kind_of[slowest]], busy, sum(totals) / layout.pp)
+
+
+Kind = tuple[tuple[int, int], tuple[bool, bool], GPU]
+
+
+@lru_cache(maxsize=65536)
+def _kinds_of_rank(model: Model, cluster: Cluster, layout: StageLayout) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """The kinds of rank that differ in layers, ends of the model or GPU, and the index of the kind of each rank."""
+    gpus, head = cluster.stage_gpus(layout.pp), head_rank(layout)
+    kinds: dict[Kind, int] = {}
+    kind_of = [
+        kinds.setdefault((layers, (rank == 0, rank == head), gpus[rank]), len(kinds))
+        for rank, layers in enumerate(layer_counts(model, layout))
+    ]
+    return tuple(kinds), tuple(kind_of)
 
 
 def chunk_costs(

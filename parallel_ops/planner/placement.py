@@ -98,20 +98,16 @@ def in_flight(plan: Plan, stage: int) -> float:
         return 1.0
     if plan.schedule == "interleaved":
         return min(float(m), (2 * (p - 1 - stage) + (v - 1) * p + 1) / v)
-    most = {"gpipe": m, "1f1b": p - stage, "zb-h1": p, "zb-2p": 2 * p, "zb-v": p, "dualpipe-v": p + 0.5}
-    return min(float(m), most[plan.schedule])
+    if plan.schedule == "1f1b":
+        return min(float(m), p - stage)
+    return min(float(m), {"gpipe": m, "zb-h1": p, "zb-2p": 2 * p, "zb-v": p, "dualpipe-v": p + 0.5}[plan.schedule])
 
 
 def group_stride(plan: Plan, group: str) -> int:
     """Distance in ranks between neighbours of a group."""
-    return {
-        "tp": 1,
-        "cp": plan.tp,
-        "ep": plan.tp,
-        "dp": plan.tp,  # gradients are reduced over dp and cp together
-        "dp_replicate": plan.tp * plan.cp * plan.dp_shard,
-        "pp": plan.tp * plan.cp * plan.dp,
-    }[group]
+    if group in ("dp", "cp", "ep"):  # gradients are reduced over dp and cp together
+        return plan.tp
+    return {"tp": 1, "dp_replicate": plan.tp * plan.cp * plan.dp_shard, "pp": plan.tp * plan.cp * plan.dp}[group]
 
 
 def group_size(plan: Plan, group: str) -> int:
@@ -121,8 +117,9 @@ def group_size(plan: Plan, group: str) -> int:
     replica. ``"dp_replicate"`` is the group of replicas, of one rank without ZeRO.
     """
     replicas = plan.dp_replicate if plan.zero else 1
-    sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp": plan.dp // replicas * plan.cp, "pp": plan.pp}
-    return sizes[group] if group in sizes else {"dp_replicate": replicas}[group]
+    if group == "dp":
+        return plan.dp // replicas * plan.cp
+    return replicas if group == "dp_replicate" else {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}[group]
 
 
 def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.communication.network import repeat
-from parallel_ops.planner.communication.step_traffic import StepTraffic, step_traffic
+from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.compute.compute import work_of
 from parallel_ops.planner.compute.efficiency import HOST_MEMORY, Efficiency
-from parallel_ops.planner.memory.states import stage_parameters, state_bytes
+from parallel_ops.planner.memory.states import parameters_of, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
 from parallel_ops.planner.placement import (
@@ -45,14 +45,14 @@ class StepTime:
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
         self.work, self.layout, self.paired = work_of(plan), stage_layout(plan), plan.schedule == "dualpipe-v"
-        self.gpus = cluster.stage_gpus(plan.pp)
+        self.gpus, self.micro_batches = cluster.stage_gpus(plan.pp), plan.micro_batches
         found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
-        self.ranks, self.slowest, self.busy, self.mean = found
-        self.traffic: StepTraffic = step_traffic(model, cluster, plan, constants, self.slowest)
+        self.slowest, self.passes, self.busy, self.mean = found
+        self.traffic = StepTraffic(model, cluster, plan, constants, self.slowest)
 
     def seconds(self) -> float:
         """Step time, with a pipeline of equal ranks."""
-        pipeline = self.plan.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
+        pipeline = self.micro_batches * self.busy + self._idle(self.traffic.link) + self.gathers()
         return pipeline + self.data_parallel() + self.optimizer() + self.host()
 
     def simulated_seconds(self) -> float:
@@ -69,7 +69,7 @@ class StepTime:
 
     def gathers(self) -> float:
         """All-gathers of pipeline messages that are split over the tensor-parallel ranks."""
-        return 2 * self.plan.micro_batches * self.plan.virtual_stages * self.traffic.blocking
+        return 2 * self.micro_batches * self.plan.virtual_stages * self.traffic.blocking
 
     def simulation(self) -> Simulation:
         """The simulated pipeline schedule, with the times of its stages."""
@@ -106,18 +106,18 @@ class StepTime:
         plan = self.plan
         if plan.pp == 1:
             return 0.0
-        compute, waits = self.ranks[self.slowest]
+        compute, waits = self.passes
         whole = (compute + waits).times(self.mean / self.busy / plan.virtual_stages)
         sends = 0.0 if plan.overlap else link
         passes = whole.forward + sends, whole.input_grad + sends, whole.weight_grad
         link = link if plan.overlap else 0.0
-        sizes = plan.pp, plan.micro_batches, plan.virtual_stages
+        sizes = plan.pp, self.micro_batches, plan.virtual_stages
         waited = idle_time(plan.schedule, *sizes, passes, link, barrier=plan.optimizer_barrier)
-        return waited + 2 * plan.micro_batches * plan.virtual_stages * sends
+        return waited + 2 * self.micro_batches * plan.virtual_stages * sends
 
     def data_parallel(self) -> float:
         """Exposed data-parallel communication."""
-        return self._not_hidden(self.traffic.once, self.busy) + self.plan.micro_batches * self._sharded()
+        return self._not_hidden(self.traffic.once, self.busy) + self.micro_batches * self._sharded()
 
     def _sharded(self) -> float:
         """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.
@@ -128,7 +128,7 @@ class StepTime:
         forward, backward = self.traffic.each
         if not backward or not self.plan.overlap:
             return forward + backward
-        compute, waits = self.ranks[self.slowest]
+        compute, waits = self.passes
         busy = compute.forward + waits.forward
         layers = max(1, sum(layer_counts(self.model, self.layout)[self.slowest]))
         hidden = self._not_hidden(forward, busy) + self._not_hidden(backward, self.busy - busy)
@@ -141,7 +141,7 @@ class StepTime:
     def _owned(self) -> float:
         """Parameters that one GPU of the slowest stage updates."""
         plan, ranks = self.plan, group_size(self.plan, "dp")
-        dense, expert = stage_parameters(self.model, plan, self.slowest)
+        dense, expert = parameters_of(self.model, self.layout, plan, self.slowest)
         return dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
 
     def optimizer(self) -> float:
@@ -155,11 +155,11 @@ class StepTime:
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
-        copies = [t for t in self.traffic.transfers if t.group == "host"]
+        copies = self.traffic.host
         if not copies:
             return 0.0
         each = [t.seconds / t.count for t in copies if t.count > 1]
-        waits = sum(beside(self.constants, seconds, self.busy) * self.plan.micro_batches for seconds in each)
+        waits = sum(beside(self.constants, seconds, self.busy) * self.micro_batches for seconds in each)
         return sum(t.seconds for t in copies if t.count == 1) + waits
 
     def transfers(self) -> tuple[Transfer, ...]:
@@ -182,13 +182,14 @@ class StepTime:
         exposed = {"dp": self.data_parallel(), "host": self.host()}
         if self.plan.pp > 1:
             exposed["pp"] = self._idle(self.traffic.link) - self._idle(0.0)
-        kinds = [t.group.partition("_")[0] for t in self.traffic.transfers]  # replicas reduce beside shards
+        transfers = self.traffic.transfers()
+        kinds = [t.group.partition("_")[0] for t in transfers]  # replicas reduce beside shards
         totals: dict[str, float] = {}
-        for kind, transfer in zip(kinds, self.traffic.transfers, strict=True):
+        for kind, transfer in zip(kinds, transfers, strict=True):
             totals[kind] = totals.get(kind, 0.0) + transfer.seconds
         return tuple(
             replace(t, exposed=min(t.seconds, exposed[kind] * t.seconds / totals[kind]) if t.seconds else 0.0)
-            for kind, t in zip(kinds, self.traffic.transfers, strict=True)
+            for kind, t in zip(kinds, transfers, strict=True)
         )
 
 

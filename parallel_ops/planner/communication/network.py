@@ -23,6 +23,7 @@ The link, and the bandwidth that one rank gets:
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster, Interconnect
 from parallel_ops.planner.compute.efficiency import Efficiency
@@ -117,13 +118,19 @@ def group_link(
         ring: the group communicates in a ring; else by direct messages.
     """
     if not leaves_node(cluster, plan, group):
-        share = constants.links if constants else 1.0
-        intra = cluster.intra
-        return Interconnect(name=intra.name, latency=intra.latency, bandwidth=intra.bandwidth * share)
+        return _inside_node(cluster, constants)
     kind = "ring" if ring else "neighbours" if group == "pp" else "all"
     return _between_nodes(cluster, group_stride(plan, group), group_size(plan, group), constants, kind)
 
 
+@lru_cache(maxsize=1024)
+def _inside_node(cluster: Cluster, constants: Efficiency | None) -> Interconnect:
+    share = constants.links if constants else 1.0
+    intra = cluster.intra
+    return Interconnect(name=intra.name, latency=intra.latency, bandwidth=intra.bandwidth * share)
+
+
+@lru_cache(maxsize=65536)
 def _between_nodes(cluster: Cluster, stride: int, size: int, constants: Efficiency | None, kind: str) -> Interconnect:
     inter, intra = cluster.inter, cluster.intra
     links, network = (constants.links, constants.network) if constants else (1.0, 1.0)

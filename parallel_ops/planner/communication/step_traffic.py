@@ -1,11 +1,13 @@
 """Communication of a step outside the layers: pipeline, data parallelism, host. Formulas: ``traffic.py``."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from parallel_ops.planner.cluster import Cluster, Interconnect
 from parallel_ops.planner.communication.network import (
     all_gather_seconds,
+    all_reduce_seconds,
     all_reduce_transfer,
     group_link,
     repeat,
@@ -16,107 +18,103 @@ from parallel_ops.planner.communication.network import (
 )
 from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
 from parallel_ops.planner.memory.memory import layer_activations
-from parallel_ops.planner.memory.states import end_parameters, stage_parameters, state_bytes
+from parallel_ops.planner.memory.states import end_parameters, parameters_of, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import group_size, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
 
-@dataclass(frozen=True)
+class _Reduction(NamedTuple):
+    """Data-parallel collectives of one kind: their number per step, bytes of the whole tensor, ranks and seconds each."""
+
+    kind: str
+    count: int
+    size: float
+    ranks: int
+    seconds: float
+
+
 class StepTraffic:
     """Communication of one stage in one step, outside its layers.
+
+    A search reads the times of a hundred thousand plans and the transfers of a few, so these are made on demand.
 
     Attributes:
         link: seconds of one pipeline message between stages.
         blocking: seconds of the all-gather after a pipeline message.
         each: seconds of data-parallel communication in the forward and in the backward pass of each micro-batch.
         once: seconds of data-parallel communication once per step.
-        transfers: by group and collective, of the whole step.
+        host: transfers to and from the host, of the whole step.
     """
 
-    link: float
-    blocking: float
-    each: tuple[float, float]
-    once: float
-    transfers: tuple[Transfer, ...]
-
-
-def step_traffic(model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> StepTraffic:
-    """Communication of pipeline stage ``stage`` in one step, outside its layers."""
-    transfers: list[Transfer] = []
-    width, gradient, _ = state_bytes(plan)
-    link_seconds = blocking = 0.0
-    if plan.pp > 1:
-        link = group_link(cluster, plan, "pp", efficiency, ring=False)
-        size = width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
-        split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
-        sent = size / plan.tp if split else size
-        link_seconds = send_receive_seconds(sent, link) + start_seconds(efficiency, 2)
-        message = transfer("pp", "send-receive", "direct", link, plan.pp, sent, link_seconds)
-        transfers.append(repeat(message, 2 * plan.micro_batches * plan.virtual_stages))
-        if split and not plan.sequence_parallel:
-            inside = group_link(cluster, plan, "tp", efficiency)
-            blocking = all_gather_seconds(plan.tp, size, inside)
-    dense, expert = stage_parameters(model, plan, stage)
-    ranks = group_size(plan, "dp")
-    shared = (dense, ranks), (expert, ranks // plan.ep)
-    link = group_link(cluster, plan, "dp", efficiency)
-    layers = sum(layer_counts(model, stage_layout(plan))[stage])
-    ends = sum(end_parameters(model, plan, stage))
-    launches = layers * start_seconds(efficiency, max(2, ranks))
-    each, once, reduced = _data_parallel(link, plan, shared, ends, width, gradient, launches)
-    transfers += reduced
-    if (replicas := group_size(plan, "dp_replicate")) > 1:
-        between = group_link(cluster, plan, "dp_replicate", efficiency)
-        owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
-        # One per layer, like the other collectives.
-        summed = all_reduce_transfer(
-            "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, stage: int) -> None:
+        self._model, self._plan, self._stage = model, plan, stage
+        self._width, gradient, _ = state_bytes(plan)
+        layout = stage_layout(plan)
+        self.link = self.blocking = 0.0
+        if plan.pp > 1:
+            self._message_link = group_link(cluster, plan, "pp", efficiency, ring=False)
+            size = self._width * model.seq_length * plan.micro_batch / plan.cp * model.hidden_size
+            split = plan.tp > 1 and (plan.sequence_parallel or plan.scatter_gather)
+            self._sent = size / plan.tp if split else size
+            self.link = send_receive_seconds(self._sent, self._message_link) + start_seconds(efficiency, 2)
+            if split and not plan.sequence_parallel:
+                inside = group_link(cluster, plan, "tp", efficiency)
+                self.blocking = all_gather_seconds(plan.tp, size, inside)
+        dense, expert = parameters_of(model, layout, plan, stage)
+        ranks = group_size(plan, "dp")
+        layers = sum(layer_counts(model, layout)[stage])
+        self._link, self._launches = (
+            group_link(cluster, plan, "dp", efficiency),
+            layers * start_seconds(efficiency, max(2, ranks)),
         )
-        transfers.append(summed)
-        once += summed.seconds
-    transfers += _host(model, plan, stage, gradient, width)
-    return StepTraffic(link_seconds, blocking, each, once, tuple(transfers))
+        shared = (dense, ranks), (expert, ranks // plan.ep)
+        self._reductions = _reductions(plan, shared, self._width, gradient, self._link, self._launches)
+        self.each, self.once = _by_pass(plan, self._reductions)
+        self._summed = None
+        if (replicas := group_size(plan, "dp_replicate")) > 1:
+            between = group_link(cluster, plan, "dp_replicate", efficiency)
+            owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
+            # One per layer, like the other collectives.
+            self._summed = all_reduce_transfer(
+                "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
+            )
+            self.once += self._summed.seconds
+        self.host = _host(model, plan, stage, gradient, self._width) if plan.offload != "none" else []
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Transfers by group and collective, of the whole step."""
+        plan, found = self._plan, []
+        if plan.pp > 1:
+            message = transfer("pp", "send-receive", "direct", self._message_link, plan.pp, self._sent, self.link)
+            found.append(repeat(message, 2 * plan.micro_batches * plan.virtual_stages))
+        # Parameters outside the layers, which ZeRO-3 gathers once per micro-batch.
+        ends = sum(end_parameters(self._model, plan, self._stage))
+        for kind, count, size, ranks, _ in self._reductions:
+            if kind == "all-reduce":
+                one = all_reduce_transfer("dp", ranks, size, self._link, start=self._launches)
+            else:
+                one = ring_transfer("dp", kind, ranks, size, self._link, start=self._launches)
+            found.append(repeat(one, count))
+            if kind == "all-gather" and plan.zero == 3:
+                once_gathered = (ranks - 1) / ranks * min(ends, size / self._width) * self._width * plan.micro_batches
+                found[-1] = replace(found[-1], bytes=found[-1].bytes - once_gathered)
+                ends = 0.0
+        return (*found, *([self._summed] if self._summed else []), *self.host)
 
 
-def _data_parallel(
-    link: Interconnect,
-    plan: Plan,
-    shared: tuple[tuple[float, int], ...],
-    ends: float,
-    width: int,
-    gradient: int,
-    launches: float,
-) -> tuple[tuple[float, float], float, tuple[Transfer, ...]]:
-    """``each``, ``once`` and the data-parallel transfers of ``StepTraffic``.
-
-    Args:
-        shared: numbers of parameters, and of the ranks that share them.
-        ends: parameters outside the layers, which ZeRO-3 gathers once per micro-batch.
-        width, gradient: bytes per parameter and per gradient.
-        launches: seconds to start one collective per layer.
-    """
-    transfers = []
+def _by_pass(plan: Plan, reductions: Sequence[_Reduction]) -> tuple[tuple[float, float], float]:
+    """``each`` and ``once`` of ``StepTraffic``, without replicas."""
     forward = backward = once = 0.0
-    for kind, count, size, ranks in _reductions(plan, shared, width, gradient):
-        if kind == "all-reduce":
-            one = all_reduce_transfer("dp", ranks, size, link, start=launches)
-        else:
-            one = ring_transfer("dp", kind, ranks, size, link, start=launches)
-        seconds = one.seconds
-        transfers.append(repeat(one, count))
-        if kind == "all-gather" and plan.zero == 3:
-            once_gathered = (ranks - 1) / ranks * min(ends, size / width) * width * plan.micro_batches
-            transfers[-1] = replace(transfers[-1], bytes=transfers[-1].bytes - once_gathered)
-            ends = 0.0
+    for kind, count, _, _, seconds in reductions:
         if count == 1 and plan.zero < 3:
             once += seconds
         elif kind == "all-gather":
             forward, backward = forward + seconds, backward + seconds
         else:
             backward += seconds
-    return (forward, backward), once, tuple(transfers)
+    return (forward, backward), once
 
 
 def _times_reduced(plan: Plan) -> int:
@@ -125,23 +123,40 @@ def _times_reduced(plan: Plan) -> int:
 
 
 def _reductions(
-    plan: Plan, shared: tuple[tuple[float, int], ...], width: int, gradient: int
-) -> Iterator[tuple[str, int, float, int]]:
-    """Collective, count per step, bytes of the whole tensor, and ranks."""
-    for parameters, members in shared:
-        if not parameters or members == 1:
+    plan: Plan,
+    shared: tuple[tuple[float, int], ...],
+    width: int,
+    gradient: int,
+    link: Interconnect,
+    launches: float,
+) -> list[_Reduction]:
+    """The data-parallel collectives of a step.
+
+    Args:
+        shared: numbers of parameters, and of the ranks that share them.
+        width, gradient: bytes per parameter and per gradient.
+        launches: seconds to start one collective per layer.
+    """
+    found = []
+    for parameters, ranks in shared:
+        if not parameters or ranks == 1:
             continue
         if plan.zero == 0:
-            yield "all-reduce", 1, parameters * gradient, members
+            size = parameters * gradient
+            seconds = all_reduce_seconds(ranks, size, link)[1] + launches
+            found.append(_Reduction("all-reduce", 1, size, ranks, seconds))
             continue
-        yield "all-gather", 1 if plan.zero < 3 else 2 * plan.micro_batches, parameters * width, members
-        yield "reduce-scatter", _times_reduced(plan), parameters * gradient, members
+        gathers = 1 if plan.zero < 3 else 2 * plan.micro_batches
+        kinds = ("all-gather", gathers, width), ("reduce-scatter", _times_reduced(plan), gradient)
+        for kind, count, each in kinds:
+            size = parameters * each
+            seconds = all_gather_seconds(ranks, size, link) + launches
+            found.append(_Reduction(kind, count, size, ranks, seconds))
+    return found
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
     """Gradients to the host and parameters back, once per step; activations both ways, every micro-batch."""
-    if plan.offload == "none":
-        return []
     link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)

@@ -41,7 +41,7 @@ from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.results import Transfer
 
 Transfers = list[tuple[Transfer, int]]
@@ -104,15 +104,17 @@ def layer_traffic(
     return MicroBatchTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
 
 
+_ANY = Plan()
+
+
 def _plan_of(work: Work) -> Plan:
     """A plan with the fields of ``work``; ``state_bytes`` and ``group_link`` take a plan."""
-    return Plan(
-        dp=work.dp,
+    return unchecked(
+        _ANY,
         tp=work.tp,
         cp=work.cp,
         ep=work.ep,
         micro_batch=work.micro_batch,
-        global_batch=work.dp * work.micro_batch,
         sequence_parallel=work.sequence_parallel,
         cp_kind=work.cp_kind,
         recompute=work.recompute,

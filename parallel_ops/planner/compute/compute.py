@@ -54,7 +54,6 @@ class Passes:
 class Work(NamedTuple):
     """The fields of a plan that determine the time of a layer. Plans that share them share cached results."""
 
-    dp: int
     tp: int
     cp: int
     ep: int
@@ -72,7 +71,6 @@ class Work(NamedTuple):
 def work_of(plan: Plan) -> Work:
     """The ``Work`` of a plan."""
     return Work(
-        dp=plan.dp,
         tp=plan.tp,
         cp=plan.cp,
         ep=plan.ep,
@@ -94,7 +92,10 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     tokens = model.seq_length * work.micro_batch / work.cp
     bandwidth = gpu.bandwidth * efficiency.memory
     engine = engine_of(gpu, efficiency, work.dtype)
-    f, i, w = _linears(model, gpu, efficiency, work, sparse, tokens)
+    products = engine
+    if work.dtype == "fp8":
+        products = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors)
+    f, i, w = _linears(model, products, work.dtype, work.tp, work.ep if sparse else 1, sparse, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
     shared, activation, score = _elementwise(model, work, sparse, width)
@@ -103,12 +104,12 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     # Accumulation of weight gradients: read the gradient, read and write the sum.
     held = model.attention_weights + (sparse_parameters(model, work.ep) if sparse else model.mlp_weights)
     w += (width + 2 * work.grad_bytes) * held / work.tp / bandwidth
-    products, f = f, f + scores + forward
+    linears, f = f, f + scores + forward
     again = 0.0
     if work.recompute == "full":
         again = f
     elif work.recompute == "operators":
-        again = products / 2 + forward
+        again = linears / 2 + forward
     elif work.recompute == "selective" and work.flash_attention:
         again = (shared[0] / 2 + activation[0]) * tokens / bandwidth
         if model.latent:
@@ -163,20 +164,20 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
     return forward, 2 * forward
 
 
+@lru_cache(maxsize=65536)
 def _linears(
-    model: Model, gpu: GPU, efficiency: Efficiency, work: Work, sparse: bool, tokens: float
+    model: Model, engine: Engine, dtype: str, tp: int, ep: int, sparse: bool, tokens: float
 ) -> tuple[float, float, float]:
-    """Seconds of the linear layers: forward, gradient of the input, gradient of the weights."""
-    bandwidth = gpu.bandwidth * efficiency.memory
-    if work.dtype == "fp8":
-        engine, width = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors), 1
-    else:
-        engine, width = engine_of(gpu, efficiency, work.dtype), 4 if work.dtype == "fp32" else 2
+    """Seconds of the linear layers: forward, gradient of the input, gradient of the weights.
+
+    Most of the ``Work`` of a search differs in other fields only.
+    """
+    bandwidth, width = engine.bandwidth, {"fp8": 1, "fp32": 4}.get(dtype, 2)
     f = i = w = 0.0
-    for rows, inputs, outputs, count in _shapes(model, work, sparse, tokens):
+    for rows, inputs, outputs, count in _shapes(model, tp, ep, sparse, tokens):
         found = linear(engine, rows, inputs, outputs, count=count, width=width)
         f, i, w = f + found[0], i + found[1], w + found[2]
-        if work.dtype == "fp8":
+        if dtype == "fp8":
             # Inputs and weights are read for their maximum and read and written for the conversion; so is the gradient
             # in the backward pass, which also writes transposed copies for the gradient of the weights.
             f += 5 * count * inputs * (rows + outputs) / bandwidth
@@ -185,9 +186,11 @@ def _linears(
     return f, i, w
 
 
-def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
+def _shapes(
+    model: Model, tp: int, ep: int, sparse: bool, tokens: float
+) -> Iterator[tuple[float, float, float, float]]:
     """Rows, inputs, outputs and count of each linear of a layer on one rank."""
-    h, tp = model.hidden_size, work.tp
+    h = model.hidden_size
     if model.latent:
         m = model.latent
         yield tokens, h, m.query_rank + m.key_value_rank + m.rope_head, 1
@@ -201,7 +204,7 @@ def _shapes(model: Model, work: Work, sparse: bool, tokens: float) -> Iterator[t
         yield tokens, h, inputs * model.ffn_hidden_size / tp, 1
         yield tokens, model.ffn_hidden_size / tp, h, 1
         return
-    local = model.experts / work.ep
+    local = model.experts / ep
     rows = tokens * model.experts_per_token / local
     yield tokens, h, model.experts, 1
     yield rows, h, inputs * model.expert_ffn / tp, local

@@ -8,8 +8,10 @@ from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import check_figures
+from parallel_ops.planner.hashing import hashed_once
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of the peak that a GPU generation reaches, and overheads in seconds.

@@ -10,6 +10,7 @@ of tiles are those of cuBLAS and CUTLASS.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 # Rows, columns, and rate relative to the largest tile: smaller tiles read more per FLOP.
@@ -53,6 +54,7 @@ def product(engine: Engine, m: float, n: float, k: float, *, count: float = 1, w
     return max(seconds, moved / engine.bandwidth) + GAP
 
 
+@lru_cache(maxsize=65536)
 def linear(
     engine: Engine, tokens: float, inputs: float, outputs: float, *, count: float = 1, width: int = 2
 ) -> tuple[float, float, float]:

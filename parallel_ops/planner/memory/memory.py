@@ -15,6 +15,7 @@ stores no scores (arXiv:2205.14135). With FlashAttention "selective" recomputes 
 functions, and the heads that latent attention expands (arXiv:2412.19437, section 3.2.3).
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
@@ -91,12 +92,12 @@ class PlanMemory:
         self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
         self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION
         self._fixed: dict[int, FixedMemory] = {}
-        self._layers: dict[str, tuple[float, float]] = {}
+        self._held: dict[tuple[int, str], float] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
-        activations, resident = self._activations(found, plan.recompute, plan.offload)
+        activations, resident = self._activations(stage, found, plan.recompute, plan.offload)
         offloaded = plan.offload != "none"
         total = self.total(stage, plan.recompute, plan.offload)
         return StageMemory(
@@ -119,7 +120,7 @@ class PlanMemory:
     def total(self, stage: int, recompute: str, offload: str) -> float:
         """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
         found = self._fixed.get(stage) or self.fixed(stage)
-        activations, resident = self._activations(found, recompute, offload)
+        activations, resident = self._activations(stage, found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
         activations = activations * resident + found.embedding + found.head
         return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + self._runtime
@@ -157,27 +158,31 @@ class PlanMemory:
         self._fixed[stage] = found
         return found
 
-    def _activations(self, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
+    def _activations(self, stage: int, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
         """Bytes of activations of the layers, and the share of them that stays on the device."""
-        dense, sparse = self._layers.get(recompute) or self._layer(recompute)
-        activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
-        if recompute == "full":
-            # One layer at a time is recomputed.
-            dense, sparse = self._layers.get("none") or self._layer("none")
-            work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
-        # The logits are freed before the backward passes of the layers.
-        activations += max(0.0, work - found.logits)
+        activations = self._held.get((stage, recompute))
+        if activations is None:
+            activations = self._held[stage, recompute] = self._all_activations(found, recompute)
         if offload != "optimizer+activations":
             return activations, 1.0
         # The current layer and the next stay on the device.
         return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
+    def _all_activations(self, found: FixedMemory, recompute: str) -> float:
+        dense, sparse = self._layer(recompute)
+        activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
+        if recompute == "full":
+            # One layer at a time is recomputed.
+            dense, sparse = self._layer("none")
+            work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
+        # The logits are freed before the backward passes of the layers.
+        return activations + max(0.0, work - found.logits)
+
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
         plan = self.plan
         shard = plan.tp if plan.sequence_parallel else 1
-        self._layers[recompute] = _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
-        return self._layers[recompute]
+        return _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
 
 
 def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
@@ -253,6 +258,7 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     return unsharded / shard + sharded / tp
 
 
+@lru_cache(maxsize=65536)
 def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
     if recompute == "full":
         kept = (4 if dtype == "fp32" else 2) * model.hidden_size / shard

@@ -23,7 +23,12 @@ from parallel_ops.planner.plan import Plan
 
 def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float]:
     """Parameters on one GPU of a stage before ZeRO: those shared by all data-parallel ranks, and those of experts."""
-    return _stage_parameters(model, stage_layout(plan), plan.tp, plan.ep, stage)
+    return parameters_of(model, stage_layout(plan), plan, stage)
+
+
+def parameters_of(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
+    """``stage_parameters`` of a plan whose layout is known."""
+    return _stage_parameters(model, layout, plan.tp, plan.ep, stage)
 
 
 @lru_cache(maxsize=65536)

@@ -8,12 +8,12 @@ import heapq
 from functools import lru_cache
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.compute import work_of
+from parallel_ops.planner.compute.compute import Work, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import chunk_costs, layer_costs
-from parallel_ops.planner.placement import chunk_rank, chunk_sizes, stage_layout
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.placement import StageLayout, chunk_rank, chunk_sizes
+from parallel_ops.planner.plan import V_SHAPED, Plan
 
 # Least relative gain of the slowest rank for which uneven stages are used.
 WORTH = 0.005
@@ -23,16 +23,23 @@ _STEP = 0.05
 
 def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> tuple[int, ...]:
     """Layers of each chunk (at least 1) for ``Plan.layers_per_chunk``; empty if an even split is as good."""
-    layout, chunks = stage_layout(plan), plan.pp * plan.virtual_stages
-    if plan.pp == 1 or chunks > model.num_layers:
+    if plan.pp == 1 or plan.pp * plan.virtual_stages > model.num_layers:
         return ()
-    work, sparse = work_of(plan), model.sparse_layers > 0
+    layout = StageLayout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, ())
+    return _chunks(model, cluster, constants, work_of(plan), layout, plan.schedule == "dualpipe-v")
+
+
+@lru_cache(maxsize=65536)
+def _chunks(
+    model: Model, cluster: Cluster, constants: Efficiency, work: Work, layout: StageLayout, paired: bool
+) -> tuple[int, ...]:
+    pp, chunks, sparse = layout.pp, layout.pp * layout.virtual_stages, model.sparse_layers > 0
     costs = {}
-    gpus = cluster.stage_gpus(plan.pp)
+    gpus = cluster.stage_gpus(pp)
     for gpu in set(gpus):
-        found = layer_costs(model, cluster, gpu, constants, work, sparse, plan.schedule == "dualpipe-v")
+        found = layer_costs(model, cluster, gpu, constants, work, sparse, paired)
         costs[gpu] = sum(part.total for part in found)
-    head_gpu = gpus[chunk_rank(chunks - 1, plan.pp, layout.v_shaped)]
+    head_gpu = gpus[chunk_rank(chunks - 1, pp, layout.v_shaped)]
     first, head = (
         sum(part.total for part in chunk_costs(model, cluster, gpu, constants, work, (0, 0), ends, False))
         for gpu, ends in ((gpus[0], (True, False)), (head_gpu, (False, True)))
@@ -44,7 +51,7 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
     slowest = max(costs.values())
     speeds = tuple(round(slowest / costs[gpu], 3) for gpu in gpus)
     extra = round(head / costs[head_gpu] / _STEP), round(first / _STEP)
-    return _balanced(model.num_layers, plan.pp, plan.virtual_stages, layout.v_shaped, speeds, extra)
+    return _balanced(model.num_layers, pp, layout.virtual_stages, layout.v_shaped, speeds, extra)
 
 
 @lru_cache(maxsize=4096)
