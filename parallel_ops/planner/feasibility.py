@@ -1,12 +1,14 @@
 """Checks that a plan can run: sizes that divide, enough micro-batches for the schedule, enough memory."""
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+import math
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages
+from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 from parallel_ops.planner.schedules.schedule import micro_batch_problem
@@ -25,20 +27,20 @@ class Problem(NamedTuple):
 
 def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
     """Why the plan cannot run, apart from memory; ``None`` if it can."""
+    sizes = plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
     return (
-        _size_problem(
-            model, cluster, plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
-        )
+        _size_problem(model, cluster, *sizes)
         or next(_pipeline(model, plan), None)
-        or next(_context(model, plan), None)
-        or next(_experts(model, plan), None)
+        or (next(_context(model, plan), None) if plan.cp > 1 else None)
+        or (next(_experts(model, plan), None) if plan.ep > 1 else None)
     )
 
 
 def memory_problem(cluster: Cluster, plan: Plan, stages: tuple[StageMemory, ...]) -> Problem | None:
     """Why the plan does not fit in memory, "stage 0 needs 91.2 GiB of 80.0: 11.2 too much"; ``None`` if it does."""
     gpus = cluster.stage_gpus(plan.pp)
-    return _excess([(stage.total, gpus[stage.stage].memory, stage.stage) for stage in stages])
+    worst = max(stages, key=lambda stage: stage.total - gpus[stage.stage].memory)
+    return excess("memory", worst.stage, worst.total, gpus[worst.stage].memory)
 
 
 def quick_memory_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
@@ -50,34 +52,47 @@ class MemoryCheck:
     """``quick_memory_problem`` for any recomputation and offload of one plan."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
-        self._memory = PlanMemory(model, plan)
-        gpus = cluster.stage_gpus(plan.pp)
-        self._stages: list[tuple[int, float]] = []
+        self._memory, self._gpus = PlanMemory(model, plan), cluster.stage_gpus(plan.pp)
+        # Most stages need no more than the first.
         self._deepest: list[tuple[int, float]] = []
-        held: dict[object, list[float]] = {}
-        for stage in deepest_stages(plan):
-            available = gpus[stage].memory
-            kind, in_flight = self._memory.kind(stage)
-            others = held.setdefault((kind, available), [])
-            # A stage needs no more than an earlier, similar one that holds as many micro-batches or more. With
-            # offloaded activations the two are equal up to rounding, so both are kept.
-            if in_flight not in others:
-                self._stages.append((stage, available))
-            if not others or in_flight > max(others):
+        kept: list[tuple[FixedMemory, float]] = []
+        for stage in _first_of_kinds(model, cluster, self._memory.layout):
+            found, available = self._memory.fixed(stage), self._gpus[stage].memory
+            for most, other in kept:
+                if available == other and found.within(most):
+                    break
+            else:
+                kept.append((found, available))
                 self._deepest.append((stage, available))
-            others.append(in_flight)
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, float]]:
+        """Stages for plans that offload activations. Two layers stay on the device: stages with fewer micro-batches or
+        layers need as much, up to rounding."""
+        seen: dict[object, tuple[int, float]] = {}
+        for stage in deepest_stages(self._memory.layout):
+            available = self._gpus[stage].memory
+            seen.setdefault((self._memory.kind(stage), available), (stage, available))
+        return list(seen.values())
 
     def problem(self, recompute: str, offload: str) -> Problem | None:
         """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
-        stages = self._stages if offload == "optimizer+activations" else self._deepest
-        total = self._memory.total
-        return _excess([(total(stage, recompute, offload), available, stage) for stage, available in stages])
+        total, worst, most = self._memory.total, (0, 0.0, 0.0), -math.inf
+        for stage, available in self._stages if offload == "optimizer+activations" else self._deepest:
+            needed = total(stage, recompute, offload)
+            if needed - available > most:
+                worst, most = (stage, needed, available), needed - available
+        return excess("memory", *worst) if most > 0 else None
 
 
-def _excess(stages: Sequence[tuple[float, float, int]]) -> Problem | None:
-    """The problem of the stage that exceeds its GPU's memory by the most. ``stages``: needed, available, index."""
-    needed, available, stage = max(stages, key=lambda found: found[0] - found[1])
-    return excess("memory", stage, needed, available)
+@lru_cache(maxsize=65536)
+def _first_of_kinds(model: Model, cluster: Cluster, layout: StageLayout) -> tuple[int, ...]:
+    """The first stage of each kind: later ones with the same layers, ends and GPU hold no more micro-batches."""
+    counts, gpus, head = layer_counts(model, layout), cluster.stage_gpus(layout.pp), head_rank(layout)
+    kinds: dict[object, int] = {}
+    for stage in deepest_stages(layout):
+        kinds.setdefault((counts[stage], stage == 0, stage == head, gpus[stage].memory), stage)
+    return tuple(kinds.values())
 
 
 def excess(kind: str, stage: int, needed: float, available: float) -> Problem | None:
@@ -157,8 +172,6 @@ def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
 
 
 def _context(model: Model, plan: Plan) -> Iterator[Problem]:
-    if plan.cp == 1:
-        return
     if model.seq_length % (2 * plan.cp):
         yield Problem(
             "sequence does not divide",
@@ -171,8 +184,6 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
 
 
 def _experts(model: Model, plan: Plan) -> Iterator[Problem]:
-    if plan.ep == 1:
-        return
     if not model.experts:
         yield Problem("ep without experts", f"EP {plan.ep} needs a model with experts")
     elif model.experts % plan.ep:

@@ -13,8 +13,9 @@ def hashed_once(cls: _Class) -> _Class:
     compute = cls.__hash__
 
     def __hash__(self: Any) -> int:
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
+        try:
+            found: int = self._hash
+        except AttributeError:
             found = self.__dict__["_hash"] = compute(self)
         return found
 

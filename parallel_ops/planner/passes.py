@@ -62,6 +62,7 @@ def _kinds_of_rank(model: Model, cluster: Cluster, layout: StageLayout) -> tuple
     return tuple(kinds), tuple(kind_of)
 
 
+@lru_cache(maxsize=65536)
 def chunk_costs(
     model: Model,
     cluster: Cluster,

@@ -16,11 +16,12 @@ functions, and the heads that latent attention expands (arXiv:2412.19437, sectio
 """
 
 from functools import lru_cache
+from operator import le
 from typing import NamedTuple
 
 from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_size, head_rank, in_flight, layer_counts, stage_layout
+from parallel_ops.planner.placement import StageLayout, group_size, head_rank, in_flight, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 
@@ -74,6 +75,11 @@ class FixedMemory(NamedTuple):
     logits: float
     buffers: float
 
+    def within(self, most: "FixedMemory") -> bool:
+        """Whether a stage with this memory needs at most as much as one with ``most`` under any recomputation, if no
+        activations are offloaded. Sums of floats that are no larger are no larger, also after rounding."""
+        return self.logits == most.logits and all(map(le, self, most))
+
 
 class PlanMemory:
     """Memory of the stages of a plan.
@@ -87,12 +93,13 @@ class PlanMemory:
         self.model, self.plan = model, plan
         self._logit_chunk, self._runtime = logit_chunk, runtime
         self._tokens = model.seq_length * plan.micro_batch / plan.cp
-        self._layout = stage_layout(plan)
-        self._counts, self._head = layer_counts(model, self._layout), head_rank(self._layout)
+        self.layout = stage_layout(plan)
+        self._counts, self._head = layer_counts(model, self.layout), head_rank(self.layout)
         self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
         self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION
         self._fixed: dict[int, FixedMemory] = {}
         self._held: dict[tuple[int, str], float] = {}
+        self._layers: dict[str, tuple[float, float]] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
@@ -147,8 +154,9 @@ class PlanMemory:
                 )  # the gathered input, and its gradient before it is reduced
         if plan.zero == 3 and group_size(plan, "dp") > 1:
             buffers = _gathered_ends(model, plan, stage)
-        states = state_memory(model, plan, stage, sharded_states(plan))
-        if plan.zero == 2 and sharded_states(plan) == 1:
+        sharded = sharded_states(plan)
+        states = state_memory(model, plan, stage, sharded, self.layout)
+        if plan.zero == 2 and sharded == 1:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
             # One message each way; with FSDP, in torch's pipelining, for each micro-batch in flight.
@@ -169,11 +177,11 @@ class PlanMemory:
         return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
     def _all_activations(self, found: FixedMemory, recompute: str) -> float:
-        dense, sparse = self._layer(recompute)
+        dense, sparse = self._layers.get(recompute) or self._layer(recompute)
         activations, work = found.held * (found.dense * dense + found.sparse * sparse) * self._tokens, self._work
         if recompute == "full":
             # One layer at a time is recomputed.
-            dense, sparse = self._layer("none")
+            dense, sparse = self._layers.get("none") or self._layer("none")
             work += self._tokens * max(dense if found.dense else 0.0, sparse if found.sparse else 0.0)
         # The logits are freed before the backward passes of the layers.
         return activations + max(0.0, work - found.logits)
@@ -182,7 +190,8 @@ class PlanMemory:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
         plan = self.plan
         shard = plan.tp if plan.sequence_parallel else 1
-        return _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
+        self._layers[recompute] = _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
+        return self._layers[recompute]
 
 
 def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
@@ -273,8 +282,8 @@ def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
     return _both_layers(model, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)[sparse]
 
 
-def deepest_stages(plan: Plan) -> tuple[int, ...]:
+def deepest_stages(layout: StageLayout) -> tuple[int, ...]:
     """Stages that include the one with the most memory: the ends, and the first ones with an extra layer or experts."""
-    if plan.layers_per_chunk:
-        return tuple(range(plan.pp))
-    return tuple(sorted({*range(min(4, plan.pp)), plan.pp - 1}))
+    if layout.fixed:
+        return tuple(range(layout.pp))
+    return tuple(sorted({*range(min(4, layout.pp)), layout.pp - 1}))

@@ -77,10 +77,12 @@ def sharded_states(plan: Plan) -> int:
     return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
 
 
-def state_memory(model: Model, plan: Plan, stage: int, zero: int) -> tuple[float, float, float]:
+def state_memory(
+    model: Model, plan: Plan, stage: int, zero: int, layout: StageLayout | None = None
+) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer (offloaded or not) on one GPU of a stage, sharded by ZeRO stage
-    ``zero``."""
-    dense, expert = stage_parameters(model, plan, stage)
+    ``zero``. ``layout``: that of the plan, if known."""
+    dense, expert = parameters_of(model, layout or stage_layout(plan), plan, stage)
     ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
     whole, owned = dense + expert, dense / ranks + expert / (ranks // plan.ep)
     parameters = parameter * (owned if zero >= 3 else whole)

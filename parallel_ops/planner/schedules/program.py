@@ -158,15 +158,31 @@ class Program:
 
     def step_time(self, times: Times, *, barrier: bool) -> float:
         """``Simulation.step_time`` with ``barrier``, else ``Simulation.step_time_without_barrier``."""
-        starts, ends, _ = self.run(times)
         if barrier:
-            return max(ends) - min(starts)
+            return self._last_end(times)
+        starts, ends, _ = self.run(times)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for entry, start, end in zip(self._entries, starts, ends, strict=True):
             first.setdefault(entry.rank, start)
             last[entry.rank] = end
         return max(last[rank] - first[rank] for rank in last)
+
+    def _last_end(self, times: Times) -> float:
+        """The end of the last entry; the first starts at 0. Half the time of ``run``, which a search needs."""
+        durations, links = self._durations(times), self._links(times)
+        ends: list[float] = []
+        clocks = [0.0] * len(self._actions)
+        for rank, which, after, link, also_after, also_link in self._entries:
+            end = clocks[rank]
+            if after >= 0 and (ready := ends[after] + links[link]) > end:
+                end = ready
+            if also_after >= 0 and (ready := ends[also_after] + links[also_link]) > end:
+                end = ready
+            end += durations[which]
+            ends.append(end)
+            clocks[rank] = end
+        return max(clocks)
 
     def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
         """Starts and ends of the entries, by rank and action."""

@@ -30,6 +30,8 @@ class Candidates:
     ) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
+        # Offload and recomputation, the cheapest first.
+        self.least = tuple(itertools.product(options.offload, options.recompute))
         self.system: ExportTarget | None = find_target(options.target) if options.target else None
 
     def plans(self) -> Iterator[Plan]:
@@ -139,26 +141,29 @@ class Candidates:
         kinds of GPU only uneven stages are tried.
         """
         uneven = balanced_chunks(self.model, self.cluster, plan, self.constants)
-        balanced = unchecked(plan, layers_per_chunk=uneven)
         if self.cluster.parts:
-            even, found = None, self._least(balanced, self.rejected)
+            even, found = None, self._least(unchecked(plan, layers_per_chunk=uneven), self.rejected)
         else:
             # Reasons are recorded for even stages only.
-            even, found = self._least(plan, self.rejected), self._least(balanced, []) if uneven else None
+            even = self._least(plan, self.rejected)
+            found = self._least(unchecked(plan, layers_per_chunk=uneven), None) if uneven else None
         if found:
             yield found
         if even and not (found and (even.recompute, even.offload) == (found.recompute, found.offload)):
             yield even
 
-    def _least(self, plan: Plan, rejected: list[Rejection]) -> Plan | None:
-        """The plan with the first offload and recomputation that fit; ``None`` if none do."""
+    def _least(self, plan: Plan, rejected: list[Rejection] | None) -> Plan | None:
+        """The plan with the first offload and recomputation that fit; ``None`` if none do. ``rejected``: collects the
+        others."""
+        # ``problem`` depends on recomputation for these schedules only, and never on offload.
+        split = plan.schedule in SPLIT_BACKWARD
         problems: dict[str, Problem | None] = {}
         memory = None
-        for offload, recompute in itertools.product(self.options.offload, self.options.recompute):
-            # ``problem`` depends on recomputation for these schedules only, and never on offload.
-            kind = recompute if plan.schedule in SPLIT_BACKWARD else ""
+        for offload, recompute in self.least:
+            kind = recompute if split else ""
             if kind not in problems:
-                problems[kind] = problem(self.model, self.cluster, unchecked(plan, recompute=recompute))
+                own = unchecked(plan, recompute=recompute) if split else plan
+                problems[kind] = problem(self.model, self.cluster, own)
             found = problems[kind]
             if found is None and self.system:
                 found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
@@ -166,8 +171,11 @@ class Candidates:
                 memory = memory or MemoryCheck(self.model, self.cluster, plan)
                 found = memory.problem(recompute, offload)
             if found is None:
-                return unchecked(plan, offload=offload, recompute=recompute)
-            rejected.append(Rejection(plan, *found, recompute, offload))
+                same = offload == plan.offload and recompute == plan.recompute
+                return plan if same else unchecked(plan, offload=offload, recompute=recompute)
+            if rejected is not None:
+                kind, reason, more = found
+                rejected.append(Rejection(plan, kind, reason, more, recompute, offload))
         return None
 
     def _target_problem(self, plan: Plan) -> Problem | None:
