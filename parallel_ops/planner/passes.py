@@ -37,9 +37,7 @@ def rank_passes(
 ) -> RankPasses:
     """Passes of the ranks of a pipeline. ``paired``: see ``layer_costs``."""
     kinds, kind_of = _kinds_of_rank(model, cluster, layout)
-    found = [
-        chunk_costs(model, cluster, gpu, constants, work, layers, ends, paired) for layers, ends, gpu in kinds
-    ]
+    found = [chunk_costs(model, cluster, gpu, constants, work, layers, ends, paired) for layers, ends, gpu in kinds]
     each = [compute.total + waits.total for compute, waits in found]
     totals = [each[kind] for kind in kind_of]
     busy = max(totals)

@@ -13,8 +13,6 @@ pytest.importorskip("matplotlib")
 
 from parallel_ops import __main__
 from parallel_ops.planner import RULES
-from parallel_ops.planner.cli import app
-from parallel_ops.planner.validation import Promise, Report
 from support.planner_cli import PLAN, SMALL
 
 
@@ -150,28 +148,6 @@ def test_without_a_plan_the_fastest_is_taken(run):
     assert json.loads(run("estimate", *SMALL, "--json")[1])["plan"] == best["plan"]
     sizes = ", ".join(f"{name}={best['plan'][name]}" for name in ("cp", "tp", "ep"))
     assert f"{sizes})" in run("export", *SMALL, "--format", "torchrun")[1]
-
-
-class TestValidate:
-    @pytest.mark.runs
-    def test_the_error_table(self, run):
-        code, out, _ = run("validate", "--json")
-        data = json.loads(out)
-        assert code == (0 if all(promise["met"] for promise in data["promises"]) else 1)
-        for row in data["rows"]:
-            assert row["error"] == pytest.approx(row["predicted"] / row["published"] - 1) or row["bound"]
-        _, table, _ = run("validate", "--rows")
-        assert f"{data['tables'][0]['mean']:.1%}" in table
-        for row in data["rows"][:10]:
-            assert f"{row['published']:.4g}" in table and f"{row['predicted']:.4g}" in table
-        assert all(promise["name"] in table for promise in data["promises"])
-
-    def test_a_broken_promise_is_exit_code_1(self, run, monkeypatch):
-        report = Report(rows=(), promises=(Promise(name="step time", value=0.2, limit=0.1),))
-        monkeypatch.setattr(app, "validate", lambda: report)
-        code, out, err = run("validate")
-        assert (code, err) == (1, "")
-        assert "does not hold" in out
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,26 @@
-"""The promises about published figures."""
+"""The promises about published figures, and ``parallel-ops validate``."""
+
+import json
 
 import pytest
 
 from benchmarks.planner_fit import OWN, SHARED, bands, loss, sample, start
 from parallel_ops.planner import error_band
 from parallel_ops.planner.error_band import keys
-from parallel_ops.planner.validation import validate
+from parallel_ops.planner.validation import Promise, Report, validate
 from parallel_ops.planner.validation.published import measurements
 from parallel_ops.planner.validation.report import largest_error, mean_error
 from parallel_ops.planner.validation.validate import PROMISES, regrets
+from support import planner_scenarios
 
 
 @pytest.fixture(scope="module")
 def report():
-    return validate()
+    return planner_scenarios.report()
+
+
+def test_the_table_of_the_document_is_up_to_date():
+    planner_scenarios.check_table("validation")
 
 
 def test_every_promise_holds(report):
@@ -102,3 +109,32 @@ def test_bands_are_those_of_the_residuals(report):
         assert shipped.rows == found[shipped.like]["rows"]
         # The fit takes long pipelines as a search does.
         assert shipped.time == pytest.approx(found[shipped.like]["time"], abs=0.021)
+
+
+@pytest.fixture
+def app():
+    pytest.importorskip("typer")
+    return pytest.importorskip("parallel_ops.planner.cli.app")
+
+
+class TestValidate:
+    def test_the_error_table(self, run, report, app, monkeypatch):
+        assert app.validate is validate
+        monkeypatch.setattr(app, "validate", lambda: report)
+        code, out, _ = run("validate", "--json")
+        data = json.loads(out)
+        assert code == (0 if all(promise["met"] for promise in data["promises"]) else 1)
+        for row in data["rows"]:
+            assert row["error"] == pytest.approx(row["predicted"] / row["published"] - 1) or row["bound"]
+        _, table, _ = run("validate", "--rows")
+        assert f"{data['tables'][0]['mean']:.1%}" in table
+        for row in data["rows"][:10]:
+            assert f"{row['published']:.4g}" in table and f"{row['predicted']:.4g}" in table
+        assert all(promise["name"] in table for promise in data["promises"])
+
+    def test_a_broken_promise_is_exit_code_1(self, run, app, monkeypatch):
+        report = Report(rows=(), promises=(Promise(name="step time", value=0.2, limit=0.1),))
+        monkeypatch.setattr(app, "validate", lambda: report)
+        code, out, err = run("validate")
+        assert (code, err) == (1, "")
+        assert "does not hold" in out

@@ -1,6 +1,7 @@
 """The worked scenarios of ``docs/planner.md``: tables between ``<!-- name -->`` marks, made by the code.
 
-``python -m support.planner_scenarios`` from ``tests/`` writes them; ``tests/planner/test_docs.py`` compares.
+``python -m support.planner_scenarios`` from ``tests/`` writes them; ``test_docs.py`` and ``test_validation.py`` in
+``tests/planner`` compare.
 """
 
 import re
@@ -232,6 +233,13 @@ SCENARIOS: dict[str, Callable[[], str]] = {
     "validation": validation,
     "long-context": long_context,
 }
+
+
+def check_table(name: str) -> None:
+    """Raises ``AssertionError`` unless the table ``name`` of the document is what the code makes."""
+    found = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- end -->", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    assert found[1] == SCENARIOS[name](), "run: cd tests && python -m support.planner_scenarios"
 
 
 def regenerate(text: str) -> str:

@@ -26,7 +26,7 @@ from parallel_ops.planner.results import Transfer
 
 
 class _Reduction(NamedTuple):
-    """Data-parallel collectives of one kind: their number per step, bytes of the whole tensor, ranks and seconds each."""
+    """Data-parallel collectives of one kind: number per step, bytes of the whole tensor, ranks, seconds of each."""
 
     kind: str
     count: int

@@ -186,9 +186,7 @@ def _linears(
     return f, i, w
 
 
-def _shapes(
-    model: Model, tp: int, ep: int, sparse: bool, tokens: float
-) -> Iterator[tuple[float, float, float, float]]:
+def _shapes(model: Model, tp: int, ep: int, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
     """Rows, inputs, outputs and count of each linear of a layer on one rank."""
     h = model.hidden_size
     if model.latent:

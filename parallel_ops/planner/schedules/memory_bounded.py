@@ -33,9 +33,13 @@ def zb_2p(pp: int, micro_batches: int, times: Times, memory_limit: float, retain
         raise ValueError("zb-2p: has no pairs; leave out the time of a pair")
     best: Schedule = []
     shortest = math.inf
+    built: list[_Builder] = []
     for delay_first, fill in itertools.product((False, True), repeat=2):
+        if any(other.same_with(delay_first, fill) for other in built):
+            continue
         builder = _Builder(pp, micro_batches, times, memory_limit, retained, delay_first, fill)
         schedule = builder.build()
+        built.append(builder)
         if (step := builder.step_time()) < shortest - builder.tolerance:
             best, shortest = schedule, step
     return best
@@ -63,6 +67,8 @@ class _Builder:
         self.link = times.per_stage("link", pp - 1)
         self.memory_limit, self.retained = memory_limit + _TOLERANCE, retained
         self.delay_first, self.fill = delay_first, fill
+        # Whether the other value of each would have changed a choice.
+        self.delay_matters = self.fill_matters = False
         self.tolerance = _TOLERANCE * max(1.0, *(max(times) for times in self.durations.values()))
         # Per rank: ends of F and of I, number of W, time at which it is free, idle time so far.
         self.forward_ends: list[list[float]] = [[] for _ in range(pp)]
@@ -72,6 +78,12 @@ class _Builder:
         self.idled = [0.0] * pp
         self.most_idled = 0.0
         self.order: Schedule = [[] for _ in range(pp)]
+
+    def same_with(self, delay_first: bool, fill: bool) -> bool:
+        """Whether the schedule with these options is known to be the one that was built."""
+        return (not self.delay_matters or delay_first == self.delay_first) and (
+            not self.fill_matters or fill == self.fill
+        )
 
     def build(self) -> Schedule:
         events = [(0.0, rank) for rank in range(self.pp)]
@@ -105,20 +117,26 @@ class _Builder:
         held = forwards - input_grads + (input_grads - self.weight_grads[rank]) * self.retained
         room = held + 1 <= self.memory_limit
         can_forward = forward <= soon and room
-        if not input_grads and not self.delay_first and backward > soon:
-            can_forward = can_forward and backward >= soon + self.durations["F"][rank] - 2 * self.tolerance
+        if not input_grads and can_forward and backward > soon:
+            in_time = backward >= soon + self.durations["F"][rank] - 2 * self.tolerance
+            self.delay_matters |= not in_time
+            can_forward = in_time or self.delay_first
         if backward <= soon and not (can_forward and input_grads and self.order[rank][-1].kind == "I"):
             return "I", now
         if can_forward:
             return "F", now
-        arrivals = [backward] if not room else [forward, backward]
-        wake = min((time for time in arrivals if time > soon), default=math.inf)
+        wake = backward if backward > soon else math.inf
+        if room and soon < forward < wake:
+            wake = forward
         if self.weight_grads[rank] < input_grads:
             wait = wake - now
             full = forward <= soon and not room
-            matters = self.fill and self.idled[rank] + wait > self.most_idled - self.tolerance
-            if full or matters or wait >= self.durations["W"][rank] - self.tolerance:
+            if full or wait >= self.durations["W"][rank] - self.tolerance:
                 return "W", now
+            if self.idled[rank] + wait > self.most_idled - self.tolerance:
+                self.fill_matters = True
+                if self.fill:
+                    return "W", now
         return None, wake
 
     def _run(self, rank: int, kind: Kind, now: float) -> float:

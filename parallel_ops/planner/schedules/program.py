@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from parallel_ops.planner.schedules.action import Action
 
@@ -90,22 +89,10 @@ def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[
     return stages, micro_batches, owners
 
 
-class _Entry(NamedTuple):
-    """One pass, or a pair, of a program.
-
-    Attributes:
-        rank: the rank that runs it.
-        duration: index of its duration.
-        after, link: the entry on another stage that it depends on, -1 for none, and the link from there.
-        also_after, also_link: the same of the second member of a pair.
-    """
-
-    rank: int
-    duration: int
-    after: int
-    link: int
-    also_after: int
-    also_link: int
+# One pass, or a pair, of a program: the rank that runs it, the index of its duration, the entry on another stage that
+# it depends on (-1 for none) and the link from there, and both of the second member of a pair. A plain tuple, since a
+# schedule has up to a hundred thousand.
+_Entry = tuple[int, int, int, int, int, int]
 
 
 class Program:
@@ -163,9 +150,9 @@ class Program:
         starts, ends, _ = self.run(times)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
-        for entry, start, end in zip(self._entries, starts, ends, strict=True):
-            first.setdefault(entry.rank, start)
-            last[entry.rank] = end
+        for (rank, *_), start, end in zip(self._entries, starts, ends, strict=True):
+            first.setdefault(rank, start)
+            last[rank] = end
         return max(last[rank] - first[rank] for rank in last)
 
     def _last_end(self, times: Times) -> float:
@@ -187,10 +174,11 @@ class Program:
     def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
         """Starts and ends of the entries, by rank and action."""
         out: tuple[list[list[float]], list[list[float]]] = [[] for _ in self._actions], [[] for _ in self._actions]
-        for entry, start, end in zip(self._entries, starts, ends, strict=True):
-            members = 2 if entry.duration >= 4 * self._stages else 1
-            out[0][entry.rank] += [start] * members
-            out[1][entry.rank] += [end] * members
+        for (rank, duration, *_), start, end in zip(self._entries, starts, ends, strict=True):
+            for rows, time in zip(out, (start, end), strict=True):
+                rows[rank].append(time)
+                if duration >= 4 * self._stages:
+                    rows[rank].append(time)
         return out
 
     def _durations(self, times: Times) -> list[float]:
@@ -211,36 +199,63 @@ class Program:
         order, position = self._actions[rank], self._done[rank]
         return order[position : position + 2] if order[position].paired else order[position : position + 1]
 
-    def _advance(self, rank: int) -> set[int]:
+    def _advance(self, rank: int) -> set[int]:  # noqa: PLR0912
         """Adds entries of the rank until one has to wait. Returns the ranks that may continue because of them."""
         woken: set[int] = set()
-        order, stages = self._actions[rank], self._stages
-        while self._done[rank] < len(order):
-            group = self._group(rank)
-            needs = []
-            for action in group:
-                need = self._need(action)
-                if need is None:
-                    return woken
-                needs.append(need)
-            first, second = needs[0], needs[1] if len(needs) == 2 else (-1, 0)
-            if len(group) == 2:
-                pair = group[0].stage, group[1].stage
-                duration = 4 * stages + self._pairs.setdefault(pair, len(self._pairs))
+        order, entries, stages = self._actions[rank], self._entries, self._stages
+        forward, backward, owners, last = self._forward, self._backward, self._owners, self._stages - 1
+        position, count = self._done[rank], len(order)
+        while position < count:
+            kind, mb, stage, paired = order[position]
+            if paired:
+                if not self._add_pair(rank, position, woken):
+                    break
+                position += 2
+                continue
+            # ``_need`` of the one action, without calls: a program has up to a hundred thousand.
+            after, link = -1, 0
+            if kind == "F":
+                if stage:
+                    link = stage - 1
+                    if (after := forward[link][mb]) < 0:
+                        break
+                forward[stage][mb] = len(entries)
+                if stage < last and owners[stage + 1] != rank:
+                    woken.add(owners[stage + 1])
+                duration = stage
+            elif kind == "W":
+                if backward[stage][mb] < 0:
+                    break
+                duration = 2 * stages + stage
             else:
-                duration = "FIWB".index(group[0].kind) * stages + group[0].stage
-            for kind, micro_batch, stage, _ in group:
-                if kind == "W":
-                    continue
-                ended, follower = (
-                    (self._forward, min(stage + 1, stages - 1)) if kind == "F" else (self._backward, max(stage - 1, 0))
-                )
-                ended[stage][micro_batch] = len(self._entries)
-                if self._owners[follower] != rank:
-                    woken.add(self._owners[follower])
-            self._entries.append(_Entry(rank, duration, *first, *second))
-            self._done[rank] += len(group)
+                if forward[stage][mb] < 0:
+                    break
+                if stage < last:
+                    link = stage
+                    if (after := backward[stage + 1][mb]) < 0:
+                        break
+                backward[stage][mb] = len(entries)
+                if stage and owners[stage - 1] != rank:
+                    woken.add(owners[stage - 1])
+                duration = (1 if kind == "I" else 3) * stages + stage
+            entries.append((rank, duration, after, link, -1, 0))
+            position += 1
+        self._done[rank] = position
         return woken
+
+    def _add_pair(self, rank: int, position: int, woken: set[int]) -> bool:
+        """Adds the F and B at ``position`` of the rank and the ranks that may continue; False if one has to wait."""
+        first, second = self._actions[rank][position : position + 2]
+        needs = self._need(first), self._need(second)
+        if needs[0] is None or needs[1] is None:
+            return False
+        stages, entry = (first.stage, second.stage), len(self._entries)
+        self._forward[first.stage][first.micro_batch] = self._backward[second.stage][second.micro_batch] = entry
+        followers = min(first.stage + 1, self._stages - 1), max(second.stage - 1, 0)
+        woken.update(self._owners[stage] for stage in followers if self._owners[stage] != rank)
+        duration = 4 * self._stages + self._pairs.setdefault(stages, len(self._pairs))
+        self._entries.append((rank, duration, *needs[0], *needs[1]))
+        return True
 
     def _need(self, action: Action) -> tuple[int, int] | None:
         """The entry on another stage that the action depends on (-1 for none) and the link from there; ``None`` if a
