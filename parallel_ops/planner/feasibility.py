@@ -25,12 +25,12 @@ class Problem(NamedTuple):
     excess: float = 0.0
 
 
-def problem(model: Model, cluster: Cluster, plan: Plan) -> Problem | None:
-    """Why the plan cannot run, apart from memory; ``None`` if it can."""
+def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> Problem | None:
+    """Why the plan cannot run, apart from memory; ``None`` if it can. ``recompute``: in place of the plan's."""
     sizes = plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
     return (
         _size_problem(model, cluster, *sizes)
-        or next(_pipeline(model, plan), None)
+        or next(_pipeline(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
         or (next(_experts(model, plan), None) if plan.ep > 1 else None)
     )
@@ -141,7 +141,7 @@ def _sizes(
         )
 
 
-def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
+def _pipeline(model: Model, plan: Plan, recompute: str) -> Iterator[Problem]:
     chunks, m, kind = plan.pp * plan.virtual_stages, plan.micro_batches, plan.schedule
     if plan.layers_per_chunk:
         if sum(plan.layers_per_chunk) != model.num_layers:
@@ -163,8 +163,8 @@ def _pipeline(model: Model, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has released"
         )
-    cheap = plan.recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
-    if kind in SPLIT_BACKWARD and plan.recompute != "none" and not cheap:
+    cheap = recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
+    if kind in SPLIT_BACKWARD and recompute != "none" and not cheap:
         yield Problem(
             "recomputation with a split backward pass",
             f"{kind} would recompute activations twice, for I and for W",

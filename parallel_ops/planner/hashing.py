@@ -1,5 +1,6 @@
 """Hashes of frozen dataclasses, computed once per object."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
@@ -10,7 +11,7 @@ def hashed_once(cls: _Class) -> _Class:
 
     Models and clusters are part of the keys of caches that a search reads a million times, and have thirty fields.
     """
-    compute = cls.__hash__
+    compute: Callable[[Any], int] = vars(cls)["__hash__"]
 
     def __hash__(self: Any) -> int:
         try:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner import Plan, memory, presets
-from parallel_ops.planner.feasibility import memory_problem
-from parallel_ops.planner.memory.memory import deepest_stages, layer_activations
+from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
+from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages, layer_activations
 from parallel_ops.planner.placement import in_flight, layers_of, stage_layout
-from parallel_ops.planner.plan import SCHEDULES, V_SHAPED
+from parallel_ops.planner.plan import OFFLOAD, SCHEDULES, V_SHAPED
 from parallel_ops.planner.schedules.schedule import actions, simulate
 
 GPT3 = presets.model("gpt3-175b")
@@ -203,3 +203,14 @@ def test_the_quick_check_looks_at_the_stage_that_needs_most(plan, layers):
     stages = memory(model, plan)
     worst = max(stage.total for stage in stages)
     assert max(stages[index].total for index in deepest_stages(stage_layout(plan))) == worst
+
+
+@given(plan=PLANS, layers=st.integers(8, 40), room=st.floats(0.3, 1.1), offload=st.sampled_from(OFFLOAD))
+def test_the_quick_check_finds_the_stage_that_lacks_most(plan, layers, room, offload):
+    model, plan = replace(LLAMA, num_layers=layers), replace(plan, offload=offload)
+    every = PlanMemory(model, plan)
+    needed = max(every.total(stage, plan.recompute, offload) for stage in range(plan.pp))
+    cluster = presets.cluster("a100-80x8")
+    cluster = replace(cluster, gpu=replace(cluster.gpu, memory=room * needed))
+    found = quick_memory_problem(model, cluster, plan)
+    assert (found.excess if found else 0.0) == max(0.0, needed - room * needed)

@@ -29,7 +29,7 @@ class _Reduction(NamedTuple):
     """Data-parallel collectives of one kind: number per step, bytes of the whole tensor, ranks, seconds of each."""
 
     kind: str
-    count: int
+    number: int
     size: float
     ranks: int
     seconds: float

@@ -14,7 +14,6 @@ once.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,8 +27,7 @@ from parallel_ops.planner.plan import Plan
 _FLASH_BLOCK = 128
 
 
-@dataclass(frozen=True)
-class Passes:
+class Passes(NamedTuple):
     """Seconds of the passes F, I and W of one micro-batch."""
 
     forward: float
@@ -41,7 +39,7 @@ class Passes:
         """F + I + W."""
         return self.forward + self.input_grad + self.weight_grad
 
-    def __add__(self, other: "Passes") -> "Passes":
+    def __add__(self, other: "Passes") -> "Passes":  # type: ignore[override]
         return Passes(
             self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
         )

@@ -150,9 +150,9 @@ class Program:
         starts, ends, _ = self.run(times)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
-        for (rank, *_), start, end in zip(self._entries, starts, ends, strict=True):
-            first.setdefault(rank, start)
-            last[rank] = end
+        for entry, start, end in zip(self._entries, starts, ends, strict=True):
+            first.setdefault(entry[0], start)
+            last[entry[0]] = end
         return max(last[rank] - first[rank] for rank in last)
 
     def _last_end(self, times: Times) -> float:
@@ -173,13 +173,16 @@ class Program:
 
     def by_rank(self, starts: list[float], ends: list[float]) -> tuple[list[list[float]], list[list[float]]]:
         """Starts and ends of the entries, by rank and action."""
-        out: tuple[list[list[float]], list[list[float]]] = [[] for _ in self._actions], [[] for _ in self._actions]
-        for (rank, duration, *_), start, end in zip(self._entries, starts, ends, strict=True):
-            for rows, time in zip(out, (start, end), strict=True):
-                rows[rank].append(time)
-                if duration >= 4 * self._stages:
-                    rows[rank].append(time)
-        return out
+        started: list[list[float]] = [[] for _ in self._actions]
+        ended: list[list[float]] = [[] for _ in self._actions]
+        for entry, start, end in zip(self._entries, starts, ends, strict=True):
+            rank = entry[0]
+            if entry[1] >= 4 * self._stages:  # a pair
+                started[rank].append(start)
+                ended[rank].append(end)
+            started[rank].append(start)
+            ended[rank].append(end)
+        return started, ended
 
     def _durations(self, times: Times) -> list[float]:
         forward, input_grad, weight_grad = (

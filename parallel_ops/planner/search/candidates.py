@@ -162,8 +162,7 @@ class Candidates:
         for offload, recompute in self.least:
             kind = recompute if split else ""
             if kind not in problems:
-                own = unchecked(plan, recompute=recompute) if split else plan
-                problems[kind] = problem(self.model, self.cluster, own)
+                problems[kind] = problem(self.model, self.cluster, plan, kind)
             found = problems[kind]
             if found is None and self.system:
                 found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
