@@ -1,5 +1,6 @@
 """Search: complete, fast, with a reason for each rejected plan and the sensitivity of the choice."""
 
+import gc
 import time
 from dataclasses import replace
 
@@ -190,6 +191,21 @@ def test_a_target_without_what_is_asked_for():
         search(LLAMA, presets.cluster("h100x8"), batch=64, options=SearchOptions(target="torchtitan", zero=(1,)))
     with pytest.raises(ValueError, match="unknown system 'jax'"):
         search(LLAMA, presets.cluster("h100x8"), batch=64, options=SearchOptions(target="jax"))
+
+
+def test_the_garbage_collector_runs_after_a_search():
+    options = replace(FEW, tp=(1,), pp=(1,), cp=(1,), micro_batches=(1,))
+    search(LLAMA, presets.cluster("h100x8"), batch=8, options=options, keep=1)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="batch must be"):
+        search(LLAMA, A100, batch=0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        search(LLAMA, presets.cluster("h100x8"), batch=8, options=options, keep=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["batch", "keep"])

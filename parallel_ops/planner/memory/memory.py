@@ -126,7 +126,7 @@ class PlanMemory:
 
     def total(self, stage: int, recompute: str, offload: str) -> float:
         """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
-        found = self._fixed.get(stage) or self.fixed(stage)
+        found = self._fixed[stage] if stage in self._fixed else self.fixed(stage)
         activations, resident = self._activations(stage, found, recompute, offload)
         states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
         activations = activations * resident + found.embedding + found.head
