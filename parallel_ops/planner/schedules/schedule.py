@@ -9,6 +9,7 @@ Each family has its own file in ``parallel_ops/planner/schedules/``, with its so
 
 from collections.abc import Callable
 
+from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.schedules.action import Action, Kind, Schedule, micro_batch_problem
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
 from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
@@ -50,6 +51,7 @@ def chunks(kind: str, virtual_stages: int = 1) -> int:
     return virtual_stages if kind == "interleaved" else 2 if kind in ("zb-v", "dualpipe-v") else 1
 
 
+@without_collection()
 def actions(
     kind: str,
     pp: int,

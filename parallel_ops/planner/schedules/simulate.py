@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.program import Program, Times
 
@@ -65,6 +66,7 @@ class Simulation:
         return 1 - sum(self.busy) / len(self.busy) / step if step else 0.0
 
 
+@without_collection()
 def simulate(actions: Sequence[Sequence[Action]], times: Times | None = None, *, retained: float = 1.0) -> Simulation:
     """Simulates a schedule: each rank runs ``actions[rank]`` in order.
 

@@ -11,16 +11,15 @@
 Recomputation and offload only cost time, so a plan that fits without them is not tried with them.
 """
 
-import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallel_ops.planner.checks import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
 from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import NearMiss, Rejection, SearchResult, family
@@ -35,20 +34,7 @@ NEAR, FASTER = 0.1, 0.01
 MISSES_TIMED, MISSES_KEPT = 2000, 5
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pauses the garbage collector. A search keeps hundreds of thousands of plans and makes no cycles of objects, and
-    the collector would walk over them again and again: a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def search(
     model: Model,
     cluster: Cluster,
