@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 ARGS ?=
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.cpp csrc/*/*/*.h)
@@ -21,23 +22,37 @@ MEGATRONS := 0.17.1 0.18.2 0.19.2
 # The oldest Transformers and the last 4, each with the tokenizers that it asks for, beside the one of constraints.txt.
 TRANSFORMERS := 4.50.3+0.21.4 4.57.6+0.22.1
 
-.PHONY: venv demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
+.PHONY: venv commands demo test test-runs test-kernels test-oldest-triton test-megatrons test-transformers bench lint format docs clean
 
-venv: $(VENV)/.installed
+# All that targets need: pip installs while the extension compiles.
+venv:
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/.installed $(VENV)/.requirements
 
-# torch goes first and alone, so that nothing else chooses its build.
-$(VENV)/.requirements: constraints.txt
+# What the commands need alone, for `make demo`.
+commands:
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/.installed $(VENV)/.commands
+
+# torch goes first and alone, so that nothing else chooses its build; then what compiles.
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -r constraints.txt
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --constraint constraints.txt setuptools wheel ninja pybind11 numpy
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+$(VENV)/.commands: $(VENV)/.torch
+	$(PIP) --constraint constraints.txt matplotlib pydantic rich safetensors typer
+	touch $@
+
+$(VENV)/.requirements: $(VENV)/.commands
+	$(PIP) --requirement constraints.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps --editable .
 	touch $@
 
 # The main job. TEXT=path trains on your own file or folder; ARGS passes options through (see --help).
-demo: venv
+demo: commands
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
 # All but whole runs; of the tests that compile or execute Triton kernels without a GPU, one case each.
@@ -59,7 +74,7 @@ OLDEST := test_launch or read_the_clock or (test_rms_norm and 34000) or (in_shar
 	bfloat16-128-128-90 or bfloat16-64-sm_90-causal))
 
 test-oldest-triton: venv
-	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+	test -d $(VENV)/triton-$(OLDEST_TRITON) || $(PIP) --no-deps \
 		--target $(VENV)/triton-$(OLDEST_TRITON) triton==$(OLDEST_TRITON)
 	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$(OLDEST_TRITON) $(PYTEST) --kernels all tests/kernels \
 		tests/benchmarks/test_simulated_link.py -k "$(OLDEST)"
@@ -67,7 +82,7 @@ test-oldest-triton: venv
 test-megatrons: venv
 	for version in $(MEGATRONS); do \
 		folder=$(CURDIR)/$(VENV)/megatron-$$version; \
-		test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+		test -d $$folder || $(PIP) --no-deps --only-binary=:all: \
 			--python-version 3.12 --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
 		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_megatron.py \
 			tests/integrations/test_megatron_models.py || exit 1; \
@@ -76,7 +91,7 @@ test-megatrons: venv
 test-transformers: venv
 	for versions in $(TRANSFORMERS); do \
 		folder=$(CURDIR)/$(VENV)/transformers-$${versions%+*}; \
-		test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $$folder \
+		test -d $$folder || $(PIP) --no-deps --target $$folder \
 			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" requests urllib3 idna certifi \
 			charset-normalizer || exit 1; \
 		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface.py || exit 1; \
@@ -103,7 +118,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: docs/requirements.txt $(VENV)/.requirements
-	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt -c constraints.txt
+	$(PIP) -r docs/requirements.txt -c constraints.txt
 	touch $@
 
 clean:

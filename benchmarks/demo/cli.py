@@ -62,7 +62,7 @@ def command(
     text: Annotated[
         str | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 40,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 30,
     num_layers: Annotated[int, typer.Option(help="Transformer layers.")] = 3,
     hidden_size: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256,
     num_heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,

@@ -15,6 +15,7 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.tokens import TokenFile, TokenStream
+from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.progress import peak_memory
 from parallel_ops.train.trainer import Trainer
 
@@ -22,6 +23,7 @@ from parallel_ops.train.trainer import Trainer
 ALONE = ("plain", "compiled", "fused", "fused-compiled")
 # Not a model: the matrix products of a step, which every model computes.
 PRODUCTS = "products"
+COMPILED = ("compiled", "fused-compiled")
 
 
 def demo_trainer(
@@ -47,9 +49,20 @@ def demo_trainer(
         model = PlainTransformer(settings.config)
         model.load_state_dict(weights)
     trainer = Trainer(settings, mesh, model=model, stream=stream, **options)
-    if kind in ("compiled", "fused-compiled"):
+    if kind in COMPILED:
         trainer.model.compile()
     return trainer
+
+
+def compile_now(trainer: Trainer) -> None:
+    """Compiles what a step would compile, by a forward and backward that change nothing; for processes that start
+    together, and so compile at the same time instead of one after another."""
+    batch = trainer.loader.step(trainer.samples_seen)[0].to(trainer.device)
+    dtype = PRECISIONS[trainer.settings.plan.dtype]
+    with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not torch.float32):
+        loss: Tensor = trainer.model(batch.tokens, batch.targets)
+    loss.backward()
+    trainer.model.zero_grad()
 
 
 def answer(run: Trainer | Products, request: str) -> Any:

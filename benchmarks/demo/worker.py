@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.demo.matmul_floor import Products
-from benchmarks.demo.runs import ALONE, PRODUCTS, answer, demo_trainer
+from benchmarks.demo.runs import ALONE, COMPILED, PRODUCTS, answer, compile_now, demo_trainer
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import under_torchrun
@@ -180,6 +180,8 @@ def _serve(name: str, settings: Settings, connection: Connection, environment: M
                 run = Products(settings.config, settings.plan.global_batch, dtype, device)
             else:
                 run = demo_trainer(settings, name if name in ALONE else "fused", mesh=mesh, activity=activity)
+                if name in COMPILED:
+                    compile_now(run)
             connection.send(None)
             while True:
                 connection.send(answer(run, connection.recv()))
