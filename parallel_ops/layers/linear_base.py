@@ -31,7 +31,8 @@ class ParallelLinear(ShardedModule):
     Attributes:
         main_grad: an fp32 tensor of the shape of this rank's shard of the weight. The weight's gradients are added to
             it and not to ``weight.grad``; only for weights that neither FSDP nor DDP reduces.
-        deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights.
+        deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
+            with ``DeferredWeightGradients(fsdp=True)`` for all.
     """
 
     weight: nn.Parameter
@@ -88,7 +89,9 @@ class ParallelLinear(ShardedModule):
         """
         if self._main_grad is None and self._deferred is None:
             return None
-        if self._of() is not self.weight:
+        # The parameter that FSDP2 shows now is bound to this call, and is there whenever the queue is computed.
+        bound = self._main_grad is None and self._deferred is not None and self._deferred.fsdp
+        if not bound and self._of() is not self.weight:
             raise ValueError(
                 f"{type(self).__name__}: main_grad and deferred do not work under fully_shard or replicate, which "
                 "would not reduce these gradients; leave them out (FSDP2 accumulates in the reduce_dtype of its "

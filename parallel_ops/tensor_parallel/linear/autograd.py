@@ -140,6 +140,12 @@ class LinearOp:
         with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
             return self._forward(call, x, weights, biases)
 
+    def dispatched(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        """``run`` through the dispatcher; outputs are new tensors."""
+        op: Any = self._op.dispatched
+        outputs: list[Tensor] = op(x, weights, biases, *call.arguments()[: len(op._schema.arguments) - 3])
+        return outputs
+
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
         return self._forward(GroupCall(self.name, *arguments), x, weights, biases)
 
@@ -257,6 +263,10 @@ class _Linear(torch.autograd.Function):
         ctx.op, ctx.targets, ctx.deferred = op, targets, deferred
         ctx.dtypes = [t.dtype for t in tensors]
         _save(ctx, call, x, weights)
+        if is_in_torch_dispatch_mode():
+            # A mode sees one op, as without targets: selective recomputation keeps its output, and must not keep
+            # buffers that the forward writes to.
+            return tuple(op.dispatched(call, x, weights, biases))
         return tuple(op.run(call, x, weights, biases))
 
     @staticmethod

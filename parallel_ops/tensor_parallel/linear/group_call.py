@@ -25,6 +25,10 @@ class GroupCall:
     needs: list[bool]  # whether x, each weight and each bias need a gradient
     partial_bias: bool = False  # the gradient of bias is of this rank's rows only
 
+    def arguments(self) -> tuple[object, ...]:
+        """The fields as ops take them after their tensors; most ops have no ``partial_bias``, the last one."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[1:])
+
     def needs_weights(self, count: int) -> list[bool]:
         return self.needs[1 : 1 + count]
 

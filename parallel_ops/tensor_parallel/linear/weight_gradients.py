@@ -30,9 +30,15 @@ class DeferredWeightGradients:
     Each entry holds what this rank had in its backward, its shards of the input and of the output's gradient; what
     other ranks hold is gathered when the entry is computed. So all ranks of a group must compute as many, in the same
     order. Memory is freed as the queue is computed.
+
+    Args:
+        fsdp: accept parameters that FSDP2 or ``replicate`` manages. They reduce a gradient in the backward, so whoever
+            computes the queue must disable that (``set_requires_gradient_sync``) and reduce afterwards, as
+            ``parallel_ops.pipeline_parallel`` does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fsdp: bool = False) -> None:
+        self.fsdp = fsdp
         self._pending: deque[Callable[[], None]] = deque()
 
     def __len__(self) -> int:
@@ -65,7 +71,7 @@ class DeferredWeightGradients:
         For ``torch.distributed.pipelining.PipelineStage(..., dw_builder=queue.dw_builder)``: the stage calls it after
         the backward of each micro-batch and runs the collected entries where the schedule places them.
         """
-        taken = DeferredWeightGradients()
+        taken = DeferredWeightGradients(fsdp=self.fsdp)
         taken._pending, self._pending = self._pending, taken._pending
         return taken.compute
 
