@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_ops.models import TransformerConfig
-from parallel_ops.models.transformer import rotary_angles
+from parallel_ops.models.inputs import rotary_angles
 
 
 def _norm(config: TransformerConfig) -> nn.Module:

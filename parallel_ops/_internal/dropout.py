@@ -1,4 +1,4 @@
-"""Shared by ops with dropout: the check of the probability, and the seed in the form that the kernels take."""
+"""Shared by ops with dropout: the check of the probability, the seed in the form that the kernels take, generators."""
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ def dropout_seed(
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     return seed
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the default generators from which dropout on a device draws."""
+    # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _as_tensor(op: str, seed: int | Tensor, x_name: str, x: Tensor) -> Tensor:

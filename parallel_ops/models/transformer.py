@@ -15,7 +15,7 @@ al., arXiv:2407.21783 (their scaling).
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
@@ -31,7 +32,9 @@ from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
+from parallel_ops.models.inputs import check_inputs, rotary_angles
 from parallel_ops.ops import bias_dropout_add
+from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -51,13 +54,18 @@ class Transformer(PretrainedModel):
             ``ring_attention``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
             ``context``.
+        stages, pp_rank: the pipeline stages of the model, and the pipeline rank whose stages this module has;
+            ``None`` for the whole model. Layers and tables keep the names that they have in the whole model.
         device, dtype: of the parameters; ``None`` for torch's defaults. On the meta device nothing is initialised:
             call ``to_empty``, then ``reset_parameters`` or ``load_pretrained``.
 
     Attributes:
-        tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): a
-            pipeline stage sets those that it does not have to ``None``, or deletes them from ``layers``. A stage
-            without ``tokens`` takes the residual stream in place of tokens; a stage without ``norm`` returns it.
+        tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): those
+            that the stages of a rank do not have are ``None``, or not in ``layers``. With tied embeddings the first and
+            the last stage both have ``tokens``; on two ranks its gradients must be summed over the two.
+
+    Under torch.distributed.pipelining a stage is a module of its own: delete what it does not have. Without ``tokens``
+    it takes the residual stream in place of tokens; without ``norm`` it returns it.
 
     Initialisation is independent of the mesh. Gradients of all parameters are complete after ``backward``, except over
     ``context``: there they must be averaged over the ranks, as ``fully_shard`` over ``mesh["fsdp"]`` and ``replicate``
@@ -79,10 +87,17 @@ class Transformer(PretrainedModel):
         layout: Layout = "zigzag",
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
+        stages: Stages | None = None,
+        pp_rank: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, mesh)
+        if stages is not None and sum(stages.sizes) != config.num_layers:
+            raise ValueError(
+                f"Transformer: stages must have num_layers ({config.num_layers}) layers in all, got {sum(stages.sizes)}"
+            )
+        self.stages, self.pp_rank = stages, pp_rank
         self.context = Context("Transformer", context, layout, algorithm)
         if core_attention is not None and self.context.ranks > 1:
             raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
@@ -109,9 +124,11 @@ class Transformer(PretrainedModel):
         def table(rows: int) -> VocabParallelEmbedding:
             return VocabParallelEmbedding(rows, config.hidden_size, init_method=_normal(config.init_std), **common)
 
-        self.tokens: VocabParallelEmbedding | None = table(config.vocab_size)
+        first, last, held = self._held()
+        tied = config.tied_embeddings
+        self.tokens: VocabParallelEmbedding | None = table(config.vocab_size) if first or (last and tied) else None
         # Sharded like the vocabulary, so that its gradients are complete however the tokens are split.
-        self.positions = table(config.seq_length) if config.positions == "learned" else None
+        self.positions = table(config.seq_length) if first and config.positions == "learned" else None
         self.layers = nn.ModuleDict(
             {
                 str(number): ParallelTransformerLayer(
@@ -137,10 +154,23 @@ class Transformer(PretrainedModel):
                     **common,
                 )
                 for number, window in enumerate(config.windows)
+                if number in held
             }
         )
-        self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **common)
-        self.head = None if config.tied_embeddings else table(config.vocab_size)
+        self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **common) if last else None
+        self.head = table(config.vocab_size) if last and not tied else None
+
+    def _held(self) -> tuple[bool, bool, Sequence[int]]:
+        """Whether this rank has the first and the last stage, and its layers."""
+        if self.stages is None:
+            return True, True, range(self.config.num_layers)
+        own = self.stages.on(self.pp_rank)
+        return 0 in own, self.stages.count - 1 in own, self.stages.layers_on(self.pp_rank)
+
+    def stream_shape(self, s: int, b: int) -> tuple[int, int, int]:
+        """The shape of the residual stream on this rank, of ``b`` sequences of ``s`` tokens."""
+        rows = self.context.lengths(s)[self.context.rank]
+        return (rows // self.ranks if self.sequence_parallel else rows), b, self.config.hidden_size
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -164,6 +194,9 @@ class Transformer(PretrainedModel):
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        stage: int | None = None,
+        stream: Tensor | None = None,
+        dropout_seed: int | None = None,
     ) -> Tensor:
         """Logits, or the mean loss if targets are given.
 
@@ -174,10 +207,16 @@ class Transformer(PretrainedModel):
                 in the order of the tokens, whatever their positions.
             cu_seqlens: ``[documents + 1]``, int32 or int64, the starts of documents in the sequences, from 0 to ``s``.
                 No token attends to another document. Positions do not restart.
+            stage: of a model with ``stages``, the one to compute; every stage is called with the same ``tokens``,
+                ``targets``, ``positions`` and ``cu_seqlens``.
+            stream: what the stage before returned, of ``stream_shape``; ``None`` for the first.
+            dropout_seed: seeds torch's default generators for the embeddings and for each layer, so that masks depend
+                on this number and the layer alone; ``None`` leaves the generators as they are.
 
         Returns:
-            Logits ``[s, b, vocab_size]``, with ``context`` those of this rank's tokens; or the mean cross entropy in
-            nats, 0 without any target, a float32 scalar (float64 for a float64 model).
+            The residual stream from a stage that is not the last. Otherwise logits ``[s, b, vocab_size]``, with
+            ``context`` those of this rank's tokens; or the mean cross entropy in nats, 0 without any target, a float32
+            scalar (float64 for a float64 model).
 
         Raises:
             ValueError: tokens not ``[s, b]``, longer than ``seq_length`` or not divisible by the ranks of
@@ -186,21 +225,26 @@ class Transformer(PretrainedModel):
 
         Sharding: tokens, targets, positions and the loss replicated, over ``context`` too: each rank takes its tokens.
         """
-        self._check(tokens, targets, positions)
+        check_inputs(self, tokens, targets, positions, stage, stream)
         count = None if targets is None or self.context.ranks == 1 else (targets != IGNORE_INDEX).sum()
-        place = self.context.place(tokens.shape[0], whole=self.tokens is not None, device=tokens.device)
+        whole = self.tokens is not None or stage is not None
+        place = self.context.place(tokens.shape[0], whole=whole, device=tokens.device)
         row_positions = place.positions
         positions = place.shard(positions) if positions is not None else row_positions
-        if self.tokens is not None:
+        if whole:
             tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
-        x = tokens if self.tokens is None else self._embed(self.tokens, tokens, positions, row_positions)
+        x = tokens if stream is None else stream
+        if self.tokens is not None and stream is None:
+            self._seed(dropout_seed, "embeddings", tokens.device)
+            x = self._embed(self.tokens, tokens, positions, row_positions)
         angles = None
         if self.config.positions == "rotary":
             angles, positions = self._angles(x, positions)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
-        for layer in self.layers.values():
-            x = layer(x, angles, positions=positions, row_positions=row_positions, core_options=options)
-        if self.norm is None:
+        for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
+            self._seed(dropout_seed, number, tokens.device)
+            x = self.layers[number](x, angles, positions=positions, row_positions=row_positions, core_options=options)
+        if self.norm is None or (self.stages is not None and stage != self.stages.count - 1):
             return x
         x = self.norm(x)
         head = self.tokens if self.head is None else self.head
@@ -214,25 +258,11 @@ class Transformer(PretrainedModel):
         )  # fmt: skip
         return loss if count is None else self.context.mean(loss, count)
 
-    def _check(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> None:
-        if self.tokens is None:
+    def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
+        if seed is None or not self.training or not (self.config.dropout or self.config.attention_dropout):
             return
-        shape, longest = list(tokens.shape), self.config.seq_length
-        # With positions a row may hold several sequences.
-        if tokens.dim() != 2 or not 1 <= shape[0] <= (longest if positions is None else shape[0]):
-            raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
-        if self.sequence_parallel and any(length % self.ranks for length in self.context.lengths(shape[0])):
-            shares = f" in each of {self.context.ranks} shares" if self.context.ranks > 1 else ""
-            raise ValueError(
-                f"Transformer: tokens must have a length that the {self.ranks} ranks can split evenly{shares}, got "
-                f"{shape[0]}"
-            )
-        if targets is not None and list(targets.shape) != shape:
-            raise ValueError(f"Transformer: targets must have shape {shape}, got {list(targets.shape)}")
-        if positions is not None and list(positions.shape) not in (shape, shape[:1]):
-            raise ValueError(
-                f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}"
-            )
+        key = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=7).digest()
+        seed_generators(int.from_bytes(key, "little"), device)
 
     def _embed(
         self, table: VocabParallelEmbedding, tokens: Tensor, positions: Tensor | None, row_positions: Tensor | None
@@ -270,19 +300,6 @@ class Transformer(PretrainedModel):
         else:
             logits = F.linear(copy_to_group(x, self.group), weight)
         return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)
-
-
-def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
-    """Cosines and sines of positions ``[n]``: ``[n, head_dim / 2]`` each, fp32."""
-    size, scaling = config.resolved_head_dim, config.rotary_scaling
-    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    frequencies = 1.0 / config.rotary_base**exponents
-    if scaling is not None:
-        turns = scaling.original_length * frequencies / (2 * math.pi)
-        share = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
-        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, share.clamp(0, 1))
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
 
 
 def _normal(std: float) -> Callable[[Tensor], Tensor]:

@@ -15,8 +15,11 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel_ops.models import TransformerConfig, config_from_pretrained
+from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
-from parallel_ops.planner.plan import Plan, parse_fields
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD
+from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
+from parallel_ops.planner.schedules.action import micro_batch_problem
 from parallel_ops.train.config_sections import (
     CheckpointSettings,
     DataSettings,
@@ -97,6 +100,7 @@ class Settings(Section):
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
             yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
         yield from self._size_problems()
+        yield from self._pipeline_problems()
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
             yield ("optimizer", "decay"), f"must be {wanted}, got {optimizer.decay}"
@@ -125,10 +129,39 @@ class Settings(Section):
         if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
             yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
+    def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        plan = self.plan
+        if plan.pp == 1:
+            return
+        try:
+            cut(self.config.num_layers, plan)
+        except ValueError as error:
+            key = "layers_per_chunk" if plan.layers_per_chunk else "pp"
+            yield ("parallel", key), str(error)
+        if (reason := micro_batch_problem(plan.schedule, plan.pp, plan.micro_batches)) is not None:
+            least = plan.pp if plan.schedule == "interleaved" else 2 * plan.pp
+            step = plan.dp * plan.micro_batch
+            yield (
+                ("parallel", "global_batch"),
+                f"{reason}: the nearest global_batch that works is "
+                + str(max(least, -(-plan.micro_batches // plan.pp) * plan.pp) * step),
+            )
+        if self.run.compile and plan.schedule in SPLIT_BACKWARD:
+            yield (
+                ("run", "compile"),
+                f"must be false with schedule {plan.schedule!r}, which computes weight gradients apart; or take the "
+                "schedule 1f1b, interleaved or gpipe",
+            )
+
     @cached_property
     def plan(self) -> Plan:
         """The plan, with dtype and recomputation."""
         parallel = dict(self.parallel)
+        if "virtual_stages" not in self.parallel.model_fields_set and parallel["schedule"] in (
+            *V_SHAPED,
+            "interleaved",
+        ):
+            parallel["virtual_stages"] = 2
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
 
     @cached_property

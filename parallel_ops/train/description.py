@@ -1,11 +1,15 @@
 """The description and the result of a run in labelled lines."""
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel.cut import cut
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -27,13 +31,19 @@ def text(lines: Iterable[Line]) -> str:
 def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]:
     """Plan, ranks, model and step of a run."""
     plan, config = settings.plan, settings.config
-    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    sizes = {"pp": plan.pp, "dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     ranks = f"{plan.gpus}: {shape}, neighbours in the last dimension" if shape else "1"
     across = f" on each of {plan.dp} data-parallel ranks" if plan.dp > 1 else ""
+    stages: list[Line] = []
+    if plan.pp > 1:
+        found = cut(config.num_layers, plan)
+        held = ", ".join(f"{rank}: {_ranges(found.layers_on(rank))}" for rank in range(plan.pp))
+        stages = [("stages", f"{found.count}, {plan.schedule}; layers of pipeline rank {held}")]
     return [
         ("plan", plan.text or "one rank"),
         ("ranks", f"{ranks}; {device}"),
+        *stages,
         ("model", f"{parameters:,} parameters: {config.num_layers} layers, hidden {config.hidden_size}"),
         ("step", f"{plan.global_batch} x {settings.seq_length:,} = {plan.global_batch * settings.seq_length:,} tokens: "
                  f"{_count(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}{across}"),
@@ -44,6 +54,8 @@ def start_lines(trainer: "RunState") -> list[Line]:
     """The description of a run from its current step on."""
     settings, samples = trainer.settings, trainer.samples
     parameters = sum(p.numel() for p in trainer.model.parameters())
+    if settings.plan.pp > 1:  # those of this rank's stages are a part
+        parameters = sum(map(math.prod, Transformer.global_shapes(settings.config).values()))
     left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch
     tokens = left * batch * settings.seq_length
     span = f"steps {trainer.global_step + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
@@ -112,6 +124,17 @@ def _files(stream: "TokenStream") -> str:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``(0, 1, 2, 7)`` as ``0-2+7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "+".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,19 +61,29 @@ def hide_hint() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def update(optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: float = 1.0) -> Tensor:
+def update(
+    optimizer: torch.optim.Optimizer, grad_clip: float | None, scale: float = 1.0, *,
+    total_norm: Callable[[], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Clips gradients, updates parameters and frees the gradients. No parameter changes if the norm is not finite.
 
     Args:
         grad_clip: Maximum norm of all gradients over all ranks; ``None`` disables clipping.
         scale: The loss scale of the gradients.
+        total_norm: Returns the norm of all gradients; ``None`` where the optimizer has all parameters, or shards of
+            them all.
 
     Returns:
         The norm before clipping, a scalar on the device; the host does not wait for it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if grad_clip is None else grad_clip * scale)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    most = math.inf if grad_clip is None else grad_clip * scale
+    if total_norm is None:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    else:
+        norm = total_norm()
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
     # The interface of torch's GradScaler to fused optimizers.
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     if scale != 1.0:

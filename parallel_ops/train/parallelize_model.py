@@ -25,6 +25,7 @@ from parallel_ops._internal.compat import replicate
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
 
@@ -71,7 +72,7 @@ def parallelize(
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
-    if mesh.size("tp") * mesh.size("cp") > 1:
+    if mesh.size("tp") * mesh.size("cp") * mesh.size("pp") > 1:
         model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
     names = _blocks(model, blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
@@ -95,9 +96,8 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         if mesh.size(name) != getattr(plan, name):
             raise ValueError(f"parallelize: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
-    for name in ("pp", "ep"):
-        if mesh.size(name) > 1:
-            raise ValueError(f"parallelize: {name} must be 1, got {mesh.size(name)}: not there yet")
+    if mesh.size("ep") > 1:
+        raise ValueError(f"parallelize: ep must be 1, got {mesh.size('ep')}: not there yet")
     for name, allowed in (("recompute", KINDS), ("dtype", tuple(PRECISIONS))):
         if (value := getattr(plan, name)) not in allowed:
             raise ValueError(f"parallelize: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -113,18 +113,20 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
-            f"parallelize: tp and cp must be 1 for a {type(model).__name__}: of all models only "
+            f"parallelize: tp, cp and pp must be 1 for a {type(model).__name__}: of all models only "
             "parallel_ops.models.Transformer is built over their ranks here"
         )
     if model.mesh is not None or model.context.ranks > 1 or any(not p.is_meta for p in model.parameters()):
         raise ValueError(
-            "parallelize: with tp or cp the model must be on the meta device, without a mesh of its own: "
+            "parallelize: with tp, cp or pp the model must be on the meta device, without a mesh of its own: "
             "Transformer(config, device='meta')"
         )
     dtype = next(model.parameters()).dtype
+    stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
     return Transformer(
         model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
-        context=mesh["cp"], layout=layout, algorithm=algorithm, device="meta", dtype=dtype,
+        context=mesh["cp"], layout=layout, algorithm=algorithm, stages=stages, pp_rank=mesh.rank("pp"), device="meta",
+        dtype=dtype,
     )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -85,12 +86,17 @@ def uses_cuda(settings: Settings) -> bool:
 
 
 def rank_memory(settings: Settings, *, gpu: bool) -> StageMemory:
-    """The planner's memory of each rank, a GPU or a process on CPUs, without Python and torch themselves."""
+    """The planner's memory of each rank, a GPU or a process on CPUs, without Python and torch themselves; of a pipeline
+    that of the rank that needs most."""
     model, plan = model_of(settings), settings.plan
+
+    def most(stages: Sequence[StageMemory]) -> StageMemory:
+        return max(stages, key=lambda stage: stage.total)
+
     if gpu:
-        return memory(model, plan)[0]
+        return most(memory(model, plan))
     whole = element_bytes(plan) * model.seq_length * plan.micro_batch / plan.cp * model.vocab_size / plan.tp
-    return memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0)[0]
+    return most(memory(model, plan, logit_chunk=min(CHUNK_BYTES["cpu"], whole), runtime=0.0))
 
 
 def memory_problem(settings: Settings, device: Device) -> str | None:
@@ -144,8 +150,9 @@ def forecast(settings: Settings, cluster: Cluster) -> Estimate:
 def replan(settings: Settings, ranks: int, device: Device) -> Settings:
     """The run on another number of ranks, with the same model and global batch.
 
-    ``tp``, ``cp`` and ``dp_shard`` keep their sizes if the ranks allow it, otherwise ``cp`` is reduced before ``tp``;
-    ``dp`` takes the remaining ranks. If the plan does not fit in memory, the ZeRO stage is raised.
+    ``pp``, ``tp``, ``cp`` and ``dp_shard`` keep their sizes if the ranks allow it, otherwise ``cp`` is reduced before
+    ``tp``, and ``tp`` before ``pp``; ``dp`` takes the remaining ranks. If the plan does not fit in memory, the ZeRO
+    stage is raised.
 
     Raises:
         ValueError: No plan for this number of ranks can run; the message has the tried plans by reason.
@@ -160,7 +167,7 @@ def replan(settings: Settings, ranks: int, device: Device) -> Settings:
             reason = memory_problem(found, device)
         if reason is None:
             return found
-        sizes = ", ".join(f"{name}={changes[name]}" for name in ("dp", "cp", "tp"))
+        sizes = ", ".join(f"{name}={changes[name]}" for name in ("pp", "dp", "cp", "tp") if name in changes)
         tried.setdefault(reason, {}).setdefault(sizes, []).append(int(changes["zero"]))
     reasons = [f"{_alternatives(plans)}: {reason}" for reason, plans in tried.items()]
     raise ValueError(f"no plan like {settings.plan.text} runs on {ranks} ranks: {'; '.join(reasons)}")
@@ -171,23 +178,28 @@ def _alternatives(plans: dict[str, list[int]]) -> str:
     return " or ".join(f"{sizes}, zero={'/'.join(map(str, stages))}" for sizes, stages in plans.items())
 
 
-def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, int | bool]]:
+def _candidates(plan: Plan, ranks: int) -> Iterator[dict[str, Any]]:
     """Sizes for a number of ranks, those closest to the plan first."""
     shares = [
-        (tp, cp)
+        (pp, tp, cp)
+        for pp in range(plan.pp, 0, -1)
         for tp in range(plan.tp, 0, -1)
         for cp in range(plan.cp, 0, -1)
-        if plan.tp % tp == 0 and plan.cp % cp == 0 and ranks % (tp * cp) == 0
+        if plan.pp % pp == 0 and plan.tp % tp == 0 and plan.cp % cp == 0 and ranks % (pp * tp * cp) == 0
     ]
     for zero in range(plan.zero, 4):
-        for tp, cp in shares:
-            dp = ranks // (tp * cp)
+        for pp, tp, cp in shares:
+            dp = ranks // (pp * tp * cp)
             replicas = dp // plan.dp_shard if dp % plan.dp_shard == 0 else 1
-            found: dict[str, int | bool] = {"dp": dp, "dp_replicate": replicas, "tp": tp, "cp": cp, "zero": zero}
+            found: dict[str, Any] = {"dp": dp, "dp_replicate": replicas, "tp": tp, "cp": cp, "zero": zero}
+            if plan.pp > 1:
+                found |= {"pp": pp}
+            if pp != plan.pp:
+                found |= {"layers_per_chunk": ()} | ({"schedule": "1f1b", "virtual_stages": 1} if pp == 1 else {})
             yield found | ({"sequence_parallel": False} if tp == 1 else {})
 
 
-def changed(settings: Settings, changes: dict[str, int | bool]) -> Settings:
+def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
     """The settings with changed fields of the plan.
 
     Raises:

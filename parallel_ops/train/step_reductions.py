@@ -11,14 +11,10 @@ from parallel_ops.train.data.packing import Batch
 from parallel_ops.train.launch.signals import SIGNALS
 
 
-def seed_step(seed: int, step: int, mesh: ParallelMesh, device: torch.device) -> None:
-    """Seeds dropout of a step: equal on ranks with the same data, different between data-parallel ranks."""
-    key = np.random.SeedSequence([seed, step, mesh.rank("dp")])
-    own = int(key.generate_state(1, np.uint64)[0] >> 1)
-    # torch.manual_seed costs a millisecond, and keeps every call, where CUDA is not in use.
-    torch.default_generator.manual_seed(own)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(own)
+def micro_batch_seed(seed: int, step: int, micro_batch: int, mesh: ParallelMesh) -> int:
+    """The seed of dropout in a micro-batch: equal on ranks with the same data, another on each data-parallel rank."""
+    key = np.random.SeedSequence([seed, step, mesh.rank("dp"), micro_batch])
+    return int(key.generate_state(1, np.uint64)[0] >> 1)
 
 
 def count_targets(

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import outputs
@@ -25,17 +24,17 @@ from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.data.packing import Batch
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
-from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
+from parallel_ops.train.parallelize_model import PRECISIONS
+from parallel_ops.train.passes import passes_of
 from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
-from parallel_ops.train.step_reductions import count_targets, reduce_results, seed_step
+from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, reduce_results
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -98,10 +97,11 @@ class Trainer:
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)
         self.optimizer = adamw(self.model, settings.optimizer)
-        dtype = PRECISIONS[plan.dtype]
-        # FSDP2 and replicate cast the parameters that they manage; without them autocast casts op by op.
-        self._autocast = not isinstance(self.model, FSDPModule) and dtype is not torch.float32
-        self._dtype = dtype
+        self._dtype = dtype = PRECISIONS[plan.dtype]
+        self.passes = passes_of(
+            self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
+            split=not settings.run.compile,
+        )  # fmt: skip
         precision = settings.precision
         is_half = dtype is torch.float16
         self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
@@ -181,25 +181,16 @@ class Trainer:
         what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
         batches = self.loader.step(self.samples_seen)
-        seed_step(settings.run.seed, self.global_step, self.mesh, self.device)
+        seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         counts, everything = count_targets(batches, self.mesh, self.device, document_mask=self.samples.document_mask)
-        total = torch.zeros((), device=self.device)
-        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-            micro_batch(self.model, settings.plan.zero, last=number == len(batches) - 1)
-            part = f"{what}, micro-batch {number + 1} of {len(batches)}"
-            self.activity(f"{part}, forward", slow=slow)
-            with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._autocast):
-                loss = self._loss(batch.to(self.device), count)
-            share = count / everything
-            self.activity(f"{part}, backward", slow=slow)
-            # Data-parallel ranks take the mean of their gradients.
-            (loss * (share * (self.mesh.size("dp") * scale))).backward()
-            total += loss.detach() * share
+        shares = [count / everything for count in counts]
+        # Data-parallel ranks take the mean of their gradients.
+        total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
         self.activity(f"{what}, update", slow=slow)
-        norm = update(self.optimizer, settings.optimizer.grad_clip, scale)
+        norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=self.passes.total_norm())
         self._stepped = True
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
@@ -271,12 +262,6 @@ class Trainer:
     @property
     def rank(self) -> int:
         return dist.get_rank() if self.world > 1 else 0
-
-    def _loss(self, batch: Batch, count: int) -> Tensor:
-        extra = {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens} if self.samples.document_mask else {}
-        # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
-        loss: Tensor = self.model(batch.tokens, batch.targets if count else batch.tokens, **extra)
-        return loss
 
     def _problem(self, step: Step) -> NotFinite | None:
         """The error of a step that is not finite, if it ends the run."""

@@ -85,7 +85,7 @@ def settings_of(data: Path, /, **sections: Any) -> Settings:
 
 def trainer_of(settings: Settings, **options: Any) -> Trainer:
     plan = settings.plan
-    sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     return Trainer(settings, mesh_of(**sizes) if dist.is_initialized() else None, **options)
 
 

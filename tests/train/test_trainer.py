@@ -41,18 +41,27 @@ def drawn(number, processes):
     """The sections of a plan over so many ranks."""
     draw = random.Random(f"{number} {processes}")
     layouts = [
-        (tp, cp, replicate, shard)
-        for tp, cp, replicate, shard in itertools.product((1, 2, 4), repeat=4)
-        if tp * cp * replicate * shard == processes
+        (pp, tp, cp, replicate, shard)
+        for pp, tp, cp, replicate, shard in itertools.product((1, 2, 4), repeat=5)
+        if pp * tp * cp * replicate * shard == processes
     ]
-    tp, cp, replicate, shard = draw.choice(layouts)
+    # Half of the plans have a pipeline, where there are ranks for one.
+    with_stages = [layout for layout in layouts if layout[0] > 1]
+    pp, tp, cp, replicate, shard = draw.choice(with_stages if with_stages and draw.random() < 0.5 else layouts)
     dp = replicate * shard
     zero = draw.randint(0, 3) if shard * cp > 1 else 0
+    kinds = ["1f1b", "gpipe", "zb-h1", "zb-2p"] + ["interleaved", "zb-v", "dualpipe-v"] * (pp == 2)
+    schedule = draw.choice(kinds) if pp > 1 else "1f1b"
+    even, least = schedule in ("interleaved", "dualpipe-v"), 4 if schedule == "dualpipe-v" else 1
+    fitting = [
+        b for b in (1, 2, 4)
+        if BATCH % (b * dp) == 0 and (m := BATCH // (b * dp)) >= least and not (even and m % 2)
+    ]  # fmt: skip
     return {
         "parallel": {
-            "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate, "global_batch": BATCH,
-            "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
-            "micro_batch": draw.choice([b for b in (1, 2, 4) if BATCH % (b * dp) == 0]),
+            "pp": pp, "schedule": schedule, "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate,
+            "global_batch": BATCH, "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
+            "micro_batch": draw.choice(fitting),
             "sequence_parallel": tp > 1 and draw.random() < 0.5,
             "cp_kind": draw.choice(("ring", "all-to-all")) if tp * cp <= 4 else "ring",
         },
@@ -62,8 +71,8 @@ def drawn(number, processes):
 
 @functools.cache
 def alone(data, kind, document_mask):
-    settings = runs.settings_of(data, model=runs.MODELS[kind], data={"document_mask": document_mask})
-    return runs.steps_of(0, settings)
+    model = {**runs.MODELS[kind], "num_layers": 4}
+    return runs.steps_of(0, runs.settings_of(data, model=model, data={"document_mask": document_mask}))
 
 
 def run(settings, resume=None, steps=None):
@@ -84,7 +93,7 @@ def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
         kind, document_mask = draw.choice(("gpt", "llama")), draw.random() < 0.5
         first, second = drawn(2 * number, 4), drawn(2 * number + 1, draw.choice((1, 2, 4)))
         folder = tmp_path / str(number)
-        common = {"model": runs.MODELS[kind], "data": {"document_mask": document_mask}}
+        common = {"model": {**runs.MODELS[kind], "num_layers": 4}, "data": {"document_mask": document_mask}}
         started = run(runs.settings_of(data, **common, **first, checkpoint={"dir": str(folder)}), None, 3)
         went_on = run(runs.settings_of(data, **common, **second), folder)
         want = alone(data, kind, document_mask)

@@ -79,7 +79,6 @@ TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={
-        "pp": ((1,), "its trainer has no pipeline yet"),
         "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),

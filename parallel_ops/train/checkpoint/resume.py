@@ -44,6 +44,7 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     """Saves a trainer; all ranks call it."""
     state = state_dict(trainer)
     progress = state.pop("progress")
+    del state["optimizer"]["param_groups"]  # settings, and lists of names that differ between pipeline stages
     rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text, "origin": trainer.origin}
     store.save(
         state,
@@ -57,7 +58,9 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     saved = described_as(source, _model_of(trainer))
     state = state_dict(trainer)
     del state["progress"]
+    groups = state["optimizer"].pop("param_groups")
     checkpoints.load(state, source, trainer.writers)
+    state["optimizer"]["param_groups"] = groups
     samples_seen = saved.samples_seen if saved.data == _data_of(trainer) else 0
     load_state_dict(
         trainer, {**state, "progress": {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}}

@@ -33,7 +33,7 @@ class Record:
     Attributes:
         beat: Counts the records. count: Number of activities so far. text: The current activity.
         allowance: Multiple of ``run.timeout`` that the current activity may take.
-        finished: The run is over for this rank.
+        finished: The run is over for this rank. waits: The current activity waits for another pipeline stage.
     """
 
     beat: int = 0
@@ -41,6 +41,7 @@ class Record:
     text: str = "starting"
     allowance: float = SLOW
     finished: bool = False
+    waits: bool = False
 
 
 class Ledger:
@@ -83,8 +84,10 @@ class Ledger:
     def stuck(self, clock: float) -> str | None:
         """The reason to end the run, if the ranks with the fewest activities have exceeded their limit."""
         running = {rank: record for rank, record in self.records.items() if not record.finished}
-        fewest = min((record.count for record in running.values()), default=0)
-        behind = {rank: record for rank, record in running.items() if record.count == fewest}
+        # Stages have different activities, so those that wait are only blamed if all wait.
+        blamable = {rank: record for rank, record in running.items() if not record.waits} or running
+        fewest = min((record.count for record in blamable.values()), default=0)
+        behind = {rank: record for rank, record in blamable.items() if record.count == fewest}
         late = [clock - self._began_at[rank] > r.allowance * self.timeout for rank, r in behind.items()]
         if not late or not all(late):
             return None

@@ -5,8 +5,8 @@ record every second: a beat, the number of activities so far and the current one
 ranks that of rank 0: one request a second each. A rank has stalled if
 
 - its record has not changed for ``run.timeout``: the process is suspended, or its node cannot be reached; or
-- it has the fewest activities, and the current one has exceeded its limit: ``run.timeout``, or ``SLOW`` times as long
-  for the start, the first step, reading data and saving.
+- it has the fewest activities of those that do not wait for a pipeline stage, and the current one has exceeded its
+  limit: ``run.timeout``, or ``SLOW`` times as long for the start, the first step, reading data and saving.
 
 Ranks that wait for a stalled one have more activities, so they are not blamed. The first rank that finds a stalled one
 writes the reason under one key, and every rank ends with it. A rank that fails writes its own error there: ranks that
@@ -62,11 +62,16 @@ class Activity:
     """The current activity of a rank's main thread. All ranks have the same sequence of activities."""
 
     def __init__(self) -> None:
-        self.now = (0, "starting", True)
+        self.now = (0, "starting", True, False)
 
-    def __call__(self, text: str, *, slow: bool = False) -> None:
-        """Starts the next activity. ``slow``: it may take ``SLOW`` times ``run.timeout``."""
-        self.now = (self.now[0] + 1, text, slow)
+    def __call__(self, text: str, *, slow: bool = False, waits: bool = False) -> None:
+        """Starts the next activity.
+
+        Args:
+            slow: It may take ``SLOW`` times ``run.timeout``.
+            waits: It may wait for a rank with fewer or more activities, as a pipeline stage does.
+        """
+        self.now = (self.now[0] + 1, text, slow, waits)
 
 
 class Watch:
@@ -191,7 +196,7 @@ class Watch:
         """Ends the process if the store does not answer and the main thread has stalled."""
         clock, since, seen = Clock(2 * self._interval), 0.0, (-1, -1)
         while not self._closed.wait(self._interval):
-            now, (count, text, slow) = clock(), self.activity.now
+            now, (count, text, slow, _) = clock(), self.activity.now
             if seen != (self._beats, count) or in_debugger(self._main):
                 seen, since = (self._beats, count), now
             if now - since > (SLOW if slow else 1) * self._timeout:
@@ -199,9 +204,9 @@ class Watch:
                 self._end(self._limits(f"the store of the run, {whose}, does not answer; rank {self._rank}: {text}"))
 
     def _write(self, store: Any, *, finished: bool = False) -> None:
-        count, text, slow = self.activity.now
+        count, text, slow, waits = self.activity.now
         allowance = math.inf if in_debugger(self._main) else SLOW if slow else 1
-        store.set(_place(self._rank), json.dumps([self._beats + 1, count, text, allowance, finished]))
+        store.set(_place(self._rank), json.dumps([self._beats + 1, count, text, allowance, finished, waits]))
         self._beats += 1
 
     def _read(self, store: Any, ranks: Sequence[int]) -> dict[int, Record]:

@@ -74,7 +74,7 @@ def joined(
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         mesh = ParallelMesh(
-            dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, timeout=limit
+            pp=plan.pp, dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, timeout=limit
         )
         yield mesh, watch.activity
         watch.activity("ending", slow=True)

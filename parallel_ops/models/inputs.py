@@ -1,0 +1,70 @@
+"""The inputs of a transformer: checks of shapes, and the angles of rotary positions."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_ops.layers.attention import Angles
+from parallel_ops.models.config import TransformerConfig
+
+if TYPE_CHECKING:
+    from parallel_ops.models.transformer import Transformer
+
+
+def check_inputs(
+    model: "Transformer",
+    tokens: Tensor,
+    targets: Tensor | None,
+    positions: Tensor | None,
+    stage: int | None,
+    stream: Tensor | None,
+) -> None:
+    """Raises ValueError unless the arguments of ``Transformer.forward`` fit the model and each other."""
+    _check_stage(model, tokens, stage, stream)
+    if model.tokens is None and stage is None:
+        return
+    shape, longest = list(tokens.shape), model.config.seq_length
+    # With positions a row may hold several sequences.
+    if tokens.dim() != 2 or not 1 <= shape[0] <= (longest if positions is None else shape[0]):
+        raise ValueError(f"Transformer: tokens must have shape [s, b] with s from 1 to {longest}, got {shape}")
+    if model.sequence_parallel and any(length % model.ranks for length in model.context.lengths(shape[0])):
+        shares = f" in each of {model.context.ranks} shares" if model.context.ranks > 1 else ""
+        raise ValueError(
+            f"Transformer: tokens must have a length that the {model.ranks} ranks can split evenly{shares}, got "
+            f"{shape[0]}"
+        )
+    if targets is not None and list(targets.shape) != shape:
+        raise ValueError(f"Transformer: targets must have shape {shape}, got {list(targets.shape)}")
+    if positions is not None and list(positions.shape) not in (shape, shape[:1]):
+        raise ValueError(f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}")
+
+
+def _check_stage(model: "Transformer", tokens: Tensor, stage: int | None, stream: Tensor | None) -> None:
+    if model.stages is None:
+        if stage is not None or stream is not None:
+            raise ValueError("Transformer: stage and stream must be None for a model without stages")
+        return
+    if stage not in (own := model.stages.on(model.pp_rank)):
+        raise ValueError(
+            f"Transformer: stage must be one of {own}, those of pipeline rank {model.pp_rank}, got {stage}"
+        )
+    if (stream is None) != (stage == 0):
+        raise ValueError(f"Transformer: stream must be None for stage 0 alone, got stage {stage}")
+    if stream is not None and tokens.dim() == 2 and tuple(stream.shape) != model.stream_shape(*tokens.shape):
+        expected = list(model.stream_shape(*tokens.shape))
+        raise ValueError(f"Transformer: stream must have shape {expected}, got {list(stream.shape)}")
+
+
+def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
+    """Cosines and sines of positions ``[n]``: ``[n, head_dim / 2]`` each, fp32."""
+    size, scaling = config.resolved_head_dim, config.rotary_scaling
+    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
+    frequencies = 1.0 / config.rotary_base**exponents
+    if scaling is not None:
+        turns = scaling.original_length * frequencies / (2 * math.pi)
+        share = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, share.clamp(0, 1))
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()

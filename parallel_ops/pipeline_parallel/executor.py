@@ -1,0 +1,146 @@
+"""Runs one rank's list of actions: F, I, W and B of its stages, and the messages between ranks.
+
+B computes the gradient of the stage's input, sends it, and computes the weight gradients then: the stage before need
+not wait for them. I does the first, W the second part. Weight gradients are those that the stage's linears leave to a
+queue (``DeferredWeightGradients``); all others, of norms, biases and embeddings, are computed with the input's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.pipeline_parallel.messages import Key, Messages, sent_by
+from parallel_ops.planner.schedules.action import Action
+
+# Stage, micro-batch, and the activations of the stage before (None for stage 0) to the activations of the stage; for
+# the last one to the loss.
+Forward = Callable[[int, int, Tensor | None], Tensor]
+
+
+class Queue(Protocol):
+    """Where a backward leaves weight gradients, as ``DeferredWeightGradients``."""
+
+    def dw_builder(self) -> Callable[[], None]: ...
+
+
+class Observer:
+    """Called as a step goes on; the methods do nothing."""
+
+    def begin(self, action: Action) -> None:
+        """An action starts, whose message may not be there yet."""
+
+    def compute(self, action: Action) -> None:
+        """The message is there: the action computes."""
+
+    def computed(self, action: Action) -> None:
+        """The action has ended."""
+
+    def reducible(self, stage: int, *, last: bool) -> None:
+        """The weight gradients of a micro-batch are complete; ``last``: those of all micro-batches of the stage."""
+
+
+class Executor:
+    """One rank of a pipeline.
+
+    Args:
+        schedule: The actions of all ranks, from ``parallel_ops.planner.schedules.schedule.actions``.
+        stages: The layers and ranks of the stages. rank: This pipeline rank.
+        messages: Those of this rank.
+        queue: Collects the weight gradients of a backward; ``None`` for a model without, whose B computes everything
+            before it sends.
+        observers: Called in order.
+
+    Attributes:
+        peak_live: The largest number of pairs of stage and micro-batch whose activations were held, from F until W or
+            B, in the last step. peak_deferred: The same from I until W.
+
+    Raises:
+        ValueError: The schedule has W, but there is no queue.
+    """
+
+    def __init__(
+        self, schedule: Sequence[Sequence[Action]], stages: Stages, rank: int, messages: Messages, *,
+        queue: Queue | None = None, observers: Sequence[Observer] = (),
+    ) -> None:  # fmt: skip
+        self.order, self.stages, self.messages, self.queue = list(schedule[rank]), stages, messages, queue
+        self.observers = list(observers)
+        self.peak_live = self.peak_deferred = 0
+        if queue is None and any(action.kind == "W" for action in self.order):
+            raise ValueError("pipeline: a schedule with W needs a queue of weight gradients")
+        # The last action of each stage that computes weight gradients.
+        self._last = {action.stage: n for n, action in enumerate(self.order) if action.kind in "WB"}
+        self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._later: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def step(
+        self, forward: Forward, scale: Callable[[int], Tensor | float], *, shape: Sequence[int], dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Runs the list. All ranks call it.
+
+        Args:
+            scale: Returns the factor of a micro-batch's loss, of which the gradients are taken.
+            shape, dtype, device: Of the activations between stages.
+
+        Returns:
+            The loss of each micro-batch on the rank of the last stage, detached; empty elsewhere.
+        """
+        losses: dict[int, Tensor] = {}
+        self.peak_live = self.peak_deferred = 0
+        self._live, self._later = {}, {}
+        self.messages.begin(shape, dtype, device)
+        for number, action in enumerate(self.order):
+            for observer in self.observers:
+                observer.begin(action)
+            if action.kind == "F":
+                self._forward(action, forward, losses)
+            elif action.kind == "W":
+                self._compute(action)
+                self._later.pop((action.stage, action.micro_batch))()
+            else:
+                self._backward(action, scale)
+            for observer in self.observers:
+                observer.computed(action)
+            if action.kind in "WB":
+                for observer in self.observers:
+                    observer.reducible(action.stage, last=self._last[action.stage] == number)
+        self.messages.end()
+        return losses
+
+    def _compute(self, action: Action) -> None:
+        for observer in self.observers:
+            observer.compute(action)
+
+    def _forward(self, action: Action, forward: Forward, losses: dict[int, Tensor]) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        x = self.messages.receive(Key("F", stage, micro_batch)).requires_grad_() if stage else None
+        self._compute(action)
+        y = forward(stage, micro_batch, x)
+        self._live[stage, micro_batch] = x, y
+        self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
+        if (key := sent_by(action, self.stages.count)) is None:
+            losses[micro_batch] = y.detach()
+        else:
+            self.messages.send(key, y.detach())
+
+    def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
+        stage, micro_batch = action.stage, action.micro_batch
+        last = stage == self.stages.count - 1
+        grad = None if last else self.messages.receive(Key("B", stage, micro_batch))
+        self._compute(action)
+        x, y = self._live.pop((stage, micro_batch))
+        torch.autograd.backward([y * scale(micro_batch) if last else y], [grad])
+        if x is not None:
+            assert x.grad is not None
+            self.messages.send(Key("B", stage - 1, micro_batch), x.grad)
+        if self.queue is None:
+            return
+        later = self.queue.dw_builder()
+        if action.kind == "B":
+            later()
+            return
+        self._later[stage, micro_batch] = later
+        self.peak_deferred = max(self.peak_deferred, len(self._later))

@@ -1,0 +1,178 @@
+"""Messages between the stages of a pipeline: activations forward, their gradients backward.
+
+Each ordered pair of ranks is a channel whose messages arrive in the order in which they were sent. The sender sends as
+its list of actions says. The receiver knows that list, so it posts receives in that order, at most two ahead of what it
+needs, and nothing is negotiated. No two lists can lock up: a receive is posted before anybody waits for it, and nobody
+waits for a send before the end of the step.
+
+A message between stages on the same rank is handed over, not sent. Where tensor-parallel ranks hold the same rows
+(no sequence parallelism), each sends its part, and the receivers gather the whole over their faster links (Narayanan et
+al., arXiv:2104.04473, section 4.1).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm import primitives
+from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.planner.schedules.action import Action
+
+# Receives that are posted beyond the one that is needed, on each channel.
+AHEAD = 2
+
+
+class Key(NamedTuple):
+    """What a message is: the input of a stage's F, or the gradient of its output for I or B.
+
+    Attributes:
+        kind: ``"F"`` or ``"B"``. stage: The stage that reads it. micro_batch: From 0.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = "activations" if self.kind == "F" else "gradients"
+        return f"{what} of micro-batch {self.micro_batch} for stage {self.stage}"
+
+
+class Work(Protocol):
+    """A message on its way, as ``torch.distributed.Work``."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Link(Protocol):
+    """Sends and receives between pipeline ranks without waiting. Messages of an ordered pair keep their order."""
+
+    def send(self, tensor: Tensor, rank: int, key: Key) -> Work: ...
+
+    def receive(self, tensor: Tensor, rank: int, key: Key) -> Work: ...
+
+
+def sent_by(action: Action, stages: int) -> Key | None:
+    """The message that an action produces; ``None`` at the ends of the model."""
+    kind, micro_batch, stage = action[:3]
+    if kind == "F":
+        return Key("F", stage + 1, micro_batch) if stage + 1 < stages else None
+    if kind in ("I", "B"):
+        return Key("B", stage - 1, micro_batch) if stage else None
+    return None
+
+
+class Messages:
+    """The messages of one rank.
+
+    Args:
+        schedule: The actions of all ranks.
+        rank: This pipeline rank.
+        share: Tensor-parallel ranks that hold the same rows, each of which sends a part; ``None`` for one rank.
+
+    Attributes:
+        bytes_sent, sent: What this rank has sent, and in how many messages.
+    """
+
+    def __init__(
+        self, schedule: Sequence[Sequence[Action]], stages: Stages, rank: int, link: Link, *,
+        share: ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.stages, self.rank, self.link, self._share = stages, rank, link, share
+        self._parts = 1 if share is None else share.size()
+        self.bytes_sent = self.sent = 0
+        self._order: dict[int, list[Key]] = {}
+        for peer, order in enumerate(schedule):
+            keys = [key for action in order if (key := sent_by(action, stages.count)) is not None]
+            keys = [key for key in keys if stages.rank_of(key.stage) == rank]
+            if peer != rank and keys:
+                self._order[peer] = keys
+        self._source = {key: peer for peer, keys in self._order.items() for key in keys}
+        self._shape, self._dtype, self._device = torch.Size(()), torch.float32, torch.device("cpu")
+        self._due: dict[int, deque[Key]] = {}
+        self._posted: dict[Key, tuple[Work, Tensor]] = {}
+        self._count: dict[int, int] = {}
+        self._here: dict[Key, Tensor] = {}
+        self._leaving: deque[tuple[Work, Tensor]] = deque()
+
+    def begin(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        """Starts a step whose messages have this shape, and posts the first receives."""
+        self._shape, self._dtype, self._device = torch.Size(shape), dtype, device
+        self._due = {peer: deque(keys) for peer, keys in self._order.items()}
+        self._count = dict.fromkeys(self._order, 0)
+        for peer in self._due:
+            self._post(peer, AHEAD)
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        """Hands a message to the rank of its stage. The tensor must not be changed afterwards.
+
+        Raises:
+            ValueError: It has another shape or dtype than the messages of this step.
+        """
+        if tensor.shape != self._shape or tensor.dtype != self._dtype:
+            raise ValueError(
+                f"pipeline: the {key} must be {list(self._shape)} {self._dtype}, "
+                f"got {list(tensor.shape)} {tensor.dtype}"
+            )
+        peer = self.stages.rank_of(key.stage)
+        if peer == self.rank:
+            self._here[key] = tensor
+            return
+        part = self._part(tensor)
+        self._leaving.append((self.link.send(part, peer, key), part))
+        self.bytes_sent, self.sent = self.bytes_sent + part.nbytes, self.sent + 1
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
+    def receive(self, key: Key) -> Tensor:
+        """The message of this key; waits for it."""
+        if key in self._here:
+            return self._here.pop(key)
+        peer = self._source[key]
+        if key not in self._posted:
+            self._post(peer, AHEAD, until=key)
+        work, part = self._posted.pop(key)
+        self._count[peer] -= 1
+        work.wait()
+        self._post(peer, AHEAD)
+        return self._whole(part)
+
+    def end(self) -> None:
+        """Waits until all messages of the step are sent."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def pending(self) -> int:
+        """Messages that were sent to this rank and that no action took."""
+        return len(self._posted) + len(self._here) + sum(map(len, self._due.values()))
+
+    def _post(self, peer: int, ahead: int, until: Key | None = None) -> None:
+        due = self._due[peer]
+        while due and (self._count[peer] < ahead or (until is not None and until not in self._posted)):
+            key = due.popleft()
+            shape = self._shape if self._share is None else (-(-self._shape.numel() // self._parts),)
+            part = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._posted[key] = self.link.receive(part, peer, key), part
+            self._count[peer] += 1
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a message, padded where it does not divide."""
+        if self._share is None:
+            return tensor.contiguous()
+        flat = tensor.reshape(-1)
+        size = -(-flat.numel() // self._parts)
+        part = flat[self._share.rank() * size : (self._share.rank() + 1) * size]
+        return F.pad(part, (0, size - part.numel()))
+
+    def _whole(self, part: Tensor) -> Tensor:
+        if self._share is None:
+            return part
+        flat = primitives.gathered("pipeline message", part, self._share).view(-1)
+        return flat[: self._shape.numel()].view(self._shape)

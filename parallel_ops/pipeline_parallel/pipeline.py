@@ -1,0 +1,177 @@
+"""Trains the stages of a model by a plan's schedule, with every other parallelism of the plan.
+
+    pipeline = Pipeline(parallelize(Transformer(config, device="meta"), mesh, plan), mesh, plan)
+    losses = pipeline.step(inputs)                     # in place of forward, loss.backward() for each micro-batch
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, pipeline.total_norm())
+    optimizer.step()
+
+The schedule is the planner's list of actions (``parallel_ops.planner.schedules``), so what it draws, simulates and
+counts is what runs. DualPipe-V's overlapped pairs run one after the other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.comm import ParallelMesh, primitives
+from parallel_ops.comm.errors import publish_failure
+from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.pipeline_parallel.executor import Executor, Observer
+from parallel_ops.pipeline_parallel.link import GroupLink
+from parallel_ops.pipeline_parallel.messages import Messages
+from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
+from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.schedules.action import Schedule
+from parallel_ops.planner.schedules.schedule import actions
+
+
+class StagedModel(Protocol):
+    """What a pipeline needs of a model: the stages of this rank in one module, as ``Transformer`` with ``stages``.
+
+    Attributes:
+        stages: Of the whole model. layers: The blocks of this rank, by number.
+        tokens: The table that the first and the last stage share, if they do.
+    """
+
+    stages: Stages | None
+    layers: Mapping[str, nn.Module]
+    tokens: nn.Module | None
+
+    def stream_shape(self, s: int, b: int) -> tuple[int, ...]: ...
+
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor: ...
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The actions of each pipeline rank under a plan.
+
+    Raises:
+        ValueError: The schedule cannot run the plan's number of micro-batches.
+    """
+    lists = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages)
+    return [[action._replace(paired=False) for action in order] for order in lists]
+
+
+class Pipeline:
+    """The pipeline of this rank.
+
+    Args:
+        model: This rank's stages, a ``StagedModel``, from ``parallelize``.
+        mesh: The ranks. plan: The plan of ``parallelize``.
+        tied: The first and the last stage share the table ``tokens``.
+        split: Compute weight gradients apart, after the gradient of a stage's input is sent, as schedules with W need
+            it; ``False`` for compiled blocks.
+        dtype: Of the residual stream.
+        observers: Called with each action as it starts and ends.
+
+    Raises:
+        ValueError: The model has no stages, those of another number of ranks, or no linears that ``split`` needs.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, plan: Plan, *, tied: bool, split: bool = True,
+        dtype: torch.dtype = torch.float32, observers: Sequence[Observer] = (),
+    ) -> None:  # fmt: skip
+        self.model = cast(Any, model)
+        stages: Stages | None = self.model.stages
+        if stages is None or stages.pp != plan.pp or mesh.size("pp") != plan.pp:
+            raise ValueError(f"Pipeline: the model must have stages for the plan's pp={plan.pp} ranks, as the mesh")
+        self.schedule, self.stages, self.rank, self.dtype = schedule_of(plan), stages, mesh.rank("pp"), dtype
+        group = mesh.group("pp")
+        assert group is not None
+        self.group = group
+        has_weights = any(action.kind == "W" for order in self.schedule for action in order)
+        queue = defer_weight_gradients(model) if split else None
+        if queue is None and has_weights:
+            raise ValueError(
+                f"Pipeline: schedule {plan.schedule!r} computes weight gradients apart, which compiled blocks and "
+                "models without the package's linears cannot; take '1f1b', 'interleaved' or 'gpipe'"
+            )
+        share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
+        self.messages = Messages(self.schedule, stages, self.rank, _link(group, mesh), share=share)
+        blocks = {s: [self.model.layers[str(n)] for n in stages.layers[s]] for s in stages.on(self.rank)}
+        self._reduction = Reduction(model, blocks, plan.zero)
+        self._executor = Executor(
+            self.schedule, stages, self.rank, self.messages, queue=queue, observers=[*observers, self._reduction]
+        )
+        ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
+        self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied and self.rank in ends else None
+        self._counted_elsewhere = self._tied_with is not None and self.rank == ends[1]
+
+    @property
+    def executor(self) -> Executor:
+        """Runs this rank's list; has what the last step held at most."""
+        return self._executor
+
+    def step(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        scale: Callable[[int], Tensor | float],
+        *,
+        around: Callable[[], Any] | None = None,
+    ) -> dict[int, Tensor]:
+        """Runs all micro-batches, forward and backward, and reduces gradients. All ranks call it.
+
+        Args:
+            inputs: Of each micro-batch, the same on all stages: ``tokens``, ``targets`` and further arguments of the
+                model by name.
+            scale: Returns the factor of a micro-batch's loss, of which the gradients are taken.
+            around: Returns the context of each forward, such as autocast.
+
+        Returns:
+            The loss of each micro-batch on ranks with the last stage; empty elsewhere.
+
+        Raises:
+            PeerError: A rank of the pipeline is lost; names the message that did not arrive.
+        """
+        if len(inputs) != (expected := 1 + max(action.micro_batch for action in self.schedule[self.rank])):
+            raise ValueError(f"Pipeline: inputs must have {expected} micro-batches, got {len(inputs)}")
+
+        def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
+            if around is None:
+                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
+            with around():
+                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
+
+        tokens = inputs[0]["tokens"]
+        shape = self.model.stream_shape(*tokens.shape)
+        self._reduction.start()
+        try:
+            losses = self._executor.step(forward, scale, shape=shape, dtype=self.dtype, device=tokens.device)
+        except Exception as error:
+            publish_failure(self.group, f"raised {type(error).__name__}: {error}")
+            raise
+        self._reduction.end()
+        if self._tied_with is not None and (grad := self.model.tokens.weight.grad) is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            add_between_ends(local, self.group, self._tied_with)
+        return losses
+
+    def total_norm(self) -> Tensor:
+        """The 2-norm of all gradients of all stages, a scalar, the same on every rank. A shared table counts once."""
+        twice = self.model.tokens.weight if self._counted_elsewhere else None
+        parameters = [p for p in self.model.parameters() if p.grad is not None and p is not twice]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        device = next(self.model.parameters()).device
+        squares = norm.to(device, torch.float32).square()
+        return primitives.all_reduce(squares, True, self.group.group_name, "gradient norm").sqrt()
+
+
+def _link(group: ProcessGroup, mesh: ParallelMesh) -> GroupLink:
+    """Groups for both directions. On NCCL all ranks form those of all pipelines."""
+    if mesh.root.device_type == "cpu":
+        return GroupLink(group)
+    pipelines = mesh.root.mesh.reshape(mesh.size("pp"), -1).t().tolist()
+    own = None
+    for ranks in pipelines:
+        formed = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = formed
+    return GroupLink(group, own)

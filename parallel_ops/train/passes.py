@@ -1,0 +1,162 @@
+"""The forwards and backwards of a step: one micro-batch after another, or through the stages of a pipeline."""
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from parallel_ops._internal.dropout import seed_generators
+from parallel_ops.comm import ParallelMesh
+from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel import Observer, Pipeline
+from parallel_ops.pipeline_parallel.trace import Recorder, Timed, gathered
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.schedules.action import Action
+from parallel_ops.train.data.packing import Batch
+from parallel_ops.train.launch.watch import Activity
+from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
+
+_PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+
+
+class Passes(abc.ABC):
+    """Runs the micro-batches of a step on this rank.
+
+    Args:
+        model: The parallelized model. mesh, plan: Its ranks and plan.
+        activity: Receives a description of each pass.
+        documents: Samples have positions and boundaries of documents.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, plan: Plan, device: torch.device, activity: Activity,
+        documents: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.mesh, self.plan, self.device, self.activity = model, mesh, plan, device, activity
+        self._documents = documents
+        dtype = PRECISIONS[plan.dtype]
+        # FSDP2 and replicate cast the parameters that they manage; without them autocast casts op by op.
+        enabled = not isinstance(model, FSDPModule) and dtype is not torch.float32
+        self.autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
+
+    @abc.abstractmethod
+    def run(
+        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
+        seeds: Sequence[int], what: str, *, slow: bool,
+    ) -> Tensor:  # fmt: skip
+        """Computes gradients, complete over all ranks.
+
+        Args:
+            shares: Of each micro-batch in the loss of the step. counts: Its number of targets.
+            scale: Factor of the gradients. seeds: Of dropout in each micro-batch.
+            what, slow: Of the activities.
+
+        Returns:
+            This rank's share of the loss of the step, a scalar.
+        """
+
+    def total_norm(self) -> Callable[[], Tensor] | None:
+        """Returns the norm of the gradients of all ranks, where that of this rank's parameters is only a part."""
+        return None
+
+    def _inputs(self, batch: Batch, count: int, seed: int) -> dict[str, Any]:
+        # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
+        found: dict[str, Any] = {"tokens": batch.tokens, "targets": batch.targets if count else batch.tokens}
+        if self._documents:
+            found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
+        if isinstance(self.model, Transformer):
+            found["dropout_seed"] = seed
+        return found
+
+
+class WholeModel(Passes):
+    """One stage: the forward and the backward of each micro-batch."""
+
+    def run(
+        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
+        seeds: Sequence[int], what: str, *, slow: bool,
+    ) -> Tensor:  # fmt: skip
+        total = torch.zeros((), device=self.device)
+        each = zip(batches, shares, counts, seeds, strict=True)
+        for number, (batch, share, count, seed) in enumerate(each):
+            micro_batch(self.model, self.plan.zero, last=number == len(batches) - 1)
+            part = f"{what}, micro-batch {number + 1} of {len(batches)}"
+            self.activity(f"{part}, forward", slow=slow)
+            inputs = self._inputs(batch.to(self.device), count, seed)
+            tokens, targets = inputs.pop("tokens"), inputs.pop("targets")
+            seed_generators(seed, self.device)  # of models that take no seed
+            with self.autocast():
+                loss: Tensor = self.model(tokens, targets, **inputs)
+            self.activity(f"{part}, backward", slow=slow)
+            (loss * (share * scale)).backward()
+            total += loss.detach() * share
+        return total
+
+
+class Stages(Passes):
+    """A pipeline."""
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, plan: Plan, device: torch.device, activity: Activity,
+        documents: bool, *, split: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(model, mesh, plan, device, activity, documents)
+        assert isinstance(model, Transformer)
+        managed = isinstance(model, FSDPModule)
+        dtype = PRECISIONS[plan.dtype] if managed else next(model.parameters()).dtype
+        self._report, self._recorder = _Report(activity), Recorder(device)
+        self.pipeline = Pipeline(
+            model, mesh, plan, tied=model.config.tied_embeddings, split=split, dtype=dtype,
+            observers=[self._report, self._recorder],
+        )  # fmt: skip
+
+    def run(
+        self, batches: Sequence[Batch], shares: Sequence[Tensor | float], counts: Sequence[int], scale: float,
+        seeds: Sequence[int], what: str, *, slow: bool,
+    ) -> Tensor:  # fmt: skip
+        self._report.step, self._report.slow = what, slow
+        each = zip(batches, counts, seeds, strict=True)
+        inputs = [self._inputs(batch.to(self.device), count, seed) for batch, count, seed in each]
+        losses = self.pipeline.step(inputs, lambda number: shares[number] * scale, around=self.autocast)
+        return sum((loss * shares[n] for n, loss in losses.items()), torch.zeros((), device=self.device))
+
+    def total_norm(self) -> Callable[[], Tensor]:
+        return self.pipeline.total_norm
+
+    def record(self) -> None:
+        """Starts a step to be traced: all ranks of the pipeline start it together."""
+        self._recorder.restart(self.pipeline.group)
+
+    def timed(self) -> list[list[Timed]]:
+        """The times of the last step on all ranks of the pipeline."""
+        return gathered(self._recorder.timed(), self.pipeline.group)
+
+
+class _Report(Observer):
+    """Describes the actions of a pipeline as activities of this rank."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity, self.step, self.slow = activity, "", False
+
+    def begin(self, action: Action) -> None:
+        if action.kind != "W":
+            self._activity(f"{self._place(action)}, waiting for it", slow=self.slow, waits=True)
+
+    def compute(self, action: Action) -> None:
+        self._activity(f"{self._place(action)}, {_PASSES[action.kind]}", slow=self.slow)
+
+    def _place(self, action: Action) -> str:
+        return f"{self.step}, stage {action.stage}, micro-batch {action.micro_batch + 1}"
+
+
+def passes_of(
+    model: nn.Module, mesh: ParallelMesh, plan: Plan, device: torch.device, activity: Activity, *, documents: bool,
+    split: bool,
+) -> Passes:  # fmt: skip
+    """The passes of a plan. ``split``: see ``Pipeline``."""
+    given = model, mesh, plan, device, activity, documents
+    return Stages(*given, split=split) if plan.pp > 1 else WholeModel(*given)

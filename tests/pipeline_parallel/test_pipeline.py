@@ -1,0 +1,155 @@
+"""The stages of a transformer under every schedule and parallelism, beside one process."""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.communication.step_traffic import StepTraffic
+from parallel_ops.planner.compute.efficiency import efficiency
+from parallel_ops.planner.plan import Plan
+from parallel_ops.train.planner_bridge import planner_model
+from support import staged
+from support.distributed import Raised, ranks
+
+EVERY = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+
+
+@functools.cache
+def one_process(text, kind, documents):
+    return staged.one_process(staged.CONFIGS[kind], Plan.parse(text), documents)
+
+
+def agrees(results, text, kind, documents=False, rtol=4e-6):
+    """Loss, gradients and norm of all ranks are those of one process; each parameter is on some rank."""
+    plan = Plan.parse(text)
+    loss, grads = one_process(reference(text), kind, documents)
+    norm = torch.stack([g.norm() for g in grads.values()]).norm().item()
+    seen = set()
+    for _, own, found, _ in results:
+        seen |= set(own)
+        for name, grad in own.items():
+            # Of a bias of keys, whose gradient is zero, only rounding is left.
+            error = (grad - grads[name]).norm().item() / max(grads[name].norm().item(), 1e-2 * norm)
+            assert error < rtol, (text, name, error)
+        assert found == pytest.approx(norm, rel=rtol), text
+    assert seen == set(grads), text
+    assert sum(own[0] for own in results) * plan.pp / plan.gpus == pytest.approx(loss, rel=rtol), text
+
+
+def reference(text):
+    """What of a plan one process needs: the replicas and their micro-batches."""
+    plan = Plan.parse(text)
+    return f"dp={plan.dp},global_batch={plan.global_batch},micro_batch={plan.micro_batch},dtype=fp32"
+
+
+def test_any_schedule_and_parallelism_equals_one_process(trials):
+    for text, kind, documents in staged.draws(0, trials or 14):
+        agrees(ranks(4).run(staged.step, text, kind, documents), text, kind, documents)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_eight_ranks(schedule):
+    text = f"pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,schedule={schedule},global_batch=8,dtype=fp32"
+    text += ",virtual_stages=2" if schedule == "zb-v" else ""
+    agrees(ranks(8).run(staged.step, text, "gpt2"), text, "gpt2")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_dropout_is_that_of_one_process(schedule):
+    """Masks depend on the micro-batch and the layer, not on the order in which a schedule computes them."""
+    virtual = 2 if schedule == "zb-v" else 1
+    text = f"pp=4,schedule={schedule},virtual_stages={virtual},global_batch=5,recompute=full,dtype=fp32"
+    agrees(ranks(4).run(staged.step, text, "dropout"), text, "dropout")
+
+
+def test_a_pipeline_alone_without_a_split_backward_has_the_bits_of_one_process():
+    text = "pp=4,schedule=1f1b,global_batch=6,dtype=fp32"
+    _, grads = one_process(reference(text), "untied", False)
+    for _, own, _, _ in ranks(4).run(staged.step, text, "untied", False, 1, False):
+        for name, grad in own.items():
+            assert torch.equal(grad, grads[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
+def test_every_run_has_the_same_bits(schedule):
+    virtual = 2 if schedule == "dualpipe-v" else 1
+    text = f"pp=2,dp=2,zero=2,schedule={schedule},virtual_stages={virtual},global_batch=16,dtype=fp32"
+    once, twice = (ranks(4).run(staged.step, text, "gpt2", False, steps) for steps in (1, 2))
+    for (loss, grads, norm, _), (other_loss, other_grads, other_norm, _) in zip(once, twice, strict=True):
+        assert (loss, norm) == (other_loss, other_norm)
+        assert all(torch.equal(grad, other_grads[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("more", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "cp=2,zero=2"])
+def test_bfloat16(more):
+    """As close to fp32 as one process in bfloat16, but for the order of sums."""
+    text = f"pp=2,schedule=zb-h1,global_batch=8,dtype=bf16,{more}"
+    agrees(ranks(4).run(staged.step, text, "llama"), text, "llama", rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=4,schedule=1f1b,global_batch=6",
+        "pp=4,schedule=interleaved,virtual_stages=2,global_batch=8,micro_batch=2",
+        "pp=2,tp=2,schedule=zb-h1,global_batch=5",
+        "pp=2,tp=2,schedule=zb-2p,global_batch=5,scatter_gather=false",
+        "pp=2,tp=2,schedule=zb-v,virtual_stages=2,global_batch=5,sequence_parallel=true",
+        "pp=2,cp=2,schedule=dualpipe-v,virtual_stages=2,global_batch=6",
+        "pp=2,dp=2,zero=1,schedule=gpipe,global_batch=6",
+    ],
+)
+def test_bytes_and_peaks_are_the_planners(text, dtype):
+    plan = Plan.parse(f"{text},dtype={dtype}")
+    if dtype == "bf16" and plan.dp * plan.cp == 1:
+        pytest.skip("under autocast, without data parallelism, the residual stream is fp32")
+    config = staged.CONFIGS["llama"]
+    model = planner_model(config, config.seq_length)
+    traffic = StepTraffic(model, presets.cluster("h100x8"), plan, efficiency("hopper"), 0)
+    message = next(t for t in traffic.transfers() if t.group == "pp")
+    results = ranks(4).run(staged.step, f"{text},dtype={dtype}", "llama")
+    stages = plan.pp * plan.virtual_stages
+    v_shaped = plan.schedule in ("zb-v", "dualpipe-v")
+    crossings = stages - 1 - v_shaped  # the two stages in the tip of a V are on one rank
+    replicas = plan.gpus // plan.pp
+    each = message.bytes / message.count
+    assert sum(counts["bytes"] for *_, counts in results) == 2 * plan.micro_batches * crossings * replicas * each
+    simulation = staged.simulation(plan)
+    for rank, (*_, counts) in enumerate(results):
+        stage = rank // replicas
+        assert counts["live"] / plan.virtual_stages == simulation.peak_activations[stage]
+        assert counts["deferred"] == staged.peak_deferred(simulation.schedule[stage])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_a_split_backward_computes_and_sends_nothing_twice(recompute):
+    """Products and exchanges of ZB-H1 are those of 1F1B that computes both gradients at once."""
+    common = f"pp=2,tp=2,sequence_parallel=true,global_batch=4,recompute={recompute},dtype=fp32"
+    whole = ranks(4).run(staged.work, f"{common},schedule=1f1b", False)
+    for (products, exchanges), (split_products, split_exchanges) in zip(
+        whole, ranks(4).run(staged.work, f"{common},schedule=zb-h1", True), strict=True
+    ):
+        # A weight gradient that is added to another is one call of addmm_ in place of mm.
+        assert sum(split_products.values()) == sum(products.values())
+        for op, count in split_exchanges.items():
+            # Both halves of a row-parallel linear need its whole output gradient.
+            assert count <= exchanges[op] * (1.5 if op == "linear_reduce_scatter" else 1), op
+
+
+def test_models_that_a_pipeline_refuses():
+    for outcome in ranks(4).outcomes(
+        staged.step, "pp=4,schedule=zb-h1,global_batch=4,dtype=fp32", "gpt2", False, 1, False
+    ):
+        assert isinstance(outcome, Raised)
+        assert "schedule 'zb-h1' computes weight gradients apart" in outcome.message
+    for outcome in ranks(4).outcomes(staged.step, "pp=4,schedule=dualpipe-v,virtual_stages=2,global_batch=4", "gpt2"):
+        assert isinstance(outcome, Raised)
+        assert "DualPipe-V needs 8 micro-batches for PP 4; there are 4" in outcome.message
+
+
+def test_plans_that_are_drawn_have_every_schedule():
+    assert {Plan.parse(text).schedule for text, *_ in staged.draws(random.randint(0, 99), 35)} == set(EVERY)
