@@ -35,6 +35,9 @@ class Observer:
     def compute(self, action: Action) -> None:
         """The message is there: the action computes."""
 
+    def input_gradient(self, action: Action) -> None:
+        """I, or the first part of B, has ended: the gradient of the stage's input is on its way."""
+
     def computed(self, action: Action) -> None:
         """The action has ended."""
 
@@ -136,6 +139,8 @@ class Executor:
         if x is not None:
             assert x.grad is not None
             self.messages.send(Key("B", stage - 1, micro_batch), x.grad)
+        for observer in self.observers:
+            observer.input_gradient(action)
         if self.queue is None:
             return
         later = self.queue.dw_builder()

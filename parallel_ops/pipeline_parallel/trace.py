@@ -1,6 +1,8 @@
 """When the actions of a step ran: measured on each rank, collected on all."""
 
 import time
+from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -9,14 +11,23 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.pipeline_parallel.executor import Observer
 from parallel_ops.planner.schedules.action import Action
+from parallel_ops.planner.schedules.program import Times
 
 
 class Timed(NamedTuple):
-    """An action and its start and end, in seconds since the start of the step."""
+    """An action and its times, in seconds since the start of the step.
+
+    Attributes:
+        split: For B, when the gradient of the stage's input was there; otherwise the end.
+    """
 
     action: Action
     start: float
+    split: float
     end: float
+
+
+_Mark = float | torch.cuda.Event
 
 
 class Recorder(Observer):
@@ -28,10 +39,11 @@ class Recorder(Observer):
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._origin = self._now()
-        self._marks: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[Action, _Mark, _Mark, _Mark]] = []
         self._start = self._origin
+        self._split: _Mark | None = None
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> "_Mark":
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -47,23 +59,43 @@ class Recorder(Observer):
         self._marks, self._origin = [], self._now()
 
     def compute(self, action: Action) -> None:
-        self._start = self._now()
+        self._start, self._split = self._now(), None
+
+    def input_gradient(self, action: Action) -> None:
+        self._split = self._now()
 
     def computed(self, action: Action) -> None:
-        self._marks.append((action, self._start, self._now()))
+        end = self._now()
+        self._marks.append((action, self._start, self._split or end, end))
 
     def timed(self) -> list[Timed]:
         """The actions of the step, in their order."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [Timed(action, self._since(start), self._since(end)) for action, start, end in self._marks]
+        return [Timed(action, *map(self._since, marks)) for action, *marks in self._marks]
 
-    def _since(self, mark: float | torch.cuda.Event) -> float:
+    def _since(self, mark: "_Mark") -> float:
         if isinstance(mark, float):
             assert isinstance(self._origin, float)
             return mark - self._origin
         assert not isinstance(self._origin, float)
         return self._origin.elapsed_time(mark) / 1000
+
+
+def times_of(timed: Sequence[Sequence[Timed]]) -> Times:
+    """The median time of each pass of each stage, for a simulation of the same schedule.
+
+    Args:
+        timed: Of all ranks of a pipeline.
+    """
+    found: dict[str, dict[int, list[float]]] = {"F": {}, "I": {}, "W": {}}
+    for action, start, split, end in (one for own in timed for one in own):
+        parts = {"B": (("I", split - start), ("W", end - split))}.get(action.kind, ((action.kind, end - start),))
+        for kind, seconds in parts:
+            found[kind].setdefault(action.stage, []).append(seconds)
+    stages = range(len(found["F"]))
+    forward, input_grad, weight_grad = ([median(found[kind][stage]) for stage in stages] for kind in "FIW")
+    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
 
 
 def gathered(own: list[Timed], group: ProcessGroup | None) -> list[list[Timed]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_ops.pipeline_parallel import Executor, Observer, Stages
 from parallel_ops.pipeline_parallel.link import GroupLink
 from parallel_ops.pipeline_parallel.messages import Messages
-from parallel_ops.pipeline_parallel.trace import Recorder, gathered
+from parallel_ops.pipeline_parallel.trace import Recorder, Timed, gathered
 from parallel_ops.planner.plan import V_SHAPED
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.schedule import actions
@@ -99,7 +99,7 @@ def expected(stages: int, micro_batches: int) -> tuple[dict[int, float], dict[in
     return losses, {stage: sum(losses.values()) / weight(stage) for stage in range(stages)}
 
 
-def paced(rank: int, kind: str, micro_batches: int, seconds: float) -> list[list[tuple[Action, float, float]]]:
+def paced(rank: int, kind: str, micro_batches: int, seconds: float) -> list[list[Timed]]:
     """The measured times of all ranks whose passes sleep."""
     mesh = mesh_of(pp=4)
     schedule, stages = schedule_of(kind, 4, micro_batches)
@@ -107,7 +107,7 @@ def paced(rank: int, kind: str, micro_batches: int, seconds: float) -> list[list
     assert group is not None
     recorder.restart(group)
     run(rank, GroupLink(group), schedule, stages, seconds=seconds, observers=(recorder,))
-    return [[tuple(t) for t in own] for own in gathered(recorder.timed(), group)]  # type: ignore[misc]
+    return gathered(recorder.timed(), group)
 
 
 def failing(rank: int, kind: str, where: tuple[int, int]) -> str:
