@@ -47,7 +47,7 @@ def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[
 
 # One pass, or a pair, of a program: the rank that runs it, the index of its duration, the entry on another stage that
 # it depends on (-1 for none) and the link from there, and both of the second member of a pair. A plain tuple, since a
-# schedule has up to a hundred thousand.
+# schedule has up to a hundred thousand. Links are those of ``_links``.
 _Entry = tuple[int, int, int, int, int, int]
 
 
@@ -149,9 +149,21 @@ class Program:
         return [*forward, *input_grad, *weight_grad, *whole, *pairs]
 
     def _links(self, times: Times) -> list[float]:
+        """Time from the end of an entry to the arrival of its message: of F and I, then of B, then of the B of a pair.
+
+        A B whose gradient leaves before W has sent it W seconds before its end. On the same rank the next entry starts
+        later than that, after the end of B.
+        """
         links = times.per_stage("link", self._stages - 1)
         owners = self._owners
-        return [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
+        links = [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
+        if not times.input_grad_first:
+            return links * 3
+        weight_grad = times.per_stage("weight_grad", self._stages)[1:]
+        whole = [link - last for link, last in zip(links, weight_grad, strict=True)]
+        if times.pair is None:
+            return links + whole * 2
+        return links + whole + [link - min(last, times.pair) for link, last in zip(links, weight_grad, strict=True)]
 
     def _group(self, rank: int) -> Sequence[Action]:
         """The next action of a rank, with its partner in a pair."""
@@ -193,6 +205,8 @@ class Program:
                     link = stage
                     if (after := backward[stage + 1][mb]) < 0:
                         break
+                    if (sent := entries[after][1]) >= 3 * stages:
+                        link += last if sent < 4 * stages else 2 * last
                 backward[stage][mb] = len(entries)
                 if stage and owners[stage - 1] != rank:
                     woken.add(owners[stage - 1])
@@ -228,8 +242,11 @@ class Program:
             return None
         if kind == "W" or stage == self._stages - 1:
             return -1, 0
-        behind = self._backward[stage + 1][mb]
-        return None if behind < 0 else (behind, stage)
+        behind, last = self._backward[stage + 1][mb], self._stages - 1
+        if behind < 0:
+            return None
+        sent = self._entries[behind][1]  # by its duration: I, B or a pair
+        return behind, stage + (0 if sent < 3 * self._stages else last if sent < 4 * self._stages else 2 * last)
 
     def _deadlock(self) -> str:
         waits = []

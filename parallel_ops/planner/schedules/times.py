@@ -20,6 +20,8 @@ class Times:
         weight_grad: W. B takes I + W.
         link: a message between neighbouring stages on different ranks; a sequence has ``stages - 1`` entries.
         pair: F and B of a DualPipe pair, as one number; ``None`` for F + I + W of their stages.
+        input_grad_first: B computes I, sends the gradient and then computes W, so the stage before waits for I alone.
+            In a pair W comes last too. If False, the gradient leaves at the end of B.
 
     Raises:
         ValueError: a time is negative or not finite.
@@ -30,6 +32,7 @@ class Times:
     weight_grad: PerStage = 1.0
     link: PerStage = 0.0
     pair: float | None = None
+    input_grad_first: bool = False
 
     def __post_init__(self) -> None:
         for name in ("forward", "input_grad", "weight_grad", "link", "pair"):
