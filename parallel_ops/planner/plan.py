@@ -53,6 +53,9 @@ class Plan:
         optimizer_barrier: parameters are updated once all ranks have their gradients, as a gradient norm over the whole
             model requires. If False, a rank may begin the next step while others finish this one (post-validation,
             arXiv:2401.10241, section 4).
+        input_grad_first: the whole backward pass of a micro-batch on a stage, B, computes the gradient of the stage's
+            input and sends it before it computes the gradients of the weights, for which it needs no weights. 1F1B is
+            then idle for (p - 1) (F + I) instead of (p - 1) (F + I + W). If False, the gradient is sent at the end.
         layers_per_chunk: layers of each of the ``pp * virtual_stages`` consecutive chunks; empty for an even split.
 
     Raises:
@@ -83,6 +86,7 @@ class Plan:
     scatter_gather: bool = True
     overlap: bool = True
     optimizer_barrier: bool = True
+    input_grad_first: bool = False
     layers_per_chunk: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -166,6 +170,7 @@ class Plan:
         parts += [f"layers {self._stages()}"] if self.layers_per_chunk else []
         parts += [f"offload {self.offload}"] if self.offload != "none" else []
         parts += ["no barrier"] if self.pp > 1 and not self.optimizer_barrier else []
+        parts += ["input grad first"] if self.pp > 1 and self.input_grad_first else []
         return ", ".join(parts)
 
     def _stages(self) -> str:

@@ -99,6 +99,7 @@ class StepTime:
             input_grad=[p.input_grad + (sends if chunk > 0 else 0.0) for chunk, p in enumerate(passes)],
             weight_grad=[p.weight_grad for p in passes],
             link=link if plan.overlap else 0.0,
+            input_grad_first=plan.input_grad_first,
         )
 
     def _idle(self, link: float) -> float:
@@ -112,7 +113,8 @@ class StepTime:
         passes = whole.forward + sends, whole.input_grad + sends, whole.weight_grad
         link = link if plan.overlap else 0.0
         sizes = plan.pp, self.micro_batches, plan.virtual_stages
-        waited = idle_time(plan.schedule, *sizes, passes, link, barrier=plan.optimizer_barrier)
+        order = {"barrier": plan.optimizer_barrier, "input_grad_first": plan.input_grad_first}
+        waited = idle_time(plan.schedule, *sizes, passes, link, **order)
         return waited + 2 * self.micro_batches * plan.virtual_stages * sends
 
     def data_parallel(self) -> float:

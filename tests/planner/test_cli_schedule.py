@@ -40,6 +40,7 @@ def test_every_kind(run):
 def test_times(run):
     given = ["--pp", 2, "--micro-batches", 2, "--times", "2,3,1", "--link", 1, "--json"]
     assert json.loads(run("schedule", *given)[1])["step_time"] == 20
+    assert json.loads(run("schedule", *given, "--input-grad-first")[1])["step_time"] == 19
 
 
 def test_a_long_schedule_is_drawn_in_any_width(run):

@@ -4,6 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence as PySequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,12 +169,15 @@ def schedule_command(
     virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
     times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
     link: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
+    input_grad_first: Annotated[
+        bool, typer.Option("--input-grad-first", help="A whole backward pass sends its gradient before W.")
+    ] = False,
     memory_limit: Annotated[float | None, typer.Option(help="Micro-batches that a rank may hold, for zb-2p.")] = None,
     output: Annotated[Path | None, typer.Option(help="Save a picture, .svg or .png.")] = None,
     json: Json = False,
 ) -> None:
     """Simulates a pipeline schedule and draws it."""
-    durations = _times(times, link)
+    durations = replace(_times(times, link), input_grad_first=input_grad_first)
     stages = virtual_stages or (2 if kind == "interleaved" else 1)
     options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
     if kind == "zb-2p":

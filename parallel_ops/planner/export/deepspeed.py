@@ -70,6 +70,7 @@ DEEPSPEED = ExportTarget(
         "fused_loss": ((False,), "its config has no fused loss"),
         "dp_replicate": ((1,), "it shards over all data-parallel ranks"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+        "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,
     own=_own,

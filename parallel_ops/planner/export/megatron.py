@@ -178,6 +178,7 @@ MEGATRON = ExportTarget(
         "fused_loss": ((False,), "its loss comes after the output embedding, as an op of its own"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+        "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,
     own=_own,

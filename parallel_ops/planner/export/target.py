@@ -7,6 +7,7 @@ from typing import Any
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
@@ -33,7 +34,8 @@ class ExportTarget:
 
     def problem(self, model: Model, cluster: Cluster, plan: Plan) -> str | None:
         """Why the system cannot run the plan; ``None`` if it can."""
-        unused = {"cp_kind": plan.cp == 1, "schedule": plan.pp == 1}
+        whole_backward = plan.pp > 1 and plan.schedule in WHOLE_BACKWARD
+        unused = {"cp_kind": plan.cp == 1, "schedule": plan.pp == 1, "input_grad_first": not whole_backward}
         for name, (values, has) in self.limits.items():
             value = getattr(plan, name)
             if value not in values and not unused.get(name, False):

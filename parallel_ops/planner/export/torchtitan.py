@@ -208,6 +208,7 @@ TORCHTITAN = ExportTarget(
         "fsdp": ((True,), "its shards are FSDP2's"),
         "overlap": ((True,), "FSDP overlaps its communication"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+        "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,
     own=_own,

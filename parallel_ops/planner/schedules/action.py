@@ -6,7 +6,8 @@ for each micro-batch
     F  the forward pass,                        after F of the stage before;
     I  the gradient of the stage's input,       after its own F and after I (or B) of the stage behind;
     W  the gradient of the stage's weights,     after its own I;
-    B  I and W together, the whole backward pass.
+    B  I and W together, the whole backward pass. Its gradient leaves at the end of B, or after I
+       (``Times.input_grad_first``).
 
 A schedule is the order of these: one list of actions per rank, without times.
 
@@ -17,6 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "I", "W", "B"]
+
+# Schedules with B; the others run I and W apart throughout.
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved", "dualpipe-v")
 
 
 class Action(NamedTuple):

@@ -17,7 +17,7 @@ import itertools
 import math
 
 from parallel_ops.planner.schedules.action import Action, Kind, Schedule
-from parallel_ops.planner.schedules.program import Times
+from parallel_ops.planner.schedules.times import Times
 
 # Relative tolerance of times: sums in another order differ in the last bits.
 _TOLERANCE = 1e-9

@@ -5,55 +5,11 @@ takes the time of its link and occupies neither rank; between stages on the same
 exact, and the cost is linear in the number of actions.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from parallel_ops.planner.schedules.action import Action
-
-PerStage = float | Sequence[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Times of the passes of one micro-batch, in any unit.
-
-    Each is one number for all stages, or a sequence with one number per stage. With v stages on a rank, each has 1/v of
-    the rank's layers and time.
-
-    Attributes:
-        forward: F.
-        input_grad: I, including recomputation of activations.
-        weight_grad: W. B takes I + W.
-        link: a message between neighbouring stages on different ranks; a sequence has ``stages - 1`` entries.
-        pair: F and B of a DualPipe pair, as one number; ``None`` for F + I + W of their stages.
-
-    Raises:
-        ValueError: a time is negative or not finite.
-    """
-
-    forward: PerStage = 1.0
-    input_grad: PerStage = 1.0
-    weight_grad: PerStage = 1.0
-    link: PerStage = 0.0
-    pair: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "link", "pair"):
-            value = getattr(self, name)
-            for number in value if isinstance(value, Sequence) else (value,):
-                if number is not None and not (math.isfinite(number) and number >= 0):
-                    raise ValueError(f"Times: {name} must be finite and not negative, got {number}")
-
-    def per_stage(self, name: str, count: int) -> list[float]:
-        """The time ``name`` of each of ``count`` stages (or links)."""
-        value = getattr(self, name)
-        if not isinstance(value, Sequence):
-            return [float(value)] * count
-        if len(value) != count:
-            raise ValueError(f"Times: {name} has {len(value)} entries; the schedule needs {count}, or one number")
-        return [float(number) for number in value]
+from parallel_ops.planner.schedules.times import Times
 
 
 def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[int]]:
@@ -91,7 +47,7 @@ def check_complete(actions: Sequence[Sequence[Action]]) -> tuple[int, int, list[
 
 # One pass, or a pair, of a program: the rank that runs it, the index of its duration, the entry on another stage that
 # it depends on (-1 for none) and the link from there, and both of the second member of a pair. A plain tuple, since a
-# schedule has up to a hundred thousand.
+# schedule has up to a hundred thousand. Links are those of ``_links``.
 _Entry = tuple[int, int, int, int, int, int]
 
 
@@ -193,9 +149,21 @@ class Program:
         return [*forward, *input_grad, *weight_grad, *whole, *pairs]
 
     def _links(self, times: Times) -> list[float]:
+        """Time from the end of an entry to the arrival of its message: of F and I, then of B, then of the B of a pair.
+
+        A B whose gradient leaves before W has sent it W seconds before its end. On the same rank the next entry starts
+        later than that, after the end of B.
+        """
         links = times.per_stage("link", self._stages - 1)
         owners = self._owners
-        return [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
+        links = [0.0 if owners[s] == owners[s + 1] else link for s, link in enumerate(links)]
+        if not times.input_grad_first:
+            return links * 3
+        weight_grad = times.per_stage("weight_grad", self._stages)[1:]
+        whole = [link - last for link, last in zip(links, weight_grad, strict=True)]
+        if times.pair is None:
+            return links + whole * 2
+        return links + whole + [link - min(last, times.pair) for link, last in zip(links, weight_grad, strict=True)]
 
     def _group(self, rank: int) -> Sequence[Action]:
         """The next action of a rank, with its partner in a pair."""
@@ -237,6 +205,8 @@ class Program:
                     link = stage
                     if (after := backward[stage + 1][mb]) < 0:
                         break
+                    if (sent := entries[after][1]) >= 3 * stages:
+                        link += last if sent < 4 * stages else 2 * last
                 backward[stage][mb] = len(entries)
                 if stage and owners[stage - 1] != rank:
                     woken.add(owners[stage - 1])
@@ -272,8 +242,11 @@ class Program:
             return None
         if kind == "W" or stage == self._stages - 1:
             return -1, 0
-        behind = self._backward[stage + 1][mb]
-        return None if behind < 0 else (behind, stage)
+        behind, last = self._backward[stage + 1][mb], self._stages - 1
+        if behind < 0:
+            return None
+        sent = self._entries[behind][1]  # by its duration: I, B or a pair
+        return behind, stage + (0 if sent < 3 * self._stages else last if sent < 4 * self._stages else 2 * last)
 
     def _deadlock(self) -> str:
         waits = []

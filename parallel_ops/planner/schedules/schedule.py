@@ -10,16 +10,18 @@ Each family has its own file in ``parallel_ops/planner/schedules/``, with its so
 from collections.abc import Callable
 
 from parallel_ops.planner.garbage import without_collection
-from parallel_ops.planner.schedules.action import Action, Kind, Schedule, micro_batch_problem
+from parallel_ops.planner.schedules.action import WHOLE_BACKWARD, Action, Kind, Schedule, micro_batch_problem
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
 from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
-from parallel_ops.planner.schedules.program import Program, Times
+from parallel_ops.planner.schedules.program import Program
 from parallel_ops.planner.schedules.simulate import Simulation, peak_activations, simulate
+from parallel_ops.planner.schedules.times import Times
 from parallel_ops.planner.schedules.v_shaped import dualpipe_v, zb_v
 from parallel_ops.planner.schedules.zero_bubble import zb_h1, zb_h2
 
 __all__ = [
     "KINDS",
+    "WHOLE_BACKWARD",
     "Action",
     "Kind",
     "Program",

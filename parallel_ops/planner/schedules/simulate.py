@@ -6,7 +6,8 @@ from functools import cached_property
 
 from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.schedules.action import Action
-from parallel_ops.planner.schedules.program import Program, Times
+from parallel_ops.planner.schedules.program import Program
+from parallel_ops.planner.schedules.times import Times
 
 
 @dataclass(frozen=True)

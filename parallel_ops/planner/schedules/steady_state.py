@@ -6,7 +6,7 @@ ranks. With equal stages, the idle time is linear in the number of ranks at a co
 
 from functools import lru_cache
 
-from parallel_ops.planner.schedules.schedule import Program, Times, actions
+from parallel_ops.planner.schedules.schedule import WHOLE_BACKWARD, Program, Times, actions
 
 # Largest simulation. It is linear in the passes; this many take about 0.1 s.
 MOST_PASSES = 50_000
@@ -52,6 +52,7 @@ def idle_time(
     link: float,
     *,
     barrier: bool,
+    input_grad_first: bool = False,
 ) -> float:
     """Idle seconds per rank in a step with equal stages, from a simulation of at most ``RANKS`` ranks.
 
@@ -59,6 +60,7 @@ def idle_time(
         kind, pp, micro_batches, virtual_stages, barrier: see ``step_time``.
         passes: seconds of F, I and W of one stage.
         link: seconds of a message between ranks.
+        input_grad_first: see ``Times``.
     """
     whole = sum(passes)
     if not whole or pp == 1:
@@ -70,7 +72,8 @@ def idle_time(
     count = micro_batches if pp == ranks else max(1, round(micro_batches * ranks / pp))
     if kind == "dualpipe-v":
         count = max(count, 2 * ranks)
-    fixed, each = _idle(kind, ranks, min(count, ROUNDS * ranks), virtual_stages, shares, barrier)
+    first = input_grad_first and kind in WHOLE_BACKWARD
+    fixed, each = _idle(kind, ranks, min(count, ROUNDS * ranks), virtual_stages, shares, barrier, first)
     more = max(0, count - ROUNDS * ranks)
     return whole * (fixed + more * each) * (pp - 1) / (ranks - 1)
 
@@ -82,12 +85,16 @@ def _program(kind: str, pp: int, micro_batches: int, virtual_stages: int) -> Pro
 
 @lru_cache(maxsize=65536)
 def _idle(
-    kind: str, pp: int, micro_batches: int, virtual_stages: int, shares: tuple[int, ...], barrier: bool
+    kind: str, pp: int, micro_batches: int, virtual_stages: int, shares: tuple[int, ...], barrier: bool, first: bool
 ) -> tuple[float, float]:
     """Idle time in units of F + I + W of a stage, and its growth per micro-batch in the steady state."""
     input_grad, weight_grad, link = (share * step for share, step in zip(shares, RESOLUTION, strict=True))
     times = Times(
-        forward=max(0.0, 1 - input_grad - weight_grad), input_grad=input_grad, weight_grad=weight_grad, link=link
+        forward=max(0.0, 1 - input_grad - weight_grad),
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        link=link,
+        input_grad_first=first,
     )
 
     def idle(count: int) -> float:
