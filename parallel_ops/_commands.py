@@ -74,6 +74,10 @@ def train_command(
     cluster: Annotated[
         str | None, typer.Option(help="Of --dry-run, as of `estimate`.", show_default="the GPUs here, or h100")
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Draw the pipeline as it ran, in logging.trace: by default trace beside the log."),
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file, and end.")] = False,
 ) -> None:
     """Trains a model as a TOML file says: in processes started here, or as a rank under torchrun.
@@ -97,7 +101,7 @@ def train_command(
     wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]
     with contextlib.nullcontext() if dry_run else launch.propagated():
-        settings = command.settings_for(file, wanted, deepspeed, processes)
+        settings = command.settings_for(file, wanted, deepspeed, processes, trace=trace)
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return

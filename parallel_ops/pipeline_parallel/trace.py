@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.pipeline_parallel.executor import Observer
 from parallel_ops.planner.schedules.action import Action
-from parallel_ops.planner.schedules.program import Times
+from parallel_ops.planner.schedules.times import Times
 
 
 class Timed(NamedTuple):
@@ -95,7 +95,7 @@ def times_of(timed: Sequence[Sequence[Timed]]) -> Times:
             found[kind].setdefault(action.stage, []).append(seconds)
     stages = range(len(found["F"]))
     forward, input_grad, weight_grad = ([median(found[kind][stage]) for stage in stages] for kind in "FIW")
-    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, input_grad_first=True)
 
 
 def gathered(own: list[Timed], group: ProcessGroup | None) -> list[list[Timed]]:

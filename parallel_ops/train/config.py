@@ -132,6 +132,8 @@ class Settings(Section):
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
         if plan.pp == 1:
+            if self.logging.trace is not None:
+                yield ("logging", "trace"), "needs parallel.pp of 2 or more: it draws the pipeline"
             return
         try:
             cut(self.config.num_layers, plan)
@@ -162,6 +164,8 @@ class Settings(Section):
             "interleaved",
         ):
             parallel["virtual_stages"] = 2
+        # Compiled blocks compute both gradients at once.
+        parallel["input_grad_first"] = parallel["pp"] > 1 and not self.run.compile
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
 
     @cached_property

@@ -203,18 +203,24 @@ class LoggingSettings(Section):
         interval: Steps between two progress lines.
         jsonl: File with one JSON object a step. tensorboard: Folder of TensorBoard events.
         plot: File for a plot of loss and throughput, written at the end.
+        trace: Folder for a picture of the pipeline as it was measured in the second step, and a trace for Chrome.
     """
 
     interval: Positive = 1
     jsonl: Folder | None = None
     tensorboard: Folder | None = None
     plot: Folder | None = None
+    trace: Folder | None = None
+
+
+# Fields of ``Plan`` that other sections have, or that follow from them.
+_ELSEWHERE = ("dtype", "recompute", "input_grad_first")
 
 
 def _parallel_fields() -> dict[str, Any]:
     """The fields of ``Plan`` without those of other sections."""
     hints = typing.get_type_hints(Plan)
-    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in ("dtype", "recompute")}
+    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in _ELSEWHERE}
     # The trainer always fuses the loss with the output embedding.
     return found | {
         "fused_loss": (bool, True),

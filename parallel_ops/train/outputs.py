@@ -27,6 +27,7 @@ def check(settings: "Settings") -> None:
     for key, folder in (
         ("checkpoint.dir", settings.checkpoint.dir),
         ("logging.tensorboard", logging.tensorboard),
+        ("logging.trace", logging.trace),
     ):
         if folder is not None:
             _check_folder(key, folder)

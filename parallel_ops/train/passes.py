@@ -97,7 +97,7 @@ class WholeModel(Passes):
         return total
 
 
-class Stages(Passes):
+class StagePasses(Passes):
     """A pipeline."""
 
     def __init__(
@@ -159,4 +159,4 @@ def passes_of(
 ) -> Passes:  # fmt: skip
     """The passes of a plan. ``split``: see ``Pipeline``."""
     given = model, mesh, plan, device, activity, documents
-    return Stages(*given, split=split) if plan.pp > 1 else WholeModel(*given)
+    return StagePasses(*given, split=split) if plan.pp > 1 else WholeModel(*given)

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.optimizer import LossScale
+from parallel_ops.train.passes import Passes
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -32,6 +33,8 @@ class RunState(Protocol):
     def samples(self) -> Samples: ...
     @property
     def model(self) -> nn.Module: ...
+    @property
+    def passes(self) -> Passes: ...
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
     @property

@@ -27,7 +27,7 @@ from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import Activity, group_timeout, longest
+from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize_model import PRECISIONS
@@ -35,6 +35,7 @@ from parallel_ops.train.passes import passes_of
 from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, reduce_results
+from parallel_ops.train.trace import Trace
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -139,10 +140,13 @@ class Trainer:
             signals = stack.enter_context(Stopping() if stopping is None else stopping)
             progress = stack.enter_context(Progress(self))
             metrics = stack.enter_context(Metrics(self))
+            trace = Trace(self)
             try:
                 while self.global_step < settings.run.steps:
+                    trace.begin()
                     step = self.step(asked=lambda: signals.asked)
                     problem = self._problem(step)
+                    trace.end()
                     metrics.add(step)
                     progress.add(step, stops=problem is not None)
                     if problem is not None:
@@ -188,7 +192,8 @@ class Trainer:
         counts, everything = count_targets(batches, self.mesh, self.device, document_mask=self.samples.document_mask)
         shares = [count / everything for count in counts]
         # Data-parallel ranks take the mean of their gradients.
-        total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
+        with noted(self.activity):
+            total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
         self.activity(f"{what}, update", slow=slow)
         norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=self.passes.total_norm())
         self._stepped = True

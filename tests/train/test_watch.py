@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -78,6 +79,22 @@ def test_a_process_that_lives_and_does_not_go_on():
     assert found.reason() is None  # all in the same activity, of which rank 1 has not had the time
     found.turn(1)
     assert found.reason() == "ranks 0-2 stalled for 11 s in: step 2, update"
+
+
+def test_a_stage_that_waits_is_not_blamed():
+    """Stages have different activities: a rank at the end of a pipeline has fewer before the first message arrives."""
+    waiting = {"count": 3, "text": "step 1, stage 2, micro-batch 1, waiting for it", "allowance": 1, "waits": True}
+    computing = {"count": 5, "text": "step 1, stage 1, micro-batch 1, forward", "allowance": 1}
+    found = Ranks()
+    found.turn(1, of_0={**waiting, "count": 12}, of_1=computing, of_2=waiting)
+    found.turn(11)
+    assert found.reason() == (
+        "rank 1 stalled for 11 s in: step 1, stage 1, micro-batch 1, forward; rank 0, 2: step 1, stage 2, "
+        "micro-batch 1, waiting for it"
+    ).replace("rank 0, 2", "ranks 0, 2")
+    found.turn(1, of_1={**waiting, "count": 6})
+    found.turn(11)
+    assert found.reason().startswith("rank 2 stalled")  # all wait: messages are lost
 
 
 @pytest.mark.parametrize("allowance", [SLOW, math.inf])
@@ -244,3 +261,56 @@ def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
     said = {logs[rank].read_text().splitlines()[-1] for rank in (0, 2)}
     wanted = "error: rank 1 is gone: killed, or on a node that is lost; rank 1's last activity: step "
     assert len(said) == 1 and said.pop().startswith(wanted)
+
+
+PIPELINE = ("--set", "parallel=pp=3,schedule=zb-h1,global_batch=4", "--set", "model.num_layers=3")
+RAISES = """
+import os
+
+from parallel_ops.models import Transformer
+
+forward, calls = Transformer.forward, []
+
+def raising(self, *args, **options):
+    calls.append(1)
+    if os.environ.get("RANK") == "1" and len(calls) == 10:  # of four micro-batches a step
+        raise FloatingPointError("a planted error")
+    return forward(self, *args, **options)
+
+Transformer.forward = raising
+"""
+
+
+def last_line(log):
+    return log.read_text().splitlines()[-1]
+
+
+@pytest.mark.runs
+def test_a_stage_of_a_pipeline_is_stopped_or_killed(folder):
+    for number, said in ((signal.SIGSTOP, "rank 1 did not respond for"), (signal.SIGKILL, "rank 1")):
+        log = folder / number.name
+        run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none")
+        try:
+            wait_for_step(3, log)
+            workers = processes.ranks_of(run.pid)
+            os.kill(workers[1], number)
+            assert run.wait(120) == 1
+        finally:
+            run.kill()
+        assert last_line(log).startswith(f"error: {said}"), log.read_text()
+        assert ", stage 1, micro-batch" in last_line(log), log.read_text()
+        assert not any(map(processes.alive, workers))
+
+
+@pytest.mark.runs
+def test_a_stage_of_a_pipeline_raises(folder):
+    (folder / "sitecustomize.py").write_text(RAISES)
+    log = folder / "log"
+    run = processes.start(
+        folder, log, "run.toml", *STEPS, *PIPELINE, PYTHONPATH=os.pathsep.join((str(folder), *sys.path))
+    )
+    try:
+        assert run.wait(240) == 1
+    finally:
+        run.kill()
+    assert "a planted error" in last_line(log) and "step 3, stage 1, micro-batch 2, forward" in last_line(log)

@@ -24,8 +24,13 @@ from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
 
 
-def settings_for(file: Path, changes: list[str], deepspeed: Path | None, processes: int | None) -> Settings:
+def settings_for(
+    file: Path, changes: list[str], deepspeed: Path | None, processes: int | None, *, trace: bool = False
+) -> Settings:
     """The settings of a file, changed by a DeepSpeed JSON and the command line, for ``processes`` processes.
+
+    Args:
+        trace: Draw the pipeline in ``logging.trace``; if that is not set, in a folder beside ``logging.jsonl``.
 
     Raises:
         ValueError, OSError: A setting or file is invalid; the message names it.
@@ -34,6 +39,10 @@ def settings_for(file: Path, changes: list[str], deepspeed: Path | None, process
     if deepspeed is not None:
         ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
         data = with_deepspeed(data, deepspeed, ranks)
+    if trace:
+        logging = dict(data.get("logging", {}))
+        logging.setdefault("trace", str(Path(logging.get("jsonl", ".")).parent / "trace"))
+        data = {**data, "logging": logging}
     settings = settings_of(data, str(file))
     if processes is None or processes == settings.plan.gpus:
         return settings

@@ -33,7 +33,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import named
 from parallel_ops.train.launch.signals import Stopping
-from parallel_ops.train.launch.watch import is_lost, longest
+from parallel_ops.train.launch.watch import during, is_lost, longest
 from parallel_ops.train.launch.worker import run_rank
 from parallel_ops.train.planner_bridge import uses_cuda
 from parallel_ops.train.results import NotFinite, Result
@@ -98,7 +98,7 @@ def run_here(settings: Settings, start: Start) -> Stopped:
         if stopped and not failures:
             return Stopped(None, stopped)  # nothing to save yet
         if isinstance(agent.error, ChildFailedError):
-            raise _first_failure(agent.error, failures) from None
+            raise _first_failure(agent.error, Path(folder), failures) from None
         raise agent.error or Failure("the processes ended without a result")
 
 
@@ -206,8 +206,11 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
         part.write_text(json.dumps({**failure, "lost": False, "names": True, "trace": "", **more}), encoding="utf-8")
         part.rename(path)
 
+    def note(text: str) -> None:
+        Path(folder, f"activity-{rank}").write_text(text, encoding="utf-8")
+
     try:
-        result = run_rank(settings, start, Stopping(), report)
+        result = run_rank(settings, start, Stopping(), report, note)
         running.rename(running.with_name(f"finished-{os.getpid()}-{rank}"))
         return result
     except Exception as error:
@@ -223,7 +226,7 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
 def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PLAIN) else f"{type(error).__name__}: {error}{during(error)}"
 
 
 def _end_with_parent() -> None:
@@ -240,10 +243,12 @@ def _failures(folder: Path) -> list[dict[str, Any]]:
     return sorted((f for f in failures if f["attempt"] == last), key=lambda found: (found["lost"], found["time"]))
 
 
-def _first_failure(error: ChildFailedError, failures: list[dict[str, Any]]) -> Failure:
+def _first_failure(error: ChildFailedError, folder: Path, failures: list[dict[str, Any]]) -> Failure:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0 and (not failures or failures[0]["lost"]):
-        return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}")
+        file = folder / f"activity-{rank}"
+        last = f"; its last activity: {file.read_text()}" if file.exists() else ""
+        return Failure(f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}{last}")
     if not failures:
         return Failure(f"rank {rank} ended with exit code {failure.exitcode}")
     alike = {found["message"] for found in failures if not found["lost"]}

@@ -13,13 +13,14 @@ writes the reason under one key, and every rank ends with it. A rank that fails 
 lose the connection to it raise that error, since the backend's own names an address at best.
 """
 
+import contextlib
 import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,22 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
 
 
+@contextlib.contextmanager
+def noted(activity: "Activity") -> Iterator[None]:
+    """Errors in the block get the current activity as a note; ``BaseException.add_note`` needs Python 3.11."""
+    try:
+        yield
+    except Exception as error:
+        error.__notes__ = [*getattr(error, "__notes__", ()), activity.now[1]]
+        raise
+
+
+def during(error: BaseException) -> str:
+    """``" (in ...)"`` with the activity in which a rank raised an error; empty if it is not known."""
+    notes = getattr(error, "__notes__", ())
+    return f" (in {notes[-1]})" if notes else ""
+
+
 class Activity:
     """The current activity of a rank's main thread. All ranks have the same sequence of activities."""
 
@@ -82,13 +99,17 @@ class Watch:
         timeout: ``run.timeout``.
         report: Called with the reason before the process exits with code 1. The main thread may be blocked in a
             collective, so it cannot raise.
+        note: Called with each new activity, at most once a beat.
 
     Attributes:
         activity: Called by the main thread with what it does.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout: float | None, report: Callable[[str], None]) -> None:
-        self.activity = Activity()
+    def __init__(
+        self, store: Any, rank: int, ranks: int, timeout: float | None, report: Callable[[str], None],
+        note: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.activity, self._note, self._noted = Activity(), note, -1
         self._rank, self._ranks, self._report = rank, ranks, report
         self._timeout = math.inf if timeout is None else timeout
         self._interval = min(_BEAT_SECONDS, self._timeout / _BEATS_A_TIMEOUT)
@@ -126,7 +147,7 @@ class Watch:
             if is_lost(error):
                 reason = self._publish(self._store, self._reason() or self._gone() or _first_line(error), at_once=False)
                 raise PeerError(reason) from error
-            text = f"rank {self._rank}: {type(error).__name__}: {_first_line(error)}"
+            text = f"rank {self._rank}: {type(error).__name__}: {_first_line(error)}{during(error)}"
             self._publish(self._store, text, at_once=False)
         except dist.DistError:
             if not is_lost(error):
@@ -206,6 +227,9 @@ class Watch:
     def _write(self, store: Any, *, finished: bool = False) -> None:
         count, text, slow, waits = self.activity.now
         allowance = math.inf if in_debugger(self._main) else SLOW if slow else 1
+        if self._note is not None and count != self._noted:
+            self._noted = count
+            self._note(text)
         store.set(_place(self._rank), json.dumps([self._beats + 1, count, text, allowance, finished, waits]))
         self._beats += 1
 

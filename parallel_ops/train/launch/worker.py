@@ -24,11 +24,15 @@ from parallel_ops.train.results import Result
 from parallel_ops.train.trainer import Trainer
 
 
-def run_rank(settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None]) -> Result:
+def run_rank(
+    settings: Settings, start: Start, stopping: Stopping, report: Callable[[str], None],
+    note: Callable[[str], None] | None = None,
+) -> Result:  # fmt: skip
     """Runs this rank, in a process group if the plan has several ranks.
 
     Args:
         report: Called with the reason, from a thread of ``Watch``, before it ends this process.
+        note: Called with what this rank does, about once a second.
 
     Raises:
         Disagreement: Settings differ between ranks. PeerError: Another rank is lost.
@@ -36,7 +40,7 @@ def run_rank(settings: Settings, start: Start, stopping: Stopping, report: Calla
     """
     if not uses_cuda(settings):
         keep_freed_memory()
-    with joined(settings, start, report) as (mesh, activity):
+    with joined(settings, start, report, note) as (mesh, activity):
         trainer = Trainer(settings, mesh, activity=activity)
         # A restarted run without checkpoints starts from the beginning.
         if start.resume and (start.path or settings.checkpoint.dir):
@@ -48,7 +52,7 @@ def run_rank(settings: Settings, start: Start, stopping: Stopping, report: Calla
 
 @contextlib.contextmanager
 def joined(
-    settings: Settings, start: Start, report: Callable[[str], None]
+    settings: Settings, start: Start, report: Callable[[str], None], note: Callable[[str], None] | None = None
 ) -> Iterator[tuple[ParallelMesh | None, Activity]]:
     """Joins the process group of the plan; the mesh is ``None`` for one rank without torchrun.
 
@@ -69,7 +73,7 @@ def joined(
         source = resuming.source_of(settings, start) if start.resume else None
         started = {"--resume": start.resume, "--elastic": start.elastic, "device": "cuda" if on_gpu else "cpu"}
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
-    watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout, report)  # type: ignore[attr-defined]
+    watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout, report, note)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)

@@ -1,0 +1,59 @@
+"""A picture and a trace of the pipeline, measured in one step of a run."""
+
+import json
+from typing import TYPE_CHECKING
+
+from parallel_ops.pipeline_parallel.trace import times_of
+from parallel_ops.planner.schedules.schedule import simulate
+from parallel_ops.train.passes import StagePasses
+
+if TYPE_CHECKING:
+    from parallel_ops.train.run_state import RunState
+
+# The files in ``logging.trace``.
+SVG, PAGE, EVENTS = "pipeline.svg", "pipeline.html", "pipeline.json"
+
+
+class Trace:
+    """Records the second step of a run (the first compiles and allocates), or its only one, in ``logging.trace``.
+
+    The picture has the measured pipeline under the simulated one: the same actions with the median time of each pass
+    and no time for messages. The third file has the events of Chrome's and Perfetto's trace viewers.
+    """
+
+    def __init__(self, trainer: "RunState") -> None:
+        self._trainer, self.folder = trainer, trainer.settings.logging.trace
+        self._step = min(trainer.global_step + 1, trainer.settings.run.steps - 1)
+        self._recorded = False
+
+    def begin(self) -> None:
+        """Before a step."""
+        passes = self._trainer.passes
+        self._recorded = self.folder is not None and self._trainer.global_step == self._step
+        if self._recorded and isinstance(passes, StagePasses):
+            passes.record()
+
+    def end(self) -> None:
+        """After a step; all ranks call it, rank 0 writes."""
+        passes = self._trainer.passes
+        if not self._recorded or not isinstance(passes, StagePasses):
+            return
+        timed = passes.timed()
+        if self._trainer.rank or self.folder is None:
+            return
+        from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_html, trace_svg
+
+        schedule = [[one.action for one in own] for own in timed]
+        planned = simulate(schedule, times_of(timed))
+        ran = measured(
+            schedule, [[one.start for one in own] for own in timed], [[one.end for one in own] for own in timed]
+        )
+        plan = self._trainer.settings.plan
+        title = f"Step {self._step + 1}: {plan.schedule} on {plan.pp} ranks, {plan.micro_batches} micro-batches"
+        texts = {
+            SVG: trace_svg(planned, ran, title=title),
+            PAGE: trace_html(planned, ran, title=title),
+            EVENTS: json.dumps(chrome_trace(ran)),
+        }
+        for name, text in texts.items():
+            (self.folder / name).write_text(text)
