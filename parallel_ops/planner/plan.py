@@ -118,6 +118,8 @@ class Plan:
         if self.layers_per_chunk and (len(self.layers_per_chunk) != chunks or min(self.layers_per_chunk) < 0):
             wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
             raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")
+        if isinstance(self.layers_per_chunk, list):  # as JSON and TOML have it
+            object.__setattr__(self, "layers_per_chunk", tuple(self.layers_per_chunk))
 
     @property
     def gpus(self) -> int:
