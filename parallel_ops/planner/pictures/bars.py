@@ -1,5 +1,6 @@
 """The passes of a pipeline as bars, and their colours: what every picture of one shares."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,13 +29,19 @@ class Bar(NamedTuple):
 
 
 def bars(simulation: Simulation, rank: int) -> Iterator[Bar]:
-    """The passes of one rank in the order of time; the first pass of any rank starts at 0."""
+    """The passes of one rank in the order of time; the first pass of any rank starts at 0.
+
+    The members of a pair share their row where they overlap. In a measured pipeline they may have run one after the
+    other.
+    """
     origin = min(starts[0] for starts in simulation.starts)
     ranks = len(simulation.schedule)
     half = 0
-    rows = (simulation.schedule[rank], simulation.starts[rank], simulation.ends[rank])
-    for action, start, end in zip(*rows, strict=True):
-        half = 1 if action.paired else 2 if half == 1 else 0
+    starts = simulation.starts[rank]
+    rows = (simulation.schedule[rank], starts, simulation.ends[rank], (*starts[1:], math.inf))
+    for action, start, end, following in zip(*rows, strict=True):
+        together = action.paired and (following < end or following == start)
+        half = 1 if together else 2 if half == 1 else 0
         yield Bar(action, start - origin, end - origin, action.stage // ranks % 2 == 1, half)
 
 
