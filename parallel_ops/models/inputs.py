@@ -1,20 +1,34 @@
 """The inputs of a transformer: checks of shapes, and the angles of rotary positions."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_ops.layers.attention import Angles
 from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.context import Context
+from parallel_ops.pipeline_parallel.cut import Stages
 
-if TYPE_CHECKING:
-    from parallel_ops.models.transformer import Transformer
+
+class Model(Protocol):
+    """What the checks read of a ``Transformer``."""
+
+    config: TransformerConfig
+    context: Context
+    ranks: int
+    sequence_parallel: bool
+    stages: Stages | None
+    pp_rank: int
+
+    @property
+    def tokens(self) -> nn.Module | None: ...
+    def stream_shape(self, s: int, b: int) -> tuple[int, int, int]: ...
 
 
 def check_inputs(
-    model: "Transformer",
+    model: Model,
     tokens: Tensor,
     targets: Tensor | None,
     positions: Tensor | None,
@@ -41,7 +55,7 @@ def check_inputs(
         raise ValueError(f"Transformer: positions must have shape {shape[:1]} or {shape}, got {list(positions.shape)}")
 
 
-def _check_stage(model: "Transformer", tokens: Tensor, stage: int | None, stream: Tensor | None) -> None:
+def _check_stage(model: Model, tokens: Tensor, stage: int | None, stream: Tensor | None) -> None:
     if model.stages is None:
         if stage is not None or stream is not None:
             raise ValueError("Transformer: stage and stream must be None for a model without stages")

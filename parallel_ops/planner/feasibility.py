@@ -11,7 +11,7 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
-from parallel_ops.planner.schedules.schedule import micro_batch_problem
+from parallel_ops.planner.schedules.schedule import micro_batch_problem, nearest_micro_batches
 
 # Schedules that split the backward pass into the gradients of inputs and of weights.
 SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
@@ -30,7 +30,7 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
     sizes = plan.gpus, plan.dtype, plan.tp, plan.pp, plan.cp, plan.sequence_parallel
     return (
         _size_problem(model, cluster, *sizes)
-        or next(_pipeline(model, plan, recompute or plan.recompute), None)
+        or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
         or (next(_experts(model, plan), None) if plan.ep > 1 else None)
     )
@@ -141,7 +141,11 @@ def _sizes(
         )
 
 
-def _pipeline(model: Model, plan: Plan, recompute: str) -> Iterator[Problem]:
+def pipeline_problems(model: Model, plan: Plan, recompute: str) -> Iterator[Problem]:
+    """Why the pipeline of a plan cannot run: each reason names keys of the plan and the nearest values that work.
+
+    ``recompute``: in place of the plan's.
+    """
     chunks, m, kind = plan.pp * plan.virtual_stages, plan.micro_batches, plan.schedule
     if plan.layers_per_chunk:
         if sum(plan.layers_per_chunk) != model.num_layers:
@@ -150,25 +154,56 @@ def _pipeline(model: Model, plan: Plan, recompute: str) -> Iterator[Problem]:
                 f"layers_per_chunk add up to {sum(plan.layers_per_chunk)}, not to {model.num_layers} layers",
             )
     elif model.num_layers < chunks:
-        yield Problem(
-            "too few layers", f"{chunks} chunks of layers need as many layers; the model has {model.num_layers}"
-        )
+        product = "pp * virtual_stages" if plan.virtual_stages > 1 else "pp"
+        stages = f"{product} is {chunks} stages, but the model has {model.num_layers} layers"
+        yield Problem("too few layers", f"{stages}; nearest: {_fewer_stages(model.num_layers, plan)}")
     if plan.pp == 1:
         if kind != "1f1b":
-            yield Problem("schedule without pp", f"{kind} needs more than one pipeline stage")
+            yield Problem("schedule without pp", f"{kind} needs pp of 2 or more, got 1; nearest: schedule=1f1b")
         return
     if (reason := micro_batch_problem(kind, plan.pp, m)) is not None:
-        yield Problem("micro-batches", reason)
-    if kind in SPLIT_BACKWARD and plan.zero == 3:
+        yield Problem("micro-batches", f"{reason}; nearest: {_other_batches(plan)}")
+    # A system that computes I first in B too needs no weights for W.
+    if kind in SPLIT_BACKWARD and plan.zero == 3 and not plan.input_grad_first:
         yield Problem(
-            "zero-3 with a split backward pass", f"{kind} needs weights between I and W, which ZeRO-3 has released"
+            "zero-3 with a split backward pass",
+            f"{kind} needs weights between I and W, which ZeRO-3 has released; nearest: zero=2",
         )
     cheap = recompute == "selective" and plan.flash_attention  # elementwise ops, which one pass can redo alone
-    if kind in SPLIT_BACKWARD and recompute != "none" and not cheap:
+    # Without weights for W, nothing is recomputed for it either: what I has recomputed is kept.
+    if kind in SPLIT_BACKWARD and recompute != "none" and not cheap and not plan.input_grad_first:
         yield Problem(
             "recomputation with a split backward pass",
-            f"{kind} would recompute activations twice, for I and for W",
+            f"{kind} would recompute activations twice, for I and for W; nearest: "
+            f"recompute={'selective' if plan.flash_attention else 'none'}",
         )
+
+
+def _fewer_stages(layers: int, plan: Plan) -> str:
+    """The change to the most stages that ``layers`` allow, on the same GPUs: dp takes the ranks that pp gives up."""
+    pp, v, ranks = plan.pp, plan.virtual_stages, plan.dp * plan.pp
+    found = []
+    if plan.schedule == "interleaved" and layers // pp >= 2:
+        found.append((layers // pp * pp, f"virtual_stages={layers // pp}"))
+    for fewer in range(min(pp - 1, layers // v), 1, -1):
+        if ranks % fewer == 0 and plan.global_batch % (ranks // fewer * plan.micro_batch) == 0:
+            found.append((fewer * v, f"pp={fewer}"))
+            break
+    if v > 1 and layers >= pp:
+        found.append((pp, "schedule=1f1b,virtual_stages=1"))
+    found.append((1, "pp=1" if v == 1 else "pp=1,schedule=1f1b,virtual_stages=1"))
+    return max(found, key=lambda change: change[0])[1]
+
+
+def _other_batches(plan: Plan) -> str:
+    """Changes of one key to a number of micro-batches that the schedule can run."""
+    share, sequences = plan.dp * plan.micro_batch, plan.micro_batches * plan.micro_batch
+    counts = nearest_micro_batches(plan.schedule, plan.pp, plan.micro_batches)
+    found = [f"global_batch={count * share}" for count in counts]
+    for size in range(plan.micro_batch - 1, 0, -1):
+        if sequences % size == 0 and micro_batch_problem(plan.schedule, plan.pp, sequences // size) is None:
+            return ", ".join([*found, f"micro_batch={size}"])
+    return ", ".join(found)
 
 
 def _context(model: Model, plan: Plan) -> Iterator[Problem]:

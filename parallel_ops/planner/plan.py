@@ -106,8 +106,11 @@ class Plan:
             share = f"{'dp' if self.dp_replicate == 1 else 'dp_shard'} * cp ({self.dp_shard * self.cp})"
             raise ValueError(f"Plan: ep must divide {share}, got {self.ep}")
         if self.global_batch % (self.dp * self.micro_batch):
-            share = f"dp * micro_batch ({self.dp * self.micro_batch})"
-            raise ValueError(f"Plan: global_batch must be a multiple of {share}, got {self.global_batch}")
+            each = self.dp * self.micro_batch
+            below = self.global_batch // each * each
+            nearest = f"{below}, {below + each}" if below else each
+            wanted = f"a multiple of dp * micro_batch ({each})"
+            raise ValueError(f"Plan: global_batch must be {wanted}, got {self.global_batch}; nearest: {nearest}")
         expected = {"interleaved": "2 or more", **dict.fromkeys(V_SHAPED, "2")}.get(self.schedule, "1")
         right = self.virtual_stages >= 2 if self.schedule == "interleaved" else str(self.virtual_stages) == expected
         if not right:
@@ -115,6 +118,8 @@ class Plan:
                 f"Plan: virtual_stages must be {expected} for the schedule {self.schedule}, got {self.virtual_stages}"
             )
         chunks = self.pp * self.virtual_stages
+        if isinstance(self.layers_per_chunk, list):  # as JSON and TOML have it
+            object.__setattr__(self, "layers_per_chunk", tuple(self.layers_per_chunk))
         if self.layers_per_chunk and (len(self.layers_per_chunk) != chunks or min(self.layers_per_chunk) < 0):
             wanted = f"pp * virtual_stages ({chunks}) entries of zero or more"
             raise ValueError(f"Plan: layers_per_chunk must have {wanted}, got {self.layers_per_chunk}")

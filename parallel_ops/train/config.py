@@ -15,11 +15,9 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel_ops.models import TransformerConfig, config_from_pretrained
-from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
-from parallel_ops.planner.feasibility import SPLIT_BACKWARD
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
 from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
-from parallel_ops.planner.schedules.action import micro_batch_problem
 from parallel_ops.train.config_sections import (
     CheckpointSettings,
     DataSettings,
@@ -32,6 +30,10 @@ from parallel_ops.train.config_sections import (
     RunSettings,
     Section,
 )
+from parallel_ops.train.planner_model import planner_model
+
+# The key of ``[parallel]`` that a reason against a pipeline is about.
+_KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}
 
 
 class Settings(Section):
@@ -135,19 +137,9 @@ class Settings(Section):
             if self.logging.trace is not None:
                 yield ("logging", "trace"), "needs parallel.pp of 2 or more: it draws the pipeline"
             return
-        try:
-            cut(self.config.num_layers, plan)
-        except ValueError as error:
-            key = "layers_per_chunk" if plan.layers_per_chunk else "pp"
-            yield ("parallel", key), str(error)
-        if (reason := micro_batch_problem(plan.schedule, plan.pp, plan.micro_batches)) is not None:
-            least = plan.pp if plan.schedule == "interleaved" else 2 * plan.pp
-            step = plan.dp * plan.micro_batch
-            yield (
-                ("parallel", "global_batch"),
-                f"{reason}: the nearest global_batch that works is "
-                + str(max(least, -(-plan.micro_batches // plan.pp) * plan.pp) * step),
-            )
+        model = planner_model(self.config, self.seq_length)
+        for found in pipeline_problems(model, plan, plan.recompute):
+            yield ("parallel", _KEYS.get(found.kind, "schedule")), found.reason
         if self.run.compile and plan.schedule in SPLIT_BACKWARD:
             yield (
                 ("run", "compile"),
@@ -165,7 +157,7 @@ class Settings(Section):
         ):
             parallel["virtual_stages"] = 2
         # Compiled blocks compute both gradients at once.
-        parallel["input_grad_first"] = parallel["pp"] > 1 and not self.run.compile
+        parallel["input_grad_first"] = parallel["input_grad_first"] and not self.run.compile
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
 
     @cached_property

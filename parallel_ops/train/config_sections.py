@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling
@@ -213,14 +214,10 @@ class LoggingSettings(Section):
     trace: Folder | None = None
 
 
-# Fields of ``Plan`` that other sections have, or that follow from them.
-_ELSEWHERE = ("dtype", "recompute", "input_grad_first")
-
-
 def _parallel_fields() -> dict[str, Any]:
     """The fields of ``Plan`` without those of other sections."""
     hints = typing.get_type_hints(Plan)
-    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in _ELSEWHERE}
+    found = {f.name: (hints[f.name], f.default) for f in fields(Plan) if f.name not in ("dtype", "recompute")}
     # The trainer always fuses the loss with the output embedding.
     return found | {
         "fused_loss": (bool, True),
@@ -230,6 +227,17 @@ def _parallel_fields() -> dict[str, Any]:
 
 class _ParallelSettings(Section):
     """The planner's ``Plan``: a table of its fields, or a string such as ``"dp=2,tp=2,zero=3"``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _input_grad_first(cls, given: Any) -> Any:
+        """The backward pass of a pipeline stage always sends the gradient of its input first."""
+        if not isinstance(given, dict) or given.get("pp", 1) == 1:
+            return given
+        if given.get("input_grad_first", True) is False:
+            message = f"input_grad_first must be true with pp={given['pp']}: the gradient of the input is sent first"
+            raise PydanticCustomError("parallel_ops", "{message}", {"message": message})
+        return {"input_grad_first": True, **given}
 
 
 if TYPE_CHECKING:

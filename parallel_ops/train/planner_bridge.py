@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from parallel_ops.models import TransformerConfig
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate
@@ -20,32 +19,10 @@ from parallel_ops.planner.results import GIB, Estimate, StageMemory
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import CHUNK_BYTES
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_file import settings_of
+from parallel_ops.train.planner_model import planner_model
 
 # The GPU that the command line assumes without one.
 ASSUMED = "h100"
-
-
-def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
-    """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
-    and learned positions beyond the sequence."""
-    biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
-    return Model(
-        name=name,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        vocab_size=config.vocab_size,
-        seq_length=sequence,
-        num_kv_heads=config.resolved_num_kv_heads,
-        head_dim=config.resolved_head_dim,
-        ffn_hidden_size=config.resolved_ffn_hidden_size,
-        gated=config.activation == "swiglu",
-        bias=biases[config.bias, config.bias if config.qkv_bias is None else config.qkv_bias],
-        norm="rms" if config.norm == "rms_norm" else "layer",
-        positions=config.positions,
-        tied_embeddings=config.tied_embeddings,
-        dropout=config.dropout > 0 or config.attention_dropout > 0,
-    )
 
 
 def model_of(settings: Settings) -> Model:

@@ -10,7 +10,7 @@ from parallel_ops.planner import presets
 from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.compute.efficiency import efficiency
 from parallel_ops.planner.plan import Plan
-from parallel_ops.train.planner_bridge import planner_model
+from parallel_ops.train.planner_model import planner_model
 from support import staged
 from support.distributed import Raised, ranks
 

@@ -122,6 +122,9 @@ class TestEstimate:
         (tmp_path / "plan.json").write_text(json.dumps({"tp": 2, "pp": 4, "zero": 1, "micro_batch": 2}))
         from_file = run("estimate", *SMALL, "--plan", tmp_path / "plan.json", "--json")
         assert from_file == run("estimate", *SMALL, *PLAN, "--json")
+        (tmp_path / "plan.json").write_text(json.dumps({"tp": 2, "pp": 4, "layers_per_chunk": [9, 8, 8, 7]}))
+        from_file = run("estimate", *SMALL, "--plan", tmp_path / "plan.json", "--json")
+        assert from_file == run("estimate", *SMALL, "--plan", "tp=2,pp=4,layers_per_chunk=9:8:8:7", "--json")
 
     def test_models_and_clusters_from_files(self, run, tmp_path):
         shape = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "seq_length": 128}

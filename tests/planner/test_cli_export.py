@@ -97,7 +97,12 @@ def test_the_trainer(run):
     assert "one rank has no shards" in exported(
         run, "parallel_ops", "tp=8", "zero=1", "dp_replicate=8", "offload=optimizer"
     )
-    assert "its trainer has no pipeline yet, not pp=4" in exported(run, "parallel_ops", "tp=8", "pp=4")
+    out = exported(run, "parallel_ops", "tp=8", "pp=4", "zero=3", "schedule=interleaved", "virtual_stages=5")
+    pipeline = 'schedule = "interleaved"\nvirtual_stages = 5\n'
+    assert f"[parallel]\ndp = 2\ntp = 8\npp = 4\nzero = 3\nsequence_parallel = true\n{pipeline}" in out
+    assert "\ninput_grad_first = true\n" in out
+    out = exported(run, "parallel_ops", "tp=8", "pp=2", "layers_per_chunk=41:39")
+    assert "\nlayers_per_chunk = [41, 39]\n" in out
 
 
 def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
@@ -137,6 +142,10 @@ def test_what_a_system_cannot_run_is_refused(run):
         ("torchtitan", ["zero=1"], "ZeRO 0, 2 or 3"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-v"], "zb-v with replicated parameters loses gradients"),
         ("torchtitan", ["pp=4", "tp=8", "schedule=zb-2p", "zero=2"], "not schedule=zb-2p"),
+        ("parallel_ops", ["ep=1", "offload=optimizer+activations"], "its trainer offloads the optimizer"),
+        ("parallel_ops", ["pp=4", "tp=8", "input_grad_first=false"], "add input_grad_first=true"),
+        ("parallel_ops", ["pp=64", "schedule=zb-v"], "is 128 stages, but the model has 80 layers; nearest: pp=32"),
+        ("parallel_ops", ["tp=8", "schedule=zb-v"], "zb-v needs pp of 2 or more, got 1; nearest: schedule=1f1b"),
     ):
         err = exported(run, format, *plan)
         assert err.startswith(f"error: export: {format} cannot run this plan: ")

@@ -104,7 +104,7 @@ def test_the_configurations_are_beside_the_plan():
     plan = Plan(tp=8, pp=4, dp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=64)
     text = page([estimate(model, cluster, plan)])
     assert html.escape(export("megatron", model, cluster, plan)) in text
-    assert "its trainer has no pipeline yet, not pp=4. Search for plans that it can run:" in text
+    assert "with the output embedding, not fused_loss=false. Search for plans that it can run:" in text
 
 
 def test_a_long_pipeline_is_folded():

@@ -13,7 +13,7 @@ from parallel_ops.planner.export import export
 from parallel_ops.train.config import json_schema
 from parallel_ops.train.config_file import read_settings, settings_of, with_changes
 from parallel_ops.train.deepspeed import with_deepspeed
-from parallel_ops.train.planner_bridge import planner_model
+from parallel_ops.train.planner_model import planner_model
 
 SMALL = {
     "model": {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
@@ -59,6 +59,11 @@ def test_the_text_of_a_plan():
         Plan.parse("tp=2,tp=4")
 
 
+def test_a_pipeline_sends_the_input_gradient_first(file):
+    assert read_settings(file, ["parallel.pp=2"]).plan.input_grad_first
+    assert not read_settings(file, ["parallel.pp=1"]).plan.input_grad_first
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -70,7 +75,7 @@ def test_the_text_of_a_plan():
         ("parallel.dp=3", r"global_batch must be a multiple of dp \* micro_batch \(3\), got 8"),
         ("parallel.dp_replicate=3", r"dp_replicate must divide dp \(2\), got 3"),
         ("parallel.tp='2'", "parallel.tp: input should be a valid integer, got '2'"),
-        ("parallel.pp=2", "parallel.pp must be 1, got 2: its trainer has no pipeline yet"),
+        ("parallel=pp=2,input_grad_first=false", "input_grad_first must be true with pp=2"),
         ("parallel.ep=2", "parallel.ep must be 1, got 2: its trainer has no expert parallelism yet"),
         ("parallel.overlap=false", "parallel.overlap must be True"),
         ("parallel.offload=optimizer", "offload needs zero of 1 or more"),

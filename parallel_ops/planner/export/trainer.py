@@ -10,8 +10,12 @@ from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.feasibility import pipeline_problems
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
@@ -21,6 +25,9 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its trainer offloads what ZeRO shards; add zero=1"
     elif plan.offload != "none" and plan.dp_shard * plan.cp == 1:
         yield "its trainer offloads what ZeRO shards, and one rank has no shards"
+    if plan.pp > 1 and plan.schedule in WHOLE_BACKWARD and not plan.input_grad_first:
+        yield "its backward pass sends the gradient of the input first; add input_grad_first=true"
+    yield from (found.reason for found in pipeline_problems(model, plan, plan.recompute))
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -79,6 +86,7 @@ TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={
+        "schedule": (SCHEDULES, f"its pipeline runs {', '.join(SCHEDULES)}"),
         "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
@@ -92,5 +100,5 @@ TRAINER = ExportTarget(
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
     problems=_problems,
-    own=lambda plan: {"fused_loss": True},
+    own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},
 )

@@ -1,53 +1,22 @@
 """Pictures of a simulated schedule: text for the terminal, SVG and PNG. One row for each rank, time to the right."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.style import Style
 from rich.text import Text
 
-from parallel_ops.planner.schedules.schedule import Action, Simulation
+from parallel_ops.planner.pictures.bars import BUBBLE, COLORS, NAMES, Bar, bars, shades
+from parallel_ops.planner.schedules.schedule import Simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURE_FORMATS = (".svg", ".png")
 
-# Fill and text colour of a rank's even chunks, and paler ones of odd chunks. The fills also differ in lightness, for
-# grey prints and colour-blind readers.
-COLORS = {
-    "F": (("#3d6fb4", "#ffffff"), ("#a9c4e8", "#12305c")),
-    "I": (("#2a9d8f", "#ffffff"), ("#a8dcd4", "#0b4a42")),
-    "W": (("#f2b632", "#4a3500"), ("#fbe3ac", "#4a3500")),
-    "B": (("#12564d", "#ffffff"), ("#7db5ac", "#06332d")),
-}
-NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "whole backward"}
-BUBBLE = "#e7e7ea"
 _SMALLEST_FONT = 4.5
 # Each label is a matplotlib object; this many take about a second.
 _MOST_LABELS = 3000
-
-
-class Bar(NamedTuple):
-    """One pass as drawn. ``pale``: of an odd chunk. ``half``: 0 for a whole row, 1 and 2 for the members of a pair."""
-
-    action: Action
-    start: float
-    end: float
-    pale: bool
-    half: int
-
-
-def bars(simulation: Simulation, rank: int) -> Iterator[Bar]:
-    """The passes of one rank in the order of time; the first pass of any rank starts at 0."""
-    origin = min(starts[0] for starts in simulation.starts)
-    ranks = len(simulation.schedule)
-    half = 0
-    rows = (simulation.schedule[rank], simulation.starts[rank], simulation.ends[rank])
-    for action, start, end in zip(*rows, strict=True):
-        half = 1 if action.paired else 2 if half == 1 else 0
-        yield Bar(action, start - origin, end - origin, action.stage // ranks % 2 == 1, half)
 
 
 def summary(kind: str, simulation: Simulation) -> str:
@@ -90,16 +59,16 @@ def text(simulation: Simulation, width: int) -> Text:
             _append_cell(out, bar, last - max(first, column))
             column = last
         out.append("·" * (columns - column) + "\n", Style(dim=True))
-    shades = legend(simulation)
+    seen = shades(simulation)
     out.append(" " * margin)
-    for kind in dict.fromkeys(kind for kind, _ in shades):
+    for kind in dict.fromkeys(kind for kind, _ in seen):
         out.append(kind, _style(kind, False))
         out.append(f" {NAMES[kind]}   ")
     out.append("·", Style(dim=True))
     out.append(" idle")
-    if any(pale for _, pale in shades):
+    if any(pale for _, pale in seen):
         out.append("\n" + " " * margin)
-        for kind in (kind for kind, pale in shades if pale):
+        for kind in (kind for kind, pale in seen if pale):
             out.append(kind.lower(), _style(kind, True))
         out.append(" the same for odd chunks of a rank")
     return out
@@ -114,12 +83,6 @@ def _append_cell(out: Text, bar: Bar, width: int) -> None:
 def _style(kind: str, pale: bool) -> Style:
     fill, ink = COLORS[kind][pale]
     return Style(color=ink, bgcolor=fill)
-
-
-def legend(simulation: Simulation) -> list[tuple[str, bool]]:
-    """The kinds and shades in the picture."""
-    seen = {(bar.action.kind, bar.pale) for bar in bars(simulation, 0)}
-    return [(kind, pale) for kind in COLORS for pale in (False, True) if (kind, pale) in seen]
 
 
 def save(simulation: Simulation, path: Path, title: str = "") -> None:
@@ -177,7 +140,7 @@ def figure(simulation: Simulation, title: str = "") -> "Figure":
             axes.text((bar.start + bar.end) / 2, y, text, size=font, color=ink, ha="center", va="center_baseline")
     handles = [
         Patch(facecolor=COLORS[kind][pale][0], label=NAMES[kind] + (", odd chunks" if pale else ""))
-        for kind, pale in legend(simulation)
+        for kind, pale in shades(simulation)
     ]
     handles.append(Patch(facecolor=BUBBLE, label="bubble"))
     axes.set(xlim=(0, step), ylim=(ranks - 0.5, -0.5), xlabel="time", ylabel="rank")

@@ -6,6 +6,7 @@ from html import escape
 from parallel_ops.planner.error_band import tied
 from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.pictures import pipeline_picture
+from parallel_ops.planner.pictures.frame import bar, document, legend, table
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, NearMiss
 from parallel_ops.planner.schedules.schedule import Simulation
 
@@ -19,41 +20,6 @@ MEMORY_COLORS = {
     "runtime": "#a3a3ad",
 }
 STEP_COLORS = {"compute": "#3d6fb4", "bubble": "#c9c9d0", "exposed": "#e07a3f", "optimizer": "#1b3a66"}
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #d9d9de; --quiet: #63636e; --track: #ededf0; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --line: #3c3c44; --quiet: #a5a5b0; --track: #2c2c33; --bad: #ff8a80; }
-}
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 0 auto; padding: 1.25rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
-p, .legend { color: var(--quiet); margin: .25rem 0 .75rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
-.figures div { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
-.figures b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-.figures i { font-style: normal; white-space: nowrap; font-weight: 400; font-size: .85rem; color: var(--quiet); }
-.figures span { color: var(--quiet); font-size: .85rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; }
-td.wide, th.wide { text-align: left; white-space: normal; min-width: 15rem; }
-.bar { display: flex; height: 1.1rem; min-width: 8rem; background: var(--track); border-radius: .2rem;
-  overflow: hidden; }
-.stages { display: grid; grid-template-columns: auto 1fr auto; gap: .3rem .7rem; align-items: center; }
-.stages span { font-variant-numeric: tabular-nums; white-space: nowrap; }
-.over { color: var(--bad); font-weight: 600; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; }
-.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem;
-  vertical-align: -.08rem; }
-svg { display: block; width: 100%; min-width: 44rem; }
-details { border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0; padding: .5rem .8rem; }
-summary { cursor: pointer; }
-summary span { color: var(--quiet); }
-pre { overflow-x: auto; font-size: .85rem; margin: .6rem 0 .2rem; }
-"""
 
 
 def page(
@@ -84,13 +50,7 @@ def page(
     if simulation is not None:
         parts += _pipeline(best, simulation)
     parts += [_plans(estimates), _misses(best, list(misses)), _traffic(best), _rejections(list(rejected))]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
+    return document(title, parts)
 
 
 def _figures(best: Estimate) -> str:
@@ -146,7 +106,7 @@ def _pipeline(best: Estimate, simulation: Simulation) -> list[str]:
     return [
         f"<h2>Pipeline</h2><p>{escape(text)}.</p>",
         f'<div class="scroll" tabindex="0">{picture}</div>',
-        _legend(pipeline_picture.legend(simulation)),
+        legend(pipeline_picture.legend(simulation)),
     ]
 
 
@@ -159,10 +119,10 @@ def _memory(best: Estimate) -> str:
         segments = [(MEMORY_COLORS[name], name, getattr(stage, name) / scale) for name in DEVICE_MEMORY]
         over = ' class="over"' if stage.total > gpu.memory else ""
         amount = f"{stage.total / GIB:.1f} of {gpu.memory / GIB:.1f} GiB"
-        rows.append(f"<span>stage {group.label}</span>{_bar(segments)}<span{over}>{amount}</span>")
+        rows.append(f"<span>stage {group.label}</span>{bar(segments)}<span{over}>{amount}</span>")
     return (
         "<h2>Memory of each pipeline stage</h2>"
-        + _legend((color, name) for name, color in MEMORY_COLORS.items())
+        + legend((color, name) for name, color in MEMORY_COLORS.items())
         + f'<div class="stages">{"".join(rows)}</div>'
     )
 
@@ -180,7 +140,7 @@ def _plans(estimates: Sequence[Estimate]) -> str:
                 f"{number} =" if number <= ties > 1 else str(number),
                 escape(estimate.plan.describe()),
                 f"{estimate.step:.3g} s",
-                _bar(segments),
+                bar(segments),
                 f"{estimate.tokens_per_second:,.0f}",
                 f"{estimate.mfu:.1%}",
                 f"{estimate.error_band.time:.0%}",
@@ -190,9 +150,9 @@ def _plans(estimates: Sequence[Estimate]) -> str:
             )
         )
     names = {"exposed": "exposed communication"}
-    legend = _legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
+    causes = legend((color, names.get(name, name)) for name, color in STEP_COLORS.items())
     equal = "<p>Plans marked = are ties within the error: choose the simplest, or time them.</p>" if ties > 1 else ""
-    return f"<h2>Plans compared</h2>{equal}{legend}{_table(columns, rows)}"
+    return f"<h2>Plans compared</h2>{equal}{causes}{table(columns, rows)}"
 
 
 def _misses(best: Estimate, misses: list[NearMiss]) -> str:
@@ -207,7 +167,7 @@ def _misses(best: Estimate, misses: list[NearMiss]) -> str:
         )
         for miss in misses
     ]
-    return f"<h2>Faster plans that need slightly more memory</h2>{_table(columns, rows)}" if rows else ""
+    return f"<h2>Faster plans that need slightly more memory</h2>{table(columns, rows)}" if rows else ""
 
 
 def _traffic(best: Estimate) -> str:
@@ -224,37 +184,9 @@ def _traffic(best: Estimate) -> str:
         )
         for t in best.transfers
     ]
-    return f"<h2>Traffic of a step</h2>{_table(columns, rows)}" if rows else ""
+    return f"<h2>Traffic of a step</h2>{table(columns, rows)}" if rows else ""
 
 
 def _rejections(rejected: list[tuple[str, int, str]]) -> str:
     rows = [(escape(kind), f"{count:,}", escape(example)) for kind, count, example in rejected]
-    return (
-        f"<h2>Plans that cannot run</h2>{_table(('why:', 'plans', 'example, or the nearest:'), rows)}" if rows else ""
-    )
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A scrollable table of HTML cells. A column whose name ends in a colon holds sentences."""
-    classes = [' class="wide"' if name.endswith(":") else "" for name in columns]
-    head = "".join(f"<th{kind}>{escape(name.rstrip(':'))}</th>" for name, kind in zip(columns, classes, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, classes, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _bar(segments: Iterable[tuple[str, str, float]]) -> str:
-    """A bar of segments, each with colour, name and share of the width."""
-    parts = "".join(
-        f'<div style="width:{100 * share:.2f}%;background:{color}" title="{escape(name)}"></div>'
-        for color, name, share in segments
-        if share > 0
-    )
-    return f'<div class="bar">{parts}</div>'
-
-
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for color, name in entries)
-    return f'<div class="legend">{items}</div>'
+    return f"<h2>Plans that cannot run</h2>{table(('why:', 'plans', 'example, or the nearest:'), rows)}" if rows else ""

@@ -72,3 +72,13 @@ def micro_batch_problem(kind: str, pp: int, micro_batches: int) -> str | None:
     if kind == "dualpipe-v" and micro_batches < 2 * pp:
         return f"DualPipe-V needs {2 * pp} micro-batches for PP {pp}; there are {micro_batches}"
     return None
+
+
+def nearest_micro_batches(kind: str, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """The nearest numbers of micro-batches, below and above, that a schedule can run on ``pp`` ranks."""
+    if micro_batch_problem(kind, pp, micro_batches) is None:
+        return (micro_batches,)
+    if kind == "dualpipe-v":
+        return (2 * pp,)
+    below = micro_batches // pp * pp
+    return (below, below + pp) if below else (pp,)

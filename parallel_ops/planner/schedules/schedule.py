@@ -10,7 +10,14 @@ Each family has its own file in ``parallel_ops/planner/schedules/``, with its so
 from collections.abc import Callable
 
 from parallel_ops.planner.garbage import without_collection
-from parallel_ops.planner.schedules.action import WHOLE_BACKWARD, Action, Kind, Schedule, micro_batch_problem
+from parallel_ops.planner.schedules.action import (
+    WHOLE_BACKWARD,
+    Action,
+    Kind,
+    Schedule,
+    micro_batch_problem,
+    nearest_micro_batches,
+)
 from parallel_ops.planner.schedules.memory_bounded import zb_2p
 from parallel_ops.planner.schedules.one_f_one_b import gpipe, interleaved_one_f_one_b, one_f_one_b
 from parallel_ops.planner.schedules.program import Program
@@ -31,6 +38,7 @@ __all__ = [
     "actions",
     "chunks",
     "micro_batch_problem",
+    "nearest_micro_batches",
     "peak_activations",
     "simulate",
 ]
@@ -95,7 +103,8 @@ def actions(
     elif virtual_stages not in (1, chunks(kind)):
         raise ValueError(f"actions: virtual_stages is {virtual_stages}, but {kind} has {chunks(kind)} stage(s) a rank")
     if (reason := micro_batch_problem(kind, pp, micro_batches)) is not None:
-        raise ValueError(f"actions: {reason}")
+        nearest = ", ".join(map(str, nearest_micro_batches(kind, pp, micro_batches)))
+        raise ValueError(f"actions: {reason}; nearest: {nearest}")
     if kind != "zb-2p" and (times is not None or memory_limit is not None or retained != 1):
         raise ValueError(f"actions: times, memory_limit and retained are for zb-2p; {kind} is the same for all of them")
     if kind == "interleaved":

@@ -65,7 +65,7 @@ def noted(activity: "Activity") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.__notes__ = [*getattr(error, "__notes__", ()), activity.now[1]]
+        error.__notes__ = [*getattr(error, "__notes__", ()), activity.now[1]]  # type: ignore[attr-defined]
         raise
 
 

@@ -1,0 +1,204 @@
+"""Pictures of a pipeline that ran: beside the planned one as SVG and HTML, and as a Chrome trace.
+
+A run measures start and end of each action on each pipeline rank. ``measured`` makes a ``Simulation`` of them, so that
+a planned and a measured pipeline have the same figures and are drawn alike.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from parallel_ops.planner.pictures.bars import NAMES
+from parallel_ops.planner.pictures.frame import document, legend, table
+from parallel_ops.planner.pictures.pipeline_picture import MARGIN, WIDTH, pipeline_marks, whole
+from parallel_ops.planner.pictures.pipeline_picture import legend as colors_of
+from parallel_ops.planner.schedules.schedule import Action, Simulation, peak_activations
+
+_LINE = 20.0
+# Average width of a character of the legend's font, 11 points, and of the swatch before each entry.
+_CHARACTER, _SWATCH = 6.0, 34.0
+# A picture in a file paints its own background: viewers show it on white or on black, whatever the reader prefers.
+_STYLE = (
+    "<style>.trace{color:#1f2328}.trace .paper{fill:#ffffff}@media (prefers-color-scheme:dark)"
+    "{.trace{color:#e6e6ea}.trace .paper{fill:#16161a}}</style>"
+)
+
+
+def measured(
+    schedule: Sequence[Sequence[Action]], starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
+) -> Simulation:
+    """The pipeline that a run measured.
+
+    Args:
+        schedule: the actions of each rank, in the order in which they ran.
+        starts, ends: seconds on a clock that all ranks share, of each action, in the layout of ``schedule``.
+
+    Returns:
+        The pipeline with its first start at 0. ``busy`` counts time in which several actions of a rank overlap once.
+
+    Raises:
+        ValueError: the layouts differ, a rank has no action, a time is not finite, an action ends before it starts, or
+            one starts before its predecessor.
+    """
+    sizes = [[len(row) for row in rows] for rows in (schedule, starts, ends)]
+    if sizes[0] != sizes[1] or sizes[0] != sizes[2]:
+        raise ValueError(f"measured: actions a rank are {sizes[0]}, but starts {sizes[1]} and ends {sizes[2]}")
+    if not sizes[0] or not all(sizes[0]):
+        raise ValueError("measured: every rank needs at least one action")
+    for rank, rows in enumerate(zip(schedule, starts, ends, strict=True)):
+        before = -math.inf
+        for action, start, end in zip(*rows, strict=True):
+            if not (math.isfinite(start) and math.isfinite(end)):
+                raise ValueError(f"measured: rank {rank} has {action} from {start} to {end}; times must be finite")
+            if end < start or start < before:
+                reason = "it ends before it starts" if end < start else f"its predecessor starts at {before}"
+                raise ValueError(f"measured: rank {rank} has {action} from {start} to {end}: {reason}")
+            before = start
+    origin = min(row[0] for row in starts)
+    begun, ended = ([[time - origin for time in row] for row in rows] for rows in (starts, ends))
+    busy = [_covered(zip(*rows, strict=True)) for rows in zip(begun, ended, strict=True)]
+    return Simulation(schedule, begun, ended, busy, tuple(peak_activations(order) for order in schedule))
+
+
+def _covered(spans: Iterator[tuple[float, float]]) -> float:
+    """Time that spans cover, given in the order of their starts."""
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def trace_svg(planned: Simulation, measured: Simulation, *, title: str) -> str:
+    """The planned and, under it, the measured pipeline as an SVG file.
+
+    Each is scaled to the full width, so lengths compare within one of them only. Dark where the reader prefers it.
+
+    Args:
+        planned: from ``simulate`` or ``StepTime.simulation``, in seconds.
+        measured: from ``measured``.
+        title: what ran, in one line.
+
+    Raises:
+        ValueError: the two have different numbers of ranks, or one takes no time.
+    """
+    _check(planned, measured)
+    parts, y = [_text(0, _LINE, title, "15", ' font-weight="600"')], 1.5 * _LINE
+    for caption, pipeline in zip(_captions(planned, measured), (planned, measured), strict=True):
+        marks, tall = pipeline_marks(pipeline, whole(pipeline))
+        parts.append(_text(0, y + 0.75 * _LINE, f"{caption}.", "12"))
+        picture = f'<g font-size="10" dominant-baseline="central">{marks}</g>'
+        parts.append(f'<g transform="translate(0 {y + _LINE:g})">{picture}</g>')
+        parts.append(_text(MARGIN, y + tall + 1.7 * _LINE, "0", "10"))
+        parts.append(_text(WIDTH, y + tall + 1.7 * _LINE, _seconds(pipeline.step_time), "10", ' text-anchor="end"'))
+        y += tall + 2.5 * _LINE
+    entries, y = _legend_marks(list(colors_of(planned)), y)
+    size = f"{WIDTH + 20:g} {y + 8:g}"
+    paper = f'<rect class="paper" x="-10" width="{WIDTH + 20:g}" height="{y + 8:g}"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="trace" viewBox="-10 0 {size}" role="img" '
+        f'font-family="system-ui, sans-serif"><title>{escape(title)}</title>{_STYLE}{paper}'
+        f"{''.join(parts)}{entries}</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, size: str, more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="currentColor"{more}>{escape(text)}</text>'
+
+
+def _legend_marks(entries: Sequence[tuple[str, str]], y: float) -> tuple[str, float]:
+    """The legend of an SVG in rows from ``y`` on, and where it ends."""
+    x, out = MARGIN, []
+    for color, name in entries:
+        wide = _SWATCH + _CHARACTER * len(name)
+        if x + wide > WIDTH:
+            x, y = MARGIN, y + _LINE
+        out.append(f'<rect x="{x:g}" y="{y:g}" width="12" height="12" rx="2" fill="{color}"/>')
+        out.append(_text(x + 17, y + 10, name, "11"))
+        x += wide
+    return "".join(out), y + _LINE
+
+
+def trace_html(planned: Simulation, measured: Simulation, *, title: str) -> str:
+    """The planned and the measured pipeline as a self-contained page, with a table of the ranks.
+
+    Arguments and errors: see ``trace_svg``.
+    """
+    _check(planned, measured)
+    parts = [f"<h1>{escape(title)}</h1>"]
+    names = "Planned pipeline", "Measured pipeline"
+    for name, caption, pipeline in zip(names, _captions(planned, measured), (planned, measured), strict=True):
+        marks, tall = pipeline_marks(pipeline, whole(pipeline))
+        picture = (
+            f'<svg viewBox="0 0 {WIDTH:g} {tall:g}" role="img" aria-label="{escape(caption)}" font-size="10" '
+            f'dominant-baseline="central">{marks}</svg>'
+        )
+        parts += [f"<h2>{name}</h2><p>{escape(caption)}.</p>", f'<div class="scroll" tabindex="0">{picture}</div>']
+    columns = "rank", "busy, planned", "measured", "bubble, planned", "measured", "most micro-batches in flight"
+    rows = [
+        (str(rank), *map(_seconds, busy), *(f"{bubble:.1%}" for bubble in bubbles), f"{peak:.4g}")
+        for rank, (busy, bubbles, peak) in enumerate(
+            zip(
+                zip(planned.busy, measured.busy, strict=True),
+                zip(planned.bubbles, measured.bubbles, strict=True),
+                measured.peak_activations,
+                strict=True,
+            )
+        )
+    ]
+    parts += [legend(colors_of(planned)), "<h2>Ranks</h2>", table(columns, rows)]
+    return document(title, parts)
+
+
+def chrome_trace(measured: Simulation) -> dict[str, Any]:
+    """A measured pipeline as a Chrome trace: ``json.dump`` it to a file for Perfetto or chrome://tracing.
+
+    Process 0 is the pipeline and its threads are the ranks; times are in microseconds. The members of a pair whose
+    times overlap without one inside the other may be drawn wrongly: the format has no such events in one thread.
+    """
+    events: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "pipeline"})]
+    for rank, rows in enumerate(zip(measured.schedule, measured.starts, measured.ends, strict=True)):
+        events.append(_metadata("thread_name", rank, {"name": f"pipeline rank {rank}"}))
+        events.append(_metadata("thread_sort_index", rank, {"sort_index": rank}))
+        for action, start, end in zip(*rows, strict=True):
+            events.append(
+                {
+                    "name": str(action),
+                    "cat": NAMES[action.kind],
+                    "ph": "X",
+                    "ts": 1e6 * start,
+                    "dur": 1e6 * (end - start),
+                    "pid": 0,
+                    "tid": rank,
+                    "args": {"kind": action.kind, "micro_batch": action.micro_batch, "stage": action.stage},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _metadata(name: str, rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 0, "tid": rank, "args": arguments}
+
+
+def _check(planned: Simulation, measured: Simulation) -> None:
+    ranks = len(planned.schedule), len(measured.schedule)
+    if ranks[0] != ranks[1]:
+        raise ValueError(f"trace: the planned pipeline has {ranks[0]} ranks, the measured one {ranks[1]}")
+    if not planned.step_time or not measured.step_time:
+        raise ValueError("trace: a pipeline that takes no time has no picture")
+
+
+def _captions(planned: Simulation, measured: Simulation) -> tuple[str, str]:
+    first, second = (f"step {_seconds(each.step_time)}, bubble {each.bubble:.1%}" for each in (planned, measured))
+    longer = measured.step_time / planned.step_time - 1
+    return (
+        f"Planned: {first}, one row per rank; scaled to the full width",
+        f"Measured: {second}; scaled to the same width, though its step is {abs(longer):.1%} "
+        f"{'longer' if longer >= 0 else 'shorter'}",
+    )
+
+
+def _seconds(time: float) -> str:
+    """Seconds or milliseconds."""
+    return f"{time:.3g} s" if time >= 1 else f"{1e3 * time:.3g} ms"

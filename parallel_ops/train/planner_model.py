@@ -1,0 +1,27 @@
+"""The planner's model of a transformer."""
+
+from parallel_ops.models import TransformerConfig
+from parallel_ops.planner.model import Model
+
+
+def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
+    """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
+    and learned positions beyond the sequence."""
+    biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
+    return Model(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        vocab_size=config.vocab_size,
+        seq_length=sequence,
+        num_kv_heads=config.resolved_num_kv_heads,
+        head_dim=config.resolved_head_dim,
+        ffn_hidden_size=config.resolved_ffn_hidden_size,
+        gated=config.activation == "swiglu",
+        bias=biases[config.bias, config.bias if config.qkv_bias is None else config.qkv_bias],
+        norm="rms" if config.norm == "rms_norm" else "layer",
+        positions=config.positions,
+        tied_embeddings=config.tied_embeddings,
+        dropout=config.dropout > 0 or config.attention_dropout > 0,
+    )

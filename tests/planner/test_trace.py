@@ -1,0 +1,204 @@
+"""Pictures and traces of a measured pipeline."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_ops.planner.pictures.bars import COLORS, bars
+from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_html, trace_svg
+from parallel_ops.planner.schedules.schedule import KINDS, Action, Times, actions, simulate
+
+TIMES = Times(forward=0.010, input_grad=0.013, weight_grad=0.009, link=0.0005, input_grad_first=True)
+SLOWER = replace(TIMES, forward=0.012, link=0.002)
+# Seconds since some start.
+LATER = 12345.5
+
+
+def ran(kind, pp=4, micro_batches=8):
+    """A planned pipeline, and a slower one as a run would measure it."""
+    schedule = actions(kind, pp, micro_batches, 2 if kind == "interleaved" else 1)
+    found = simulate(schedule, SLOWER)
+    starts, ends = ([[time + LATER for time in row] for row in rows] for rows in (found.starts, found.ends))
+    return simulate(schedule, TIMES), measured(schedule, starts, ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_pipeline_is_a_simulation(kind):
+    planned, found = ran(kind)
+    expected = simulate(planned.schedule, SLOWER)
+    assert found.schedule == expected.schedule
+    assert min(row[0] for row in found.starts) == 0
+    for rows, others in ((found.starts, expected.starts), (found.ends, expected.ends)):
+        assert [*map(list, rows)] == [pytest.approx(row, abs=1e-8) for row in others]
+    assert found.busy == pytest.approx(expected.busy, abs=1e-8)
+    assert found.step_time == pytest.approx(expected.step_time, abs=1e-8)
+    assert found.bubble == pytest.approx(expected.bubble, abs=1e-8)
+    assert found.peak_activations == expected.peak_activations
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=12))
+def test_time_in_which_actions_overlap_is_busy_once(spans):
+    spans.sort()
+    schedule = [[Action("F", n, 0) for n in range(len(spans))]]
+    found = measured(schedule, [[start for start, _ in spans]], [[start + length for start, length in spans]])
+    covered = {second for start, length in spans for second in range(start, start + length)}
+    assert found.busy == [len(covered)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "message"),
+    [
+        ([[0, 1]], [[1, 2], [2, 3]], r"actions a rank are \[2, 2\], but starts \[2\] and ends \[2, 2\]"),
+        ([[0, 1], [1]], [[1, 2], [2, 3]], r"but starts \[2, 1\] and ends \[2, 2\]"),
+        ([[0, 1], [1, 2]], [[1, 2], [2, 3, 4]], r"ends \[2, 3\]"),
+        ([[0, 1], [1, 2]], [[1, 2], [2, 1]], "rank 1 has B0 of stage 1 from 2 to 1: it ends before it starts"),
+        ([[3, 1], [1, 2]], [[4, 5], [2, 3]], "rank 0 has B0 of stage 0 from 1 to 5: its predecessor starts at 3"),
+        ([[0, math.nan], [1, 2]], [[1, 2], [2, 3]], "from nan to 2; times must be finite"),
+    ],
+)
+def test_times_that_are_no_measurement(starts, ends, message):
+    schedule = actions("1f1b", 2, 1)
+    with pytest.raises(ValueError, match=f"measured: .*{message}"):
+        measured(schedule, starts, ends)
+
+
+def test_a_rank_without_actions():
+    for empty in ([], [[]]):
+        with pytest.raises(ValueError, match="every rank needs at least one action"):
+            measured(empty, empty, empty)
+
+
+def boxes(picture):
+    """Left edge, top, width and height of each bar of an SVG, by its colour."""
+    for path in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}path"):
+        for box in re.findall(r"M([-\d.]+) ([\d.]+)h([-\d.]+)v([\d.]+)", path.get("d")):
+            yield path.get("fill"), *map(float, box)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(4, 8), (20, 60)])
+def test_the_svg_has_every_action_twice(kind, pp, micro_batches):
+    planned, found = ran(kind, pp, micro_batches)
+    drawn = list(boxes(trace_svg(planned, found, title="a run")))
+    assert len(drawn) == 2 * sum(map(len, planned.schedule))
+    assert {fill for fill, *_ in drawn} <= {fill for shades in COLORS.values() for fill, _ in shades}
+    # Both reach over the same width.
+    rights = sorted((left + width for _, left, _, width, _ in drawn), reverse=True)
+    assert rights[0] <= 1200 and rights[1] == pytest.approx(rights[0], abs=1.5)
+    assert min(left for _, left, *_ in drawn) == 30
+
+
+def test_the_captions_have_the_figures():
+    planned, found = ran("1f1b")
+    root = ElementTree.fromstring(trace_svg(planned, found, title="1f1b of <llama> & co"))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "1f1b of <llama> & co" in words
+    captions = [text for text in words if "bubble " in text]
+    for caption, pipeline in zip(captions, (planned, found), strict=True):
+        assert f"step {1e3 * pipeline.step_time:.3g} ms, bubble {pipeline.bubble:.1%}" in caption
+    assert "scaled to the full width" in captions[0] and "scaled to the same width" in captions[1]
+    longer = found.step_time / planned.step_time - 1
+    assert captions[1].endswith(f"though its step is {longer:.1%} longer.")
+    assert {"forward", "whole backward", "bubble"} <= set(words)
+    assert "is 20.0% shorter" in trace_svg(found, measured(found.schedule, *faster(found, 0.8)), title="")
+
+
+def faster(simulation, factor):
+    return ([[factor * time for time in row] for row in rows] for rows in (simulation.starts, simulation.ends))
+
+
+def test_a_pair_that_ran_one_after_the_other_has_whole_rows():
+    order = [[Action("F", 0, 0), Action("F", 1, 0, True), Action("B", 0, 0), Action("B", 1, 0)]]
+    together = measured(order, [[0, 1, 1, 4]], [[1, 4, 4, 6]])
+    assert [bar.half for bar in bars(together, 0)] == [0, 1, 2, 0]
+    apart = measured(order, [[0, 1, 2, 4]], [[1, 2, 4, 6]])
+    assert [bar.half for bar in bars(apart, 0)] == [0, 0, 0, 0]
+    assert together.busy == apart.busy == [6]
+
+
+class Page(HTMLParser):
+    """The cells of the table, the words, and what could be loaded."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.rows, self.loads, self.words = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        self.loads += [value for name, value in attributes if name in ("src", "href", "data", "action")]
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+
+def test_the_page_has_both_pipelines_and_a_row_for_each_rank():
+    planned, found = ran("zb-v")
+    text = trace_html(planned, found, title="<a run>")
+    page = Page(text)
+    assert page.open == [] and page.loads == [] and not re.search(r"https?:|url\(|@import|<script", text)
+    assert page.words.count("<a run>") == 2  # title and heading
+    assert sum(f"bubble {each.bubble:.1%}" in word for word in page.words for each in (planned, found)) == 2
+    assert text.count("<svg") == 2 and "weight gradient" in page.words
+    head, *rows = page.rows
+    assert head == ["rank", "busy, planned", "measured", "bubble, planned", "measured", "most micro-batches in flight"]
+    for rank, row in enumerate(rows):
+        busy = [f"{1e3 * each.busy[rank]:.3g} ms" for each in (planned, found)]
+        bubble = [f"{each.bubbles[rank]:.1%}" for each in (planned, found)]
+        assert row == [str(rank), *busy, *bubble, f"{found.peak_activations[rank]:.4g}"]
+    assert len(rows) == 4
+
+
+def test_pipelines_that_do_not_compare():
+    planned, found = ran("1f1b")
+    for draw in (trace_svg, trace_html):
+        with pytest.raises(ValueError, match="the planned pipeline has 2 ranks, the measured one 4"):
+            draw(ran("1f1b", 2)[0], found, title="")
+        with pytest.raises(ValueError, match="takes no time"):
+            draw(simulate(planned.schedule, Times(forward=0, input_grad=0, weight_grad=0)), found, title="")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chrome_trace_has_every_action_once(kind):
+    _, found = ran(kind)
+    data = json.loads(json.dumps(chrome_trace(found), allow_nan=False))
+    events = [event for event in data["traceEvents"] if event["ph"] == "X"]
+    names = {event["tid"]: event["args"]["name"] for event in data["traceEvents"] if event["name"] == "thread_name"}
+    assert names == {rank: f"pipeline rank {rank}" for rank in range(4)}
+    for rank, rows in enumerate(zip(found.schedule, found.starts, found.ends, strict=True)):
+        own = [event for event in events if event["tid"] == rank]
+        assert len(own) == len(found.schedule[rank])
+        for event, action, start, end in zip(own, *rows, strict=True):
+            assert event["name"] == f"{action.kind}{action.micro_batch} of stage {action.stage}"
+            assert (event["pid"], event["ts"]) == (0, pytest.approx(1e6 * start))
+            assert event["ts"] + event["dur"] == pytest.approx(1e6 * end)
+            assert event["args"] == {"kind": action.kind, "micro_batch": action.micro_batch, "stage": action.stage}
+    assert len({(event["name"], event["tid"]) for event in events}) == len(events)
+
+
+def test_it_needs_no_extra():
+    """A trainer without the packages of the command line can save a trace."""
+    extras = {"rich", "matplotlib", "torch"}
+    script = f"import sys; import parallel_ops.planner.pictures.trace; print({extras} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
