@@ -99,7 +99,12 @@ def command(
         ),
     ] = 1,
     everything: Annotated[
-        bool, typer.Option("--all", help="Train on four more processes: 2 data-parallel x 2 tensor-parallel, ZeRO-3.")
+        bool,
+        typer.Option(
+            "--all",
+            help="Train on four more processes, 2 data-parallel x 2 tensor-parallel with ZeRO-3, and on the two stages "
+            "of a pipeline.",
+        ),
     ] = False,
     output: Annotated[Path, typer.Option(help="Where to save the plot (png, pdf or svg).")] = Path("demo.png"),
     json: Annotated[Path | None, typer.Option(help="Where to save every loss and step time.")] = None,
@@ -142,6 +147,7 @@ def command(
         if everything:
             _check_four(place)
             parallel.append(in_parallel(settings, dp=2, tp=2, zero=3, sequence_parallel=sequence_parallel))
+            parallel.append(in_parallel(settings, pp=2))
         if (length := len(load_text(source))) < seq_length + 1:
             raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
         _check_outputs(output, json)

@@ -41,19 +41,22 @@ def demo_settings(
 
 
 def in_parallel(
-    settings: Settings, *, dp: int = 1, tp: int = 1, cp: int = 1, zero: int = 0, sequence_parallel: bool = False
-) -> Settings:
-    """The same run on ``dp * tp * cp`` processes.
+    settings: Settings, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, zero: int = 0,
+    sequence_parallel: bool = False,
+) -> Settings:  # fmt: skip
+    """The same run on ``dp * tp * cp * pp`` processes; a pipeline takes one sequence after another.
 
     Raises:
         ValueError: The sizes do not divide the batch or the model.
     """
     plan: dict[str, int | bool] = {"dp": dp, "tp": tp, "cp": cp, "zero": zero}
     plan["sequence_parallel"] = sequence_parallel and tp > 1
+    if pp > 1:
+        return changed(settings, {**plan, "pp": pp, "micro_batch": 1})
     return changed(settings, {**plan, "micro_batch": max(1, settings.plan.global_batch // max(1, dp))})
 
 
 def name_of(plan: Plan) -> str:
     """The name of a parallel run, such as ``dp2-tp2-zero3``."""
-    sizes = (("dp", plan.dp, 1), ("tp", plan.tp, 1), ("cp", plan.cp, 1), ("zero", plan.zero, 0))
+    sizes = (("pp", plan.pp, 1), ("dp", plan.dp, 1), ("tp", plan.tp, 1), ("cp", plan.cp, 1), ("zero", plan.zero, 0))
     return "-".join(f"{name}{size}" for name, size, least in sizes if size > least)

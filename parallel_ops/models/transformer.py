@@ -167,6 +167,16 @@ class Transformer(PretrainedModel):
         own = self.stages.on(self.pp_rank)
         return 0 in own, self.stages.count - 1 in own, self.stages.layers_on(self.pp_rank)
 
+    def stage_blocks(self, stage: int) -> list[nn.Module]:
+        """The layers of a stage of this rank."""
+        assert self.stages is not None
+        return [self.layers[str(number)] for number in self.stages.layers[stage]]
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """The table of tokens that is the head's too, where this rank has it."""
+        return self.tokens.weight if self.config.tied_embeddings and self.tokens is not None else None
+
     def stream_shape(self, s: int, b: int) -> tuple[int, int, int]:
         """The shape of the residual stream on this rank, of ``b`` sequences of ``s`` tokens."""
         rows = self.context.lengths(s)[self.context.rank]

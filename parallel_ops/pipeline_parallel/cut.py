@@ -73,7 +73,8 @@ def cut(num_layers: int, plan: Plan, *, costs: Sequence[float] = ()) -> Stages:
             costs of the embedding, the last those of the output embedding and the loss.
 
     Raises:
-        ValueError: There are fewer layers than stages, or ``layers_per_chunk`` has another number of layers.
+        ValueError: There are fewer layers than stages, ``layers_per_chunk`` has another number of layers, or leaves a
+            rank without one.
     """
     count, v_shaped = plan.pp * plan.virtual_stages, plan.schedule in V_SHAPED
     if plan.layers_per_chunk:
@@ -81,7 +82,10 @@ def cut(num_layers: int, plan: Plan, *, costs: Sequence[float] = ()) -> Stages:
             raise ValueError(
                 f"layers_per_chunk has {sum(plan.layers_per_chunk)} layers, but the model has num_layers={num_layers}"
             )
-        return Stages(plan.layers_per_chunk, plan.pp, v_shaped)
+        given = Stages(plan.layers_per_chunk, plan.pp, v_shaped)
+        if empty := [rank for rank in range(plan.pp) if not given.layers_on(rank)]:
+            raise ValueError(f"layers_per_chunk leaves pipeline rank {empty[0]} without a layer")
+        return given
     if num_layers < count:
         most = num_layers // plan.virtual_stages
         nearest = f"; the largest pp that fits is {most}" if most else f"; virtual_stages must be at most {num_layers}"

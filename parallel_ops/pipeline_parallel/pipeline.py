@@ -9,7 +9,7 @@ The schedule is the planner's list of actions (``parallel_ops.planner.schedules`
 counts is what runs. DualPipe-V's overlapped pairs run one after the other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,20 +32,24 @@ from parallel_ops.planner.schedules.schedule import actions
 
 
 class StagedModel(Protocol):
-    """What a pipeline needs of a model: the stages of this rank in one module, as ``Transformer`` with ``stages``.
+    """What a pipeline needs of a model: the stages of this rank in one module, as ``Transformer`` and ``ModuleChain``.
 
     Attributes:
-        stages: Of the whole model. layers: The blocks of this rank, by number.
-        tokens: The table that the first and the last stage share, if they do.
+        stages: Of the whole model.
+        tied_weight: The table that the first and the last stage share, on ranks that have one of them; ``None`` for
+            none.
     """
 
     stages: Stages | None
-    layers: Mapping[str, nn.Module]
-    tokens: nn.Module | None
 
+    @property
+    def tied_weight(self) -> nn.Parameter | None: ...
+    def stage_blocks(self, stage: int) -> list[nn.Module]: ...
     def stream_shape(self, s: int, b: int) -> tuple[int, ...]: ...
-
-    def __call__(self, tokens: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def __call__(
+        self, tokens: Tensor, targets: Tensor | None = None, *, stage: int | None, stream: Tensor | None, **options: Any
+    ) -> Tensor: ...
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -64,7 +68,6 @@ class Pipeline:
     Args:
         model: This rank's stages, a ``StagedModel``, from ``parallelize``.
         mesh: The ranks. plan: The plan of ``parallelize``.
-        tied: The first and the last stage share the table ``tokens``.
         split: Compute weight gradients apart, after the gradient of a stage's input is sent, as schedules with W need
             it; ``False`` for compiled blocks.
         dtype: Of the residual stream.
@@ -75,11 +78,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelMesh, plan: Plan, *, tied: bool, split: bool = True,
+        self, model: nn.Module, mesh: ParallelMesh, plan: Plan, *, split: bool = True,
         dtype: torch.dtype = torch.float32, observers: Sequence[Observer] = (),
     ) -> None:  # fmt: skip
-        self.model = cast(Any, model)
-        stages: Stages | None = self.model.stages
+        self.model = cast(StagedModel, model)
+        stages: Stages | None = getattr(model, "stages", None)
         if stages is None or stages.pp != plan.pp or mesh.size("pp") != plan.pp:
             raise ValueError(f"Pipeline: the model must have stages for the plan's pp={plan.pp} ranks, as the mesh")
         self.schedule, self.stages, self.rank, self.dtype = schedule_of(plan), stages, mesh.rank("pp"), dtype
@@ -95,13 +98,14 @@ class Pipeline:
             )
         share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
         self.messages = Messages(self.schedule, stages, self.rank, _link(group, mesh), share=share)
-        blocks = {s: [self.model.layers[str(n)] for n in stages.layers[s]] for s in stages.on(self.rank)}
+        blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)
         self._executor = Executor(
             self.schedule, stages, self.rank, self.messages, queue=queue, observers=[*observers, self._reduction]
         )
         ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
-        self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied and self.rank in ends else None
+        tied = self.model.tied_weight is not None and self.rank in ends
+        self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied else None
         self._counted_elsewhere = self._tied_with is not None and self.rank == ends[1]
 
     @property
@@ -148,16 +152,17 @@ class Pipeline:
             publish_failure(self.group, f"raised {type(error).__name__}: {error}")
             raise
         self._reduction.end()
-        if self._tied_with is not None and (grad := self.model.tokens.weight.grad) is not None:
+        tied = self.model.tied_weight
+        if self._tied_with is not None and tied is not None and (grad := tied.grad) is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             add_between_ends(local, self.group, self._tied_with)
         return losses
 
     def total_norm(self) -> Tensor:
         """The 2-norm of all gradients of all stages, a scalar, the same on every rank. A shared table counts once."""
-        twice = self.model.tokens.weight if self._counted_elsewhere else None
-        parameters = [p for p in self.model.parameters() if p.grad is not None and p is not twice]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        twice = self.model.tied_weight if self._counted_elsewhere else None
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None and p is not twice]
+        norm = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         device = next(self.model.parameters()).device
         squares = norm.to(device, torch.float32).square()

@@ -133,14 +133,12 @@ class Settings(Section):
 
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
-        if plan.pp == 1:
-            if self.logging.trace is not None:
-                yield ("logging", "trace"), "needs parallel.pp of 2 or more: it draws the pipeline"
-            return
+        if plan.pp == 1 and self.logging.trace is not None:
+            yield ("logging", "trace"), "needs parallel.pp of 2 or more: it draws the pipeline"
         model = planner_model(self.config, self.seq_length)
         for found in pipeline_problems(model, plan, plan.recompute):
             yield ("parallel", _KEYS.get(found.kind, "schedule")), found.reason
-        if self.run.compile and plan.schedule in SPLIT_BACKWARD:
+        if plan.pp > 1 and self.run.compile and plan.schedule in SPLIT_BACKWARD:
             yield (
                 ("run", "compile"),
                 f"must be false with schedule {plan.schedule!r}, which computes weight gradients apart; or take the "

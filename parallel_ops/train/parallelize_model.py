@@ -25,7 +25,7 @@ from parallel_ops._internal.compat import replicate
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.models import Transformer
-from parallel_ops.pipeline_parallel.cut import cut
+from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
 
@@ -50,8 +50,8 @@ def parallelize(
 
     Args:
         model: A ``Transformer`` on the meta device, which is built over ``tp`` and ``cp``; the caller then initialises
-            or loads it (``to_empty``, then ``reset_parameters`` or ``load_pretrained``). Or any module, for data
-            parallelism and recomputation alone.
+            or loads it (``to_empty``, then ``reset_parameters`` or ``load_pretrained``). A ``ModuleChain`` with its
+            weights, for pipeline and data parallelism. Or any module, for data parallelism and recomputation alone.
         plan: Its sizes must be those of the mesh. Of the rest, ``zero``, ``sequence_parallel``, ``cp_kind``,
             ``recompute``, ``dtype`` (of parameters in use and of activations; the optimizer's parameters and the
             reduction of gradients are fp32) and ``offload`` (parameters, gradients and optimizer state in host memory)
@@ -72,7 +72,10 @@ def parallelize(
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
-    if mesh.size("tp") * mesh.size("cp") * mesh.size("pp") > 1:
+    if isinstance(model, ModuleChain) and mesh.size("tp") * mesh.size("cp") == 1:
+        if plan.pp > 1:
+            model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
+    elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") > 1:
         model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
     names = _blocks(model, blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
@@ -114,7 +117,7 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     if not isinstance(model, Transformer):
         raise ValueError(
             f"parallelize: tp, cp and pp must be 1 for a {type(model).__name__}: of all models only "
-            "parallel_ops.models.Transformer is built over their ranks here"
+            "parallel_ops.models.Transformer is built over their ranks here; for pp alone, make it a ModuleChain"
         )
     if model.mesh is not None or model.context.ranks > 1 or any(not p.is_meta for p in model.parameters()):
         raise ValueError(

@@ -105,12 +105,11 @@ class StagePasses(Passes):
         documents: bool, *, split: bool,
     ) -> None:  # fmt: skip
         super().__init__(model, mesh, plan, device, activity, documents)
-        assert isinstance(model, Transformer)
         managed = isinstance(model, FSDPModule)
         dtype = PRECISIONS[plan.dtype] if managed else next(model.parameters()).dtype
         self._report, self._recorder = _Report(activity), Recorder(device)
         self.pipeline = Pipeline(
-            model, mesh, plan, tied=model.config.tied_embeddings, split=split, dtype=dtype,
+            model, mesh, plan, split=split, dtype=dtype,
             observers=[self._report, self._recorder],
         )  # fmt: skip
 
@@ -119,6 +118,7 @@ class StagePasses(Passes):
         seeds: Sequence[int], what: str, *, slow: bool,
     ) -> Tensor:  # fmt: skip
         self._report.step, self._report.slow = what, slow
+        seed_generators(seeds[0], self.device)  # of models that take no seed
         each = zip(batches, counts, seeds, strict=True)
         inputs = [self._inputs(batch.to(self.device), count, seed) for batch, count, seed in each]
         losses = self.pipeline.step(inputs, lambda number: shares[number] * scale, around=self.autocast)

@@ -82,7 +82,7 @@ def build(text: str, config: TransformerConfig, split: bool = True) -> tuple[Tra
     model.reset_parameters()
     half = plan.dtype != "fp32" and plan.dp * plan.cp > 1
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan.dtype] if half else torch.float32
-    return model, Pipeline(model, mesh, plan, tied=config.tied_embeddings, dtype=dtype, split=split), plan, mesh
+    return model, Pipeline(model, mesh, plan, dtype=dtype, split=split), plan, mesh
 
 
 def step(

@@ -1,0 +1,113 @@
+"""``Trainer`` through the stages of a pipeline: the steps of one process, and what a run says of it."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.pipeline_parallel import schedule_of
+from parallel_ops.train.planner_bridge import Device, replan
+from support import trainer as runs
+from support.distributed import ranks
+
+BATCH = 8
+FOUR = {"num_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+def settings_of(data, parallel, /, **sections):
+    model = {**runs.MODELS[sections.pop("kind", "gpt")], **FOUR, **sections.pop("model", {})}
+    return runs.settings_of(data, model=model, parallel={"global_batch": BATCH, **parallel}, **sections)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_dropout_is_that_of_one_process(data, schedule):
+    options = {"model": {"dropout": 0.2, "attention_dropout": 0.1}, "run": {"steps": 3}}
+    want = runs.steps_of(0, settings_of(data, {"micro_batch": 2}, **options))
+    plan = {"pp": 2, "schedule": schedule, "micro_batch": 2}
+    for got in ranks(2).run(runs.steps_of, settings_of(data, plan, **options)):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2, "schedule": "zb-v"}, {"pp": 2, "dp": 2, "zero": 2, "schedule": "zb-h1"}])
+def test_a_run_goes_on_bit_by_bit(data, tmp_path, plan):
+    """With dropout and tied embeddings, on the ranks that it was on."""
+    processes = 2 * plan.get("dp", 1)
+    options = {"model": {"dropout": 0.1}}
+    whole = ranks(processes).run(runs.steps_of, settings_of(data, plan, **options))[0]
+    saving = settings_of(data, plan, checkpoint={"dir": str(tmp_path)}, **options)
+    assert ranks(processes).run(runs.steps_of, saving, None, 3)[0] == whole[:3]
+    assert ranks(processes).run(runs.steps_of, settings_of(data, plan, **options), tmp_path)[0] == whole[3:]
+
+
+def test_half_precision_overflows_where_one_process_does(data):
+    """Every stage skips the same steps and has the same scale."""
+    options = {"run": {"steps": 4}, "precision": {"dtype": "fp16", "initial_scale": 2.0**23}, "kind": "llama"}
+    scales, skipped = runs.scales_of(0, settings_of(data, {}, **dict(options)))
+    assert skipped[0] and not skipped[-1]
+    for plan in ({"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "cp": 2, "zero": 1}):
+        processes = 2 * plan.get("cp", 1)
+        for got in ranks(processes).run(runs.scales_of, settings_of(data, plan, **dict(options))):
+            assert got == (scales, skipped)
+
+
+def test_what_a_run_draws(data, tmp_path):
+    settings = settings_of(data, {"pp": 2, "schedule": "zb-h1"}, logging={"trace": str(tmp_path)}, run={"steps": 3})
+    ranks(2).run(runs.train, settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline.html", "pipeline.json", "pipeline.svg"]
+    events = json.loads((tmp_path / "pipeline.json").read_text())["traceEvents"]
+    ran = [
+        [e["name"] for e in sorted(events, key=lambda e: e.get("ts", -1)) if e["ph"] == "X" and e["tid"] == rank]
+        for rank in range(2)
+    ]
+    # What was executed is the planner's list.
+    assert ran == [[str(action) for action in order] for order in schedule_of(settings.plan)]
+    text = "".join(ElementTree.parse(tmp_path / "pipeline.svg").getroot().itertext())
+    assert "Step 2: zb-h1 on 2 ranks, 8 micro-batches" in text
+    assert text.count("bubble") >= 2
+    assert "<svg" in (tmp_path / "pipeline.html").read_text()
+
+
+def test_other_ranks_get_a_plan(data):
+    settings = settings_of(data, {"pp": 2, "dp": 2, "schedule": "zb-v"})
+    device = Device("a device", 1e12, True)
+    assert replan(settings, 2, device).plan.text.startswith("pp=2,schedule=zb-v,virtual_stages=2")
+    assert "pp" not in replan(settings, 1, device).plan.text
+    assert replan(settings, 8, device).plan.dp == 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"pp": 8}, r"parallel\.pp\s+pp is 8 stages, but the model has 4 layers; nearest: pp=4"),
+        ({"pp": 4, "schedule": "zb-v"}, r"pp \* virtual_stages is 8 stages, but the model has 4 layers; nearest: "),
+        (
+            {"pp": 2, "schedule": "interleaved", "micro_batch": 8},
+            r"parallel\.global_batch\s+interleaved 1F1B needs micro-b.* nearest: global_batch=16, micro_batch=4",
+        ),
+        ({"pp": 2, "schedule": "dualpipe-v", "micro_batch": 4}, r"needs 4 micro-batches .* nearest: global_batch=16"),
+        ({"pp": 2, "schedule": "zb-v", "virtual_stages": 1}, "virtual_stages must be 2 for the schedule zb-v, got 1"),
+        ({"pp": 2, "layers_per_chunk": [1, 2]}, "layers_per_chunk add up to 3, not to 4 layers"),
+        ({"pp": 2, "schedule": "zb-x"}, r"schedule must be one of .*zb-v.*; did you mean 'zb-v'"),
+        ({"schedule": "zb-v"}, "zb-v needs pp of 2 or more, got 1"),
+        ({"pp": 2, "micro_batch": 3}, r"global_batch must be a multiple of dp \* micro_batch \(3\), got 8"),
+    ],
+)
+def test_plans_that_do_not_fit(data, plan, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of(data, plan)
+
+
+def test_keys_that_do_not_fit(data, tmp_path):
+    with pytest.raises(ValueError, match=r"run\.compile\s+must be false with schedule 'zb-h1'"):
+        settings_of(data, {"pp": 2, "schedule": "zb-h1"}, run={"compile": True})
+    with pytest.raises(ValueError, match=r"logging\.trace\s+needs parallel\.pp of 2 or more"):
+        settings_of(data, {}, logging={"trace": str(tmp_path)})
+    assert not settings_of(data, {"pp": 2}, run={"compile": True}).plan.input_grad_first
