@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.messages import Key, Messages, sent_by
@@ -75,7 +76,8 @@ class Executor:
             raise ValueError("pipeline: a schedule with W needs a queue of weight gradients")
         # The last action of each stage that computes weight gradients.
         self._last = {action.stage: n for n, action in enumerate(self.order) if action.kind in "WB"}
-        self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        # Of a stage that is not the last, only where the gradient enters: its output is needed no more once it is sent.
+        self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
 
     def step(
@@ -122,12 +124,13 @@ class Executor:
         x = self.messages.receive(Key("F", stage, micro_batch)).requires_grad_() if stage else None
         self._compute(action)
         y = forward(stage, micro_batch, x)
-        self._live[stage, micro_batch] = x, y
-        self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
         if (key := sent_by(action, self.stages.count)) is None:
             losses[micro_batch] = y.detach()
+            self._live[stage, micro_batch] = x, y
         else:
             self.messages.send(key, y.detach())
+            self._live[stage, micro_batch] = x, get_gradient_edge(y)
+        self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
 
     def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
         stage, micro_batch = action.stage, action.micro_batch
@@ -135,7 +138,7 @@ class Executor:
         grad = None if last else self.messages.receive(Key("B", stage, micro_batch))
         self._compute(action)
         x, y = self._live.pop((stage, micro_batch))
-        torch.autograd.backward([y * scale(micro_batch) if last else y], [grad])
+        torch.autograd.backward(y * scale(micro_batch) if isinstance(y, Tensor) else y, grad)
         if x is not None:
             assert x.grad is not None
             self.messages.send(Key("B", stage - 1, micro_batch), x.grad)

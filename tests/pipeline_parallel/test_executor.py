@@ -1,5 +1,7 @@
 """The executor on real ranks: its times are those of the simulation."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from parallel_ops.pipeline_parallel.trace import Timed, times_of
 from parallel_ops.planner.schedules.action import Action
 from support import toy_stages
 from support.distributed import ranks
+from support.interleaving import World
 
 SECONDS = 0.03
 
@@ -57,3 +60,26 @@ def test_without_a_queue_b_computes_everything_first():
     )  # fmt: skip
     assert losses[0].item() == 6.0 and not losses[0].requires_grad
     assert weight.grad.item() == 1.0
+
+
+def test_an_output_that_is_sent_is_not_held():
+    """On the first rank, of all micro-batches that wait for their backward."""
+    schedule, stages = toy_stages.schedule_of("gpipe", 2, 4)
+    outputs: dict[int, list[weakref.ref[torch.Tensor]]] = {0: [], 1: []}
+    alive: list[int] = []
+
+    def work(rank: int, link: object) -> None:
+        executor = Executor(schedule, stages, rank, Messages(schedule, stages, rank, link))
+
+        def forward(stage: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor:
+            y = (torch.ones(3, requires_grad=True) if x is None else x) * 2.0
+            outputs[stage].append(weakref.ref(y))
+            if stage == 1:
+                alive.append(sum(ref() is not None for ref in outputs[0]))
+                return y.sum()
+            return y
+
+        executor.step(forward, lambda _: 1.0, shape=(3,), dtype=torch.float32, device=torch.device("cpu"))
+
+    World(2, 0, lambda rank, peer, receives: (peer, rank) if receives else (rank, peer)).run(work)
+    assert max(alive) <= 1
