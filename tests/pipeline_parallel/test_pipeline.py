@@ -2,16 +2,19 @@
 
 import functools
 import random
+from inspect import signature
 
 import pytest
 import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as runtime
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.compute.efficiency import efficiency
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.planner_model import planner_model
-from support import staged
+from support import staged, torch_runtime
 from support.distributed import Raised, ranks
 
 EVERY = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
@@ -153,3 +156,17 @@ def test_models_that_a_pipeline_refuses():
 
 def test_plans_that_are_drawn_have_every_schedule():
     assert {Plan.parse(text).schedule for text, *_ in staged.draws(random.randint(0, 99), 35)} == set(EVERY)
+
+
+@pytest.mark.skipif(
+    not hasattr(runtime, "_PipelineScheduleRuntime") or "input_grads" not in signature(PipelineStage).parameters,
+    reason="this torch has another runtime",
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_torchs_runtime_gets_the_same_from_the_same_list(schedule):
+    text = f"pp=2,schedule={schedule},virtual_stages={2 if schedule == 'zb-v' else 1},global_batch=6,dtype=fp32"
+    theirs = ranks(2).run(torch_runtime.step, text, "llama")
+    for own, (_, grads, _, _) in zip(theirs, ranks(2).run(staged.step, text, "llama"), strict=True):
+        assert set(own) == set(grads)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, own[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
