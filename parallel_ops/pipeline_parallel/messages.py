@@ -149,10 +149,6 @@ class Messages:
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
-    def pending(self) -> int:
-        """Messages that were sent to this rank and that no action took."""
-        return len(self._posted) + len(self._here) + sum(map(len, self._due.values()))
-
     def _post(self, peer: int, ahead: int, until: Key | None = None) -> None:
         due = self._due[peer]
         while due and (self._count[peer] < ahead or (until is not None and until not in self._posted)):

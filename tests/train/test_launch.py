@@ -185,10 +185,16 @@ def test_what_is_looked_at_before_anything_starts(folder):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "only"), [(2, "zero=1"), (4, "tp=2,dp=2,zero=3,micro_batch=2"), (4, "dp=4,dp_replicate=2,zero=2")]
+    ("gpus", "only"),
+    [
+        (2, "zero=1"),
+        (4, "tp=2,dp=2,zero=3,micro_batch=2"),
+        (4, "dp=4,dp_replicate=2,zero=2"),
+        (4, "pp=2,tp=2,schedule=zb-h1"),
+    ],
 )
 def test_what_plan_writes_trains(folder, gpus, only):
-    shape = {**MODEL, "num_kv_heads": 2, "dropout": False, "bias": "none"}
+    shape = {**MODEL, "num_layers": 2, "num_kv_heads": 2, "dropout": False, "bias": "none"}
     (folder / "small.json").write_text(json.dumps(shape))
     given = ["plan", "--model", folder / "small.json", "--cluster", f"h100x{gpus}", "--batch", "8", "--only", only]
     planned = CliRunner().invoke(app, [*map(str, given), "--output", str(folder / "run.toml"), "--top", "1"])
