@@ -1,7 +1,7 @@
 """Trains the stages of a model by a plan's schedule, with every other parallelism of the plan.
 
     pipeline = Pipeline(parallelize(Transformer(config, device="meta"), mesh, plan), mesh, plan)
-    losses = pipeline.step(inputs)                     # in place of forward, loss.backward() for each micro-batch
+    losses = pipeline.step(inputs, lambda n: 1 / len(inputs))     # in place of a forward and backward for each input
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, pipeline.total_norm())
     optimizer.step()
 
@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.comm import ParallelMesh, primitives
@@ -97,7 +95,8 @@ class Pipeline:
                 "models without the package's linears cannot; take '1f1b', 'interleaved' or 'gpipe'"
             )
         share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
-        self.messages = Messages(self.schedule, stages, self.rank, _link(group, mesh), share=share)
+        link = GroupLink(group, mesh.reverse_pp_group)
+        self.messages = Messages(self.schedule, stages, self.rank, link, share=share)
         blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)
         self._executor = Executor(
@@ -132,10 +131,15 @@ class Pipeline:
             The loss of each micro-batch on ranks with the last stage; empty elsewhere.
 
         Raises:
+            ValueError: There are other inputs than micro-batches of the schedule, or they differ in shape.
             PeerError: A rank of the pipeline is lost; names the message that did not arrive.
         """
         if len(inputs) != (expected := 1 + max(action.micro_batch for action in self.schedule[self.rank])):
             raise ValueError(f"Pipeline: inputs must have {expected} micro-batches, got {len(inputs)}")
+
+        shapes = {tuple(given["tokens"].shape) for given in inputs}
+        if len(shapes) > 1:
+            raise ValueError(f"Pipeline: inputs must have tokens of one shape, got {sorted(shapes)}")
 
         def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
             if around is None:
@@ -167,16 +171,3 @@ class Pipeline:
         device = next(self.model.parameters()).device
         squares = norm.to(device, torch.float32).square()
         return primitives.all_reduce(squares, True, self.group.group_name, "gradient norm").sqrt()
-
-
-def _link(group: ProcessGroup, mesh: ParallelMesh) -> GroupLink:
-    """Groups for both directions. On NCCL all ranks form those of all pipelines."""
-    if mesh.root.device_type == "cpu":
-        return GroupLink(group)
-    pipelines = mesh.root.mesh.reshape(mesh.size("pp"), -1).t().tolist()
-    own = None
-    for ranks in pipelines:
-        formed = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = formed
-    return GroupLink(group, own)

@@ -65,9 +65,10 @@ def add_between_ends(grad: Tensor, group: ProcessGroup, peer: int) -> None:
     """
     own, other = grad.contiguous(), torch.empty_like(grad)
     with translate_backend_errors("pipeline", group, "lost the rank with the other end of the tied embeddings"):
-        works = [dist.isend(own, group=group, group_dst=peer), dist.irecv(other, group=group, group_src=peer)]
-        for work in works:
-            assert work is not None
+        send, receive = (
+            dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, own), (dist.irecv, other))
+        )
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
     first, last = (own, other) if group.rank() < peer else (other, own)
     grad.copy_(first + last)

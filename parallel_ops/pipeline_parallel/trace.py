@@ -33,11 +33,11 @@ _Mark = float | torch.cuda.Event
 class Recorder(Observer):
     """Measures the actions of one step, from the arrival of their message until they have computed.
 
-    On a GPU by events on its current stream, so that the host does not wait.
+    On a GPU by events on its current stream, so that the host does not wait. Nothing is measured before ``restart``.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._active = device.type == "cuda", False
         self._origin = self._now()
         self._marks: list[tuple[Action, _Mark, _Mark, _Mark]] = []
         self._start = self._origin
@@ -56,20 +56,25 @@ class Recorder(Observer):
             torch.cuda.synchronize()
         if group is not None:
             dist.barrier(group=group)
-        self._marks, self._origin = [], self._now()
+        self._active, self._marks, self._origin = True, [], self._now()
 
     def compute(self, action: Action) -> None:
-        self._start, self._split = self._now(), None
+        if self._active:
+            self._start, self._split = self._now(), None
 
     def input_gradient(self, action: Action) -> None:
-        self._split = self._now()
+        if self._active:
+            self._split = self._now()
 
     def computed(self, action: Action) -> None:
+        if not self._active:
+            return
         end = self._now()
         self._marks.append((action, self._start, self._split or end, end))
 
     def timed(self) -> list[Timed]:
-        """The actions of the step, in their order."""
+        """The actions of the step, in their order. Ends the measurement."""
+        self._active = False
         if self._cuda:
             torch.cuda.synchronize()
         return [Timed(action, *map(self._since, marks)) for action, *marks in self._marks]
