@@ -165,8 +165,8 @@ def with_handles(rank: int, kind: str, dtype: torch.dtype, defer: bool, main: bo
     return *results, pending
 
 
-def compiled(rank: int, kind: str, backend: str, overlap: Any):
-    """(y, dx, dW, db), eager and compiled to one graph, on two sizes."""
+def compiled(rank: int, kind: str, backend: str, overlap: Any, lengths: tuple[int, ...]):
+    """(y, dx, dW, db), eager and compiled to one graph, of each length."""
     torch._dynamo.reset()
 
     def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def compiled(rank: int, kind: str, backend: str, overlap: Any):
 
     results = []
     function = torch.compile(run, fullgraph=True, backend=backend)
-    for s in (4, 6):
+    for s in lengths:
         for f in (run, function):
             leaves = [_leaf(normal(s, 2, 8, seed=1)), _leaf(normal(6, 8, seed=2)), _leaf(normal(6, seed=3))]
             y = f(*leaves)

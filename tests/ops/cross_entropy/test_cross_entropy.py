@@ -125,10 +125,14 @@ def test_layouts(device, dtype):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("options", "backend"), [*((options, "aot_eager") for options in OPTIONS), (OPTIONS[-1], "inductor")], ids=str
+)
 def test_compiles_to_one_graph_for_all_sizes(device, options, backend):
-    """Some targets are ignored: a peer's loss is silently wrong there."""
+    """Some targets are ignored: a peer's loss is silently wrong there.
+
+    Inductor's case is that of ops that write over an input, as ``bias_gelu``'s is of all others.
+    """
 
     def op(x, t):
         return vocab_parallel_cross_entropy(x * 1, t, inplace_backward=True, **options)
