@@ -180,13 +180,13 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
 
 def connect_at_attempt(rank: int, number: int, folder: str) -> int:
     """The attempt's number; before the one of this number, rank 1 fails as gloo does now and then."""
-    attempts = Path(folder, str(rank))
-    attempt = len(attempts.read_text()) + 1 if attempts.exists() else 1
-    attempts.write_text("x" * attempt)
-    if rank == 1 and attempt < number:
-        raise RuntimeError(f"{NOT_FORMED} with Connection closed by peer")
+    attempts = Path(folder, "attempts")
+    if rank == 1:
+        attempts.write_text(attempts.read_text() + "x" if attempts.exists() else "x")
+        if len(attempts.read_text()) < number:
+            raise RuntimeError(f"{NOT_FORMED} with Connection closed by peer")
     dist.barrier()
-    return attempt
+    return len(attempts.read_text())
 
 
 def process(rank: int) -> int:

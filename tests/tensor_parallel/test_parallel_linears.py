@@ -191,13 +191,10 @@ def test_a_queue_of_weight_gradients_says_what_it_cannot_do():
         queue.compute(2)
 
 
-# Inductor's code calls a registered op as any other: one case for all ops over a group, of one size, compiles C++.
-@pytest.mark.parametrize(
-    ("kind", "backend", "lengths"),
-    [("column", "aot_eager", (4, 6)), ("row", "aot_eager", (4, 6)), ("column", "inductor", (4,))],
-)
-def test_compiles_to_one_graph(kind, backend, lengths):
-    for results in ranks(2).run(on_rank.compiled, kind, backend, 2, lengths):
+# Inductor's code calls a registered op as any other: one case for all ops over a group.
+@pytest.mark.parametrize(("kind", "backend"), [("column", "aot_eager"), ("row", "aot_eager"), ("column", "inductor")])
+def test_compiles_to_one_graph(kind, backend):
+    for results in ranks(2).run(on_rank.compiled, kind, backend, 2):
         for eager, compiled in zip(results[::2], results[1::2], strict=True):
             torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
