@@ -147,7 +147,7 @@ def _share_a_device() -> None:
     """All groups of gloo in this process have one device and one thread each.
 
     By default each group has a device of its own, whose thread wakes 100 times a second for as long as the group
-    lives. The groups of a module's meshes were 64 in each of 4 ranks, which took a third of two cores.
+    lives. Late in a run each of 4 ranks had 64 groups, of the meshes of the modules before.
     """
     gloo = distributed_c10d.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()
