@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import results, ring_attention
+from benchmarks import bench_ring_attention, results, ring_attention
 from benchmarks.bench_ring_attention import app
 from benchmarks.ring_attention import Measured, Row, Shape
 from support.loopback import LoopbackGroup
@@ -38,7 +38,8 @@ def test_every_measured_call_runs_on_every_rank(documents):
         call()
 
 
-def test_rows_are_written_and_replaced(tmp_path):
+def test_rows_are_written_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_ring_attention, "_CPU", SMALL)
     arguments = ["--quick", "--tokens", "16", "--size", "2", "--link", "45", "--documents", "2"]
     for _ in range(2):
         result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--output", str(tmp_path)])

@@ -12,6 +12,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_drop_in.py"
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_both_columns_are_the_same():
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -45,9 +45,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_megatrons(name):
-    runs = [ranks(2).run(trained.train, Case(drop_in, **CASES[name])) for drop_in in ("stock", "apply", "spec")]
+    cases = [Case(drop_in, **CASES[name]) for drop_in in ("stock", "apply", "spec")]
     close = 5e-3 if CASES[name].get("dtype") else 2e-6  # stock rounds scores and probabilities to bfloat16 too
-    (losses, norms), *others = (run[-1] for run in runs)
+    (losses, norms), *others = ranks(2).run(trained.train, *cases)[-1]
     for other_losses, other_norms in others:
         assert other_losses == pytest.approx(losses, rel=close)
         assert other_norms == pytest.approx(norms, rel=close)
@@ -56,20 +56,19 @@ def test_training_is_megatrons(name):
 def test_deferred_embedding_gradients():
     """Megatron's own layers fail with the flag, so the comparison is with gradients that are not deferred."""
     alike = {"pp": 2, "model": {"share_embeddings_and_output_weights": False}}
-    stock = ranks(2).run(trained.train, Case("stock", config=FUSED, **alike))
-    deferred = ranks(2).run(
-        trained.train, Case("spec", config={**FUSED, "defer_embedding_wgrad_compute": True}, **alike)
-    )
-    assert deferred[-1][0] == pytest.approx(stock[-1][0], rel=2e-6)
-    assert deferred[-1][1] == pytest.approx(stock[-1][1], rel=2e-6)
+    defer = {**FUSED, "defer_embedding_wgrad_compute": True}
+    cases = [Case("stock", config=FUSED, **alike), Case("spec", config=defer, **alike)]
+    stock, deferred = ranks(2).run(trained.train, *cases)[-1]
+    assert deferred[0] == pytest.approx(stock[0], rel=2e-6)
+    assert deferred[1] == pytest.approx(stock[1], rel=2e-6)
 
 
 @pytest.mark.parametrize("position", ["rope", "learned_absolute"])
 def test_context_parallel_is_the_whole_sequence(position):
     """Megatron has it with Transformer Engine only, so the comparison is with the whole sequence on each rank."""
     model = {"position_embedding_type": position}
-    stock = ranks(2).run(trained.train, Case("stock", model=model))
-    shared = ranks(2).run(trained.train, Case("spec", cp=2, model=model))
+    cases = [Case("stock", model=model), Case("spec", cp=2, model=model)]
+    stock, shared = zip(*ranks(2).run(trained.train, *cases), strict=True)
     losses = [sum(of_ranks) / 2 for of_ranks in zip(*(losses for losses, _ in shared), strict=True)]
     assert losses == pytest.approx(stock[0][0], rel=2e-6)
     assert shared[0][1] == pytest.approx(stock[0][1], rel=2e-6)
@@ -98,22 +97,21 @@ def test_cross_entropies(fused, label_smoothing):
             assert off > 1e-4 if fused else off < 1e-5  # the fused one rounds its gradient to bfloat16
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"num_query_groups": 2},
-        {"window_size": (3, 0)},
-        {"apply_query_key_layer_scaling": True},
-        {"window_size": (3, 2)},
-        {"softmax_type": "off-by-one"},
-    ],
-    ids=str,
-)
+ATTENTIONS = [
+    {},
+    {"num_query_groups": 2},
+    {"window_size": (3, 0)},
+    {"apply_query_key_layer_scaling": True},
+    {"window_size": (3, 2)},
+    {"softmax_type": "off-by-one"},
+]
+
+
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"mask": True, "type": "padding"}, {"packed": True}], ids=str)
-def test_core_attention(config, options):
-    if config.get("window_size") == (3, 2) and options.get("packed"):
-        pytest.skip("windows that reach forward take no packed sequences")
-    (stock, ours), _ = ranks(2).run(trained.attention, options, Case("stock", config=config))
-    for of_stock, of_ours in zip(stock, ours, strict=True):
-        torch.testing.assert_close(of_ours, of_stock, rtol=1e-4, atol=1e-5)
+def test_core_attention(options):
+    # Windows that reach forward take no packed sequences.
+    configs = [c for c in ATTENTIONS if not (c.get("window_size") == (3, 2) and options.get("packed"))]
+    found, _ = ranks(2).run(trained.attention, options, [Case("stock", config=config) for config in configs])
+    for config, (stock, ours) in zip(configs, found, strict=True):
+        for of_stock, of_ours in zip(stock, ours, strict=True):
+            torch.testing.assert_close(of_ours, of_stock, rtol=1e-4, atol=1e-5, msg=lambda m, c=config: f"{c}: {m}")

@@ -14,9 +14,9 @@ def launches(dtype, dims, rotated):
     from parallel_ops.triton_kernels import rotary_embedding as kernels
 
     # q and k as views of a fused qkv, so that heads and tokens lie apart; k has fewer heads.
-    q, k = (meta(4096, 2, heads, 3 * dims, dtype=dtype)[..., :dims] for heads in (32, 8))
-    cos, y = meta(8192, rotated // 2, dtype=torch.float32), meta(4096, 2, 32, dims, dtype=dtype)
-    positions, cu_seqlens = meta(4096, 2, dtype=torch.int64), meta(9, dtype=torch.int32)
+    q, k = (meta(512, 2, heads, 3 * dims, dtype=dtype)[..., :dims] for heads in (32, 8))
+    cos, y = meta(8192, rotated // 2, dtype=torch.float32), meta(512, 2, 32, dims, dtype=dtype)
+    positions, cu_seqlens = meta(512, 2, dtype=torch.int64), meta(9, dtype=torch.int32)
     with aot.recorded() as recorded:
         for p, interleaved, inverse in ((None, False, False), (positions, False, True), (positions, True, False)):
             kernels.rotate(q, None, cos, cos, p, None, y, None, interleaved=interleaved, inverse=inverse)
@@ -97,7 +97,7 @@ def test_interpreted(shape, half, dtype, interleaved):
     suite.check_numerics(interpreted(interleaved), reference, [transposed, *cos_sin, None], None, slack_ulps=1)
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_q_and_k_in_one_launch(dtype, interleaved):
@@ -141,7 +141,7 @@ def test_positions_out_of_range_give_nan_and_read_nothing():
     assert y[0].isfinite().all() and y[1:].isnan().all()
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 def test_any_layout_gives_the_same_bits():
     """In fp32, where the compiler's choice of the product that is not rounded would show."""
     from parallel_ops import rotary_embedding

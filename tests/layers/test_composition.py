@@ -56,8 +56,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(kind, tmp_path):
         else:
             ranks(4).run(composition.train, kind, layout, path)
     for number, layout in enumerate(saved):
-        # A GPT from each into each; a Llama from each into the next.
-        paths = list(saved.values()) if kind == "gpt" else [list(saved.values())[number - 1]]
+        # A GPT from each into the next; a Llama from each into the one after that.
+        paths = [list(saved.values())[number - (1 if kind == "gpt" else 2)]]
         if layout == "one":
             outcomes = [composition.resume(0, kind, layout, paths)]
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx.values import Array
+from ptx.values import Array, distinct, first_of_each, lengths
 
 SECTOR = 32  # bytes, the unit in which global memory moves
 
@@ -69,15 +69,13 @@ class Report:
     def note(self, kind: str, operand: str, address: Array, size: int, warp: Array, program: Array) -> None:
         traffic = (self.loads if kind == "load" else self.stores)[operand]
         address = address.astype(np.int64)
-        place = np.unique((warp.astype(np.int64) << 40) + address)
-        sectors = np.unique(place // SECTOR)
-        warps = place >> 40
-        traffic.sectors += len(sectors) if size <= SECTOR else len(sectors) * size // SECTOR
+        place = distinct((warp.astype(np.int64) << 40) + address)
+        sectors = np.count_nonzero(first_of_each(place // SECTOR))
+        traffic.sectors += sectors if size <= SECTOR else sectors * size // SECTOR
         traffic.bytes += len(place) * size
         traffic.widths[8 * size] += len(place) * size
-        _, counts = np.unique(warps, return_counts=True)
-        traffic.least += int((-(-counts * size // SECTOR)).sum())
-        traffic.per_program.append(np.unique((program.astype(np.int64) << 40) + address // SECTOR))
+        traffic.least += int((-(-lengths(place >> 40) * size // SECTOR)).sum())
+        traffic.per_program.append(distinct((program.astype(np.int64) << 40) + address // SECTOR))
 
     @property
     def sector_ratio(self) -> float:

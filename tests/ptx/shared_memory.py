@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ptx.values import UNSIGNED, Array, Fault
+from ptx.values import UNSIGNED, Array, Fault, distinct, first_of_each, lengths
 
 _WARPS = 20  # bits of a stamp that hold the warp; those above count barriers
 _SEVERAL = (1 << _WARPS) - 1  # read by more than one warp
@@ -114,9 +114,9 @@ def wavefronts(warp: Array, address: Array, size: int) -> tuple[int, int]:
     phase = warp.astype(np.int64) * 32 + lane // lanes_a_phase
     words = max(1, size // _BANK_BYTES)
     word = (address.astype(np.int64)[:, None] // _BANK_BYTES + np.arange(words)).ravel()
-    distinct = np.unique((np.repeat(phase, words) << 20) + word)
-    phases, counts = np.unique(distinct >> 20, return_counts=True)
-    banks, conflicts = np.unique((distinct >> 20) * _BANKS + distinct % _BANKS, return_counts=True)
-    worst = np.zeros(len(phases), np.int64)
-    np.maximum.at(worst, np.searchsorted(phases, banks // _BANKS), conflicts)
+    touched = distinct((np.repeat(phase, words) << 20) + word)
+    counts = lengths(touched >> 20)
+    banks = np.sort((touched >> 20) * _BANKS + touched % _BANKS, kind="stable")
+    phases = np.flatnonzero(first_of_each(banks[first_of_each(banks)] // _BANKS))
+    worst = np.maximum.reduceat(lengths(banks), phases)
     return int(worst.sum()), int((-(-counts // _BANKS)).sum())

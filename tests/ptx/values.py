@@ -95,3 +95,22 @@ def flushed(x: Array) -> Array:
     """Subnormal fp32 numbers as zero, which ``.ftz`` asks for."""
     tiny = np.abs(x) < np.finfo(np.float32).smallest_normal
     return np.where(tiny, np.copysign(np.float32(0), x), x)
+
+
+def first_of_each(ordered: Array) -> Array:
+    """Where each value of an ordered array comes first."""
+    first = np.empty(len(ordered), np.bool_)
+    first[:1] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return first
+
+
+def lengths(ordered: Array) -> Array:
+    """How often each value of an ordered array is there."""
+    return np.diff(np.append(np.flatnonzero(first_of_each(ordered)), len(ordered)))
+
+
+def distinct(values: Array) -> Array:
+    """As np.unique, which takes 3 to 50 times as long: addresses of threads come in runs that rise."""
+    ordered = np.sort(values, kind="stable")
+    return ordered[first_of_each(ordered)]

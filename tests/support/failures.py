@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Receive, Send
 from parallel_ops.comm.transport.c10d import C10dTransport
+from support.distributed import NOT_FORMED
 
 
 def _transport(group: ProcessGroup) -> None:
@@ -174,3 +176,32 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
         assert group not in consistency._posted
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def connect_at_attempt(rank: int, number: int, folder: str) -> int:
+    """The attempt's number; before the one of this number, rank 1 fails as gloo does now and then."""
+    attempts = Path(folder, "attempts")
+    if rank == 1:
+        attempts.write_text(attempts.read_text() + "x" if attempts.exists() else "x")
+        if len(attempts.read_text()) < number:
+            raise RuntimeError(f"{NOT_FORMED} with Connection closed by peer")
+    dist.barrier()
+    return len(attempts.read_text())
+
+
+def process(rank: int) -> int:
+    return os.getpid()
+
+
+def kill_itself(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_alone_at_once(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("alone")
+
+
+def stay_silent(rank: int) -> None:
+    if rank == 0:
+        time.sleep(60)

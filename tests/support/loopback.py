@@ -105,53 +105,56 @@ class _Baton:
     def __init__(self, size: int, seed: int | None) -> None:
         self._size = size
         self._random = None if seed is None else random.Random(seed)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each thread: each is woken for its own turn, not all 16 for everybody's.
+        self._turns = [threading.Condition(self._lock) for _ in range(size)]
         self._running: int | None = None
         self._waiting: dict[int, _Waiting] = {rank: _Waiting(lambda: True, "", "to start") for rank in range(size)}
         self._ended: dict[int, BaseException | None] = {}
         self._stuck: dict[int, str] = {}
 
     def start(self) -> None:
-        with self._changed:
+        with self._lock:
             self._pass_on(self._size - 1)
 
     def take(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._running == rank)
+        with self._lock:
+            self._turns[rank].wait_for(lambda: self._running == rank)
 
     def give(self, rank: int, ready: Callable[[], bool], op: str, what: str) -> None:
         """Lets others run until ``ready()``. PeerError if that cannot come about any more."""
-        with self._changed:
+        with self._lock:
             self._waiting[rank] = _Waiting(ready, op, what)
             self._pass_on(rank)
-            self._changed.wait_for(lambda: self._running == rank)
+            self._turns[rank].wait_for(lambda: self._running == rank)
             in_vain = self._stuck.pop(rank, None)
         if in_vain is not None:
             raise PeerError(in_vain)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             self._ended[rank] = error
             self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
+        self._running = self._next(rank)
+        if self._running is not None:
+            self._turns[self._running].notify()
+
+    def _next(self, rank: int) -> int | None:
         if self._stuck:  # the ranks of a deadlock end one after another
-            self._running = min(self._stuck)
-            self._changed.notify_all()
-            return
+            return min(self._stuck)
         able = [r for r in sorted(self._waiting) if self._waiting[r].ready()]
         if able:
             after = [r for r in able if r > rank]
             chosen = self._random.choice(able) if self._random else (after or able)[0]
             del self._waiting[chosen]
-            self._running = chosen
-        elif self._waiting:
+            return chosen
+        if self._waiting:
             self._stuck = {r: self._why(r) for r in self._waiting}
             self._waiting.clear()
-            self._running = min(self._stuck)
-        else:
-            self._running = None
-        self._changed.notify_all()
+            return min(self._stuck)
+        return None
 
     def _why(self, rank: int) -> str:
         own = self._waiting[rank]

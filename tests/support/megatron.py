@@ -47,11 +47,16 @@ def tagged_torch_norm(_, config, hidden_size, eps=1e-5, **__):
 
 
 @contextlib.contextmanager
+def on_cpu():
+    """Megatron on the CPU; its own compiled fusions run as they are written. Leaving takes a third of a second."""
+    with torch.compiler.set_stance("force_eager"), megatron.on_cpu():
+        yield
+
+
+@contextlib.contextmanager
 def drop_in(case):
-    """Megatron with what the case says, on the CPU; its own compiled fusions run as they are written."""
+    """Megatron with what the case says."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(megatron.on_cpu())
         if case.drop_in != "stock":
             stack.enter_context(megatron.apply(exact_megatron=case.exact))
         else:
@@ -75,14 +80,18 @@ def leave_groups():
             dist.destroy_process_group(group)
 
 
-def train(rank, case):
-    """Losses (on the last stage) and gradient norms of each step. The group of all ranks exists."""
-    with drop_in(case):
-        parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
-        try:
-            return _train(case)
-        finally:
-            leave_groups()
+def train(rank, *cases):
+    """For each case, losses (on the last stage) and gradient norms of each step. The group of all ranks exists."""
+    results = []
+    with on_cpu():
+        for case in cases:
+            with drop_in(case):
+                parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
+                try:
+                    results.append(_train(case))
+                finally:
+                    leave_groups()
+    return results
 
 
 def build(case, **stages):
@@ -163,8 +172,17 @@ def losses_of_shards(rank, label_smoothing, fused):
     return results, inside
 
 
-def attention(rank, options, case):
-    """Megatron's core of attention and ours, of the same heads: outputs and gradients of q, k and v."""
+def attention(rank, options, cases):
+    """For each case, of Megatron's core of attention and ours of the same heads outputs and gradients of q, k and v."""
+    with on_cpu():
+        parallel_state.initialize_model_parallel(1)
+        try:
+            return [_attention(options, case) for case in cases]
+        finally:
+            leave_groups()
+
+
+def _attention(options, case):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -172,51 +190,46 @@ def attention(rank, options, case):
     from parallel_ops.integrations.megatron.attention import CoreAttention
 
     with drop_in(case):
-        parallel_state.initialize_model_parallel(1)
-        try:
-            config, _ = build(case)
-            sq = LENGTH
-            generator = torch.Generator().manual_seed(0)
-            q, k, v = (
-                torch.randn(sq, 2, h, 8, generator=generator)
-                for h in (4, config.num_query_groups, config.num_query_groups)
-            )
-            grad = torch.randn(2, sq, 32, generator=generator).transpose(0, 1)
-            mask = None
-            if options.get("mask"):
-                mask = torch.rand(2, 1, sq, sq, generator=generator) < 0.3
-                mask[..., 0] = False
-            kind = AttnMaskType[options.get("type", "causal")]
-            results = []
-            for core in (DotProductAttention, CoreAttention):
-                inputs = [t.clone().requires_grad_() for t in (q, k, v)]
-                attend = core(config, 2, kind, "self")
-                window = attend.scale_mask_softmax.window_size
-                if mask is not None and window is not None and core is DotProductAttention:  # drops it, through 0.19
-                    ago = torch.arange(sq)[:, None] - torch.arange(sq)
-                    mask = mask | (ago > window[0]) | (ago < -window[1])
-                    attend.scale_mask_softmax.window_size = None
-                if not options.get("packed"):
-                    out = attend(*inputs, None if mask is None else mask.clone())
-                elif core is CoreAttention:
-                    tokens = [t.flatten(0, 1) for t in inputs]
-                    starts = torch.tensor([0, 12, 2 * sq], dtype=torch.int32)
-                    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
-                    out = attend(*tokens, None, packed_seq_params=packed).view(sq, 2, -1)
-                else:
-                    documents = zip(*(t.flatten(0, 1).split([12, 2 * sq - 12]) for t in inputs), strict=True)
-                    outs = [attend(*(t.unsqueeze(1) for t in document), None) for document in documents]
-                    out = torch.cat(outs).view(sq, 2, -1)
-                out.backward(grad)
-                results.append([out.detach(), *(t.grad for t in inputs)])
-            return results
-        finally:
-            leave_groups()
+        config, _ = build(case)
+        sq = LENGTH
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(sq, 2, h, 8, generator=generator) for h in (4, config.num_query_groups, config.num_query_groups)
+        )
+        grad = torch.randn(2, sq, 32, generator=generator).transpose(0, 1)
+        mask = None
+        if options.get("mask"):
+            mask = torch.rand(2, 1, sq, sq, generator=generator) < 0.3
+            mask[..., 0] = False
+        kind = AttnMaskType[options.get("type", "causal")]
+        results = []
+        for core in (DotProductAttention, CoreAttention):
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            attend = core(config, 2, kind, "self")
+            window = attend.scale_mask_softmax.window_size
+            if mask is not None and window is not None and core is DotProductAttention:  # drops it, through 0.19
+                ago = torch.arange(sq)[:, None] - torch.arange(sq)
+                mask = mask | (ago > window[0]) | (ago < -window[1])
+                attend.scale_mask_softmax.window_size = None
+            if not options.get("packed"):
+                out = attend(*inputs, None if mask is None else mask.clone())
+            elif core is CoreAttention:
+                tokens = [t.flatten(0, 1) for t in inputs]
+                starts = torch.tensor([0, 12, 2 * sq], dtype=torch.int32)
+                packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+                out = attend(*tokens, None, packed_seq_params=packed).view(sq, 2, -1)
+            else:
+                documents = zip(*(t.flatten(0, 1).split([12, 2 * sq - 12]) for t in inputs), strict=True)
+                outs = [attend(*(t.unsqueeze(1) for t in document), None) for document in documents]
+                out = torch.cat(outs).view(sq, 2, -1)
+            out.backward(grad)
+            results.append([out.detach(), *(t.grad for t in inputs)])
+        return results
 
 
 def surface(rank, case):
     """What Megatron's optimizer, data parallelism and checkpoints read of a model's parameters."""
-    with drop_in(case):
+    with on_cpu(), drop_in(case):
         parallel_state.initialize_model_parallel(case.tp)
         try:
             _, model = build(case)

@@ -15,15 +15,15 @@ NAMES = (*DIMENSIONS, "dp", "fsdp", "loss", "ep", "efsdp")
 
 
 def layouts(world: int) -> list[dict[str, int]]:
-    """Every mesh of this many ranks."""
+    """Every mesh of this many ranks; of those that share experts too, one alone without."""
     factors = [n for n in range(1, world + 1) if world % n == 0]
-    return [
-        {**dict(zip(DIMENSIONS, sizes, strict=True)), "ep": ep}
-        for sizes in itertools.product(factors, repeat=5)
-        if math.prod(sizes) == world
-        for ep in factors
-        if math.prod(sizes[2:]) % ep == 0
-    ]
+    found = []
+    for sizes in itertools.product(factors, repeat=5):
+        if math.prod(sizes) == world:
+            experts = [ep for ep in factors if math.prod(sizes[2:]) % ep == 0]
+            both = sizes == (1, 1, world // 2, 1, 2)
+            found += [{**dict(zip(DIMENSIONS, sizes, strict=True)), "ep": e} for e in experts[not both :] or experts]
+    return found
 
 
 def described(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:

@@ -165,12 +165,13 @@ def with_handles(rank: int, kind: str, dtype: torch.dtype, defer: bool, main: bo
     return *results, pending
 
 
-def compiled(rank: int, kind: str, backend: str, overlap: Any):
-    """(y, dx, dW, db), eager and compiled to one graph, on two sizes."""
+def compiled(rank: int, kind: str, backend: str, overlap: Any, around: bool):
+    """(y, dx, dW, db), eager and compiled to one graph, on two sizes; with arithmetic ``around`` the op, or alone."""
     torch._dynamo.reset()
 
     def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return F.gelu(OPS[kind](x * 1, w, b, group=dist.group.WORLD, overlap=overlap))
+        y = OPS[kind](x * 1 if around else x, w, b, group=dist.group.WORLD, overlap=overlap)
+        return F.gelu(y) if around else y
 
     results = []
     function = torch.compile(run, fullgraph=True, backend=backend)

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from parallel_ops import ParallelMesh
 from parallel_ops.train.config_file import settings_of
 from parallel_ops.train.trainer import Trainer
+from support.layers import mesh_of
 
 # Where a collective comes from says what it is: sums in rank order travel as other kinds.
 _SOURCES = {
@@ -99,7 +99,7 @@ def _kind(kind: str) -> str:
     """Of a collective, by those who called it: the outermost decides, but for agreements."""
     frame, found = sys._getframe(2), kind
     while frame is not None:
-        file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+        file, function = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
         if file == "consistency.py":
             return "agreement"
         found = _SOURCES.get((file, None)) or _SOURCES.get((file, function)) or found
@@ -135,7 +135,7 @@ def a_step(rank: int, given: dict[str, Any]) -> tuple[Counts, list[tuple[int, in
     """What a step with these settings sends, and what is held in it; see ``_sampled``."""
     settings = settings_of(given)
     plan = settings.plan
-    mesh = ParallelMesh(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp)
+    mesh = mesh_of(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp)
     trainer = Trainer(settings, mesh)
     trainer.step()
     samples = _sampled(trainer)

@@ -167,12 +167,11 @@ def test_same_bits_on_every_run(device, options):
 
 @devices
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_to_one_graph_for_all_sizes(device, options, backend):
+def test_compiles_to_one_graph_for_all_sizes(device, options):
     ours = positional(vocab_parallel_linear_cross_entropy, **options)
     cases = [inputs((n, 3), h, v, device=device, ignored=0.5) for n, h, v in ((4, 8, 9), (6, 10, 7))]
     torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     for args in cases:
         for a, b in zip(suite.forward_backward(ours, args), suite.forward_backward(compiled, args), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -49,6 +49,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
     assert [result.step for result in done] == [5, 5]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("killed", [(1,), (0, 1)], ids=["one rank", "all ranks"])
 def test_killed_in_the_middle_of_a_save(data, tmp_path, killed):
     """The second of two checkpoints; the first is whole, and the run resumes from it."""

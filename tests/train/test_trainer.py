@@ -72,7 +72,8 @@ def drawn(number, processes):
 @functools.cache
 def alone(data, kind, document_mask):
     model = {**runs.MODELS[kind], "num_layers": 4}
-    return runs.steps_of(0, runs.settings_of(data, model=model, data={"document_mask": document_mask}))
+    settings = runs.settings_of(data, model=model, data={"document_mask": document_mask}, run={"steps": 4})
+    return runs.steps_of(0, settings)
 
 
 def run(settings, resume=None, steps=None):
@@ -87,17 +88,18 @@ def close(got, want):
 
 
 def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
-    """Five steps, the last two on another plan than the first three: as one process takes them."""
+    """Four steps, the last two on another plan than the first two: as one process takes them."""
     for number in range(pytestconfig.getoption("plans")):
         draw = random.Random(number)
         kind, document_mask = draw.choice(("gpt", "llama")), draw.random() < 0.5
         first, second = drawn(2 * number, 4), drawn(2 * number + 1, draw.choice((1, 2, 4)))
         folder = tmp_path / str(number)
-        common = {"model": {**runs.MODELS[kind], "num_layers": 4}, "data": {"document_mask": document_mask}}
-        started = run(runs.settings_of(data, **common, **first, checkpoint={"dir": str(folder)}), None, 3)
+        common = {"data": {"document_mask": document_mask}, "run": {"steps": 4}}
+        common["model"] = {**runs.MODELS[kind], "num_layers": 4}
+        started = run(runs.settings_of(data, **common, **first, checkpoint={"dir": str(folder)}), None, 2)
         went_on = run(runs.settings_of(data, **common, **second), folder)
         want = alone(data, kind, document_mask)
-        for got, expected in [*((s, want[:3]) for s in started), *((s, want[3:]) for s in went_on)]:
+        for got, expected in [*((s, want[:2]) for s in started), *((s, want[2:]) for s in went_on)]:
             try:
                 close(got, expected)
             except AssertionError as error:
@@ -108,31 +110,38 @@ def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
 
 @pytest.mark.parametrize(("processes", "plan"), [(2, {"cp": 2}), (4, {"cp": 4}), (4, {"cp": 2, "tp": 2})])
 def test_dropout_is_the_same_at_any_number_of_context_parallel_ranks(data, processes, plan):
-    sections = {"model": {**runs.MODELS["llama"], "dropout": 0.2, "attention_dropout": 0.1}, "run": {"steps": 3}}
-    want = runs.steps_of(0, runs.settings_of(data, **sections))
-    plan = {"global_batch": BATCH, "zero": 2, "sequence_parallel": plan.get("tp", 1) > 1, **plan}
+    sections = {"model": {**runs.MODELS["llama"], "dropout": 0.2, "attention_dropout": 0.1}, "run": {"steps": 2}}
+    batches = {"global_batch": 4, "micro_batch": 2}
+    want = runs.steps_of(0, runs.settings_of(data, parallel=batches, **sections))
+    plan = {**batches, "zero": 2, "sequence_parallel": plan.get("tp", 1) > 1, **plan}
     for got in ranks(processes).run(runs.steps_of, runs.settings_of(data, parallel=plan, **sections)):
         close(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def with_dropout(data, dtype, **sections):
+    return runs.settings_of(
+        data, model={**runs.MODELS["gpt"], "dropout": 0.1}, precision={"dtype": dtype},
+        parallel={"dp": 2, "zero": 2, "global_batch": BATCH, "micro_batch": 2}, **sections,
+    )  # fmt: skip
+
+
+@functools.cache
+def whole_with_dropout(data, dtype):
+    return ranks(2).run(runs.steps_of, with_dropout(data, dtype))[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_run_goes_on_bit_by_bit(data, tmp_path, dtype):
     """With dropout, on the ranks that it was on."""
-    sections = {
-        "model": {**runs.MODELS["gpt"], "dropout": 0.1},
-        "parallel": {"dp": 2, "zero": 2, "global_batch": BATCH, "micro_batch": 2},
-        "precision": {"dtype": dtype},
-    }
-    settings = runs.settings_of(data, **sections)
-    whole = ranks(2).run(runs.steps_of, settings)[0]
-    saving = runs.settings_of(data, **sections, checkpoint={"dir": str(tmp_path)})
+    settings, whole = with_dropout(data, dtype), whole_with_dropout(data, dtype)
+    saving = with_dropout(data, dtype, checkpoint={"dir": str(tmp_path)})
     assert ranks(2).run(runs.steps_of, saving, None, 3)[0] == whole[:3]
     assert ranks(2).run(runs.steps_of, settings, tmp_path)[0] == whole[3:]
     if dtype == "fp32":
         assert len(set(whole)) == 5
         return
-    exact = ranks(2).run(runs.steps_of, runs.settings_of(data, **{**sections, "precision": {"dtype": "fp32"}}))[0]
-    assert [loss for loss, _ in whole] == pytest.approx([loss for loss, _ in exact], rel=2e-3)
+    exact = [loss for loss, _ in whole_with_dropout(data, "fp32")]
+    assert [loss for loss, _ in whole] == pytest.approx(exact, rel=2e-3)
 
 
 def test_a_save_is_of_the_moment_it_began(data, tmp_path):
@@ -304,7 +313,7 @@ def test_ranks_that_share_a_key_head(data):
     """Two key heads over four ranks."""
     model = {**runs.MODELS["llama"], "num_kv_heads": 2}
     want = runs.steps_of(0, runs.settings_of(data, model=model), None, 3)
-    tp4 = runs.settings_of(data, model=model, parallel={"tp": 4, "global_batch": 8})
+    tp4 = runs.settings_of(data, model=model, parallel={"tp": 4, "global_batch": 8, "micro_batch": 4})
     for got in ranks(4).run(runs.steps_of, tp4, None, 3):
         close(got, want)
 
@@ -366,11 +375,13 @@ def test_half_precision_finds_a_scale(data):
 @pytest.mark.parametrize("cp", [2, 4])
 def test_half_precision_overflows_where_one_process_does(data, cp):
     """The loss scale means the same where ranks share a sequence: the same steps are skipped until one fits."""
+    batches = {"global_batch": 4, "micro_batch": 2}
     options = {"model": runs.MODELS["llama"], "run": {"steps": 4}}
-    options["precision"] = {"dtype": "fp16", "initial_scale": 2.0**23}
-    scales, skipped = runs.scales_of(0, runs.settings_of(data, **options))
+    options["precision"] = {"dtype": "fp16", "initial_scale": 2.0**22}
+    scales, skipped = runs.scales_of(0, runs.settings_of(data, parallel=batches, **options))
     assert skipped[0] and not skipped[-1]
-    for got in ranks(cp).run(runs.scales_of, runs.settings_of(data, parallel={"cp": cp, "zero": 2}, **options)):
+    shared = runs.settings_of(data, parallel={**batches, "cp": cp, "zero": 2}, **options)
+    for got in ranks(cp).run(runs.scales_of, shared):
         assert got == (scales, skipped)
 
 

@@ -286,6 +286,7 @@ class TestReport:
         assert (tmp_path / "p.svg").stat().st_size > 1000
 
 
+@pytest.mark.runs
 def test_importing_the_package_imports_none_of_the_extras():
     code = "import sys, parallel_ops, parallel_ops.models, benchmarks.demo.runs\n"
     code += "sys.exit(bool({'typer', 'rich', 'matplotlib'} & set(sys.modules)))"

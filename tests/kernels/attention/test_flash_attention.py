@@ -206,7 +206,7 @@ def test_options(name, small_tiles):
     check(OPTIONS[name])
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 def test_random_spans(small_tiles, trials):
     """Empty spans between others, documents of queries in another order than those of keys."""
     for trial in range(2 if trials is None else trials):
@@ -225,7 +225,7 @@ def test_at_the_sizes_that_a_gpu_runs(dims):
     check(Case(TokenRange(180, 140), (TokenRange(0, 320),), dims=dims, heads=1, window=300, scale=0.1))
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 def test_layouts(small_tiles):
     """Slices of a projection, heads before tokens, tokens far apart: the bits of contiguous tensors."""
     case = Case(TokenRange(0, 40), (TokenRange(0, 40),), dims=16)

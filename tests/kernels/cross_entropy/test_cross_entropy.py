@@ -135,7 +135,7 @@ def test_interpreted(shape, shards, options, dtype):
     suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=2)
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_interpreted_class_weights(dtype):
     """Over three shards of uneven size; in fp64 options and constants are fp64 through and through."""
@@ -205,7 +205,7 @@ def test_interpreted_with_the_gradient_in_the_forward(dtype, inplace):
             suite.check_numerics(kernels, reference, [logits, target], grad, slack_ulps=slack)
 
 
-@pytest.mark.executed
+@pytest.mark.executed(smoke=False)
 def test_interpreted_many_rows():
     logits, target = randn(130, 5, dtype=torch.float32), torch.arange(130) % 5
     kernels = interpreted(0.1, 0.01, None, 3)

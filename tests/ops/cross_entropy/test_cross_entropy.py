@@ -125,19 +125,26 @@ def test_layouts(device, dtype):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [*((options, "aot_eager") for options in OPTIONS), ({"reduction": "none"}, "inductor")],
+    ids=str,
+)
 def test_compiles_to_one_graph_for_all_sizes(device, options, backend):
-    """Some targets are ignored: a peer's loss is silently wrong there."""
+    """Some targets are ignored: a peer's loss is silently wrong there.
 
-    def op(x, t):
-        return vocab_parallel_cross_entropy(x * 1, t, inplace_backward=True, **options)
+    Inductor's case is that of ops that write over an input, as ``bias_gelu``'s is of all others. The input comes from a
+    product: for other arithmetic Inductor compiles C++, 20 s on fresh caches.
+    """
+
+    def op(x, t, one):
+        return vocab_parallel_cross_entropy(x @ one, t, inplace_backward=True, **options)
 
     torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, dynamic=True, backend=backend)
     for n, v in ((4, 8), (6, 10)):
         args = [randn(n, 3, v, dtype=torch.float32, device=device), targets((n, 3), v, device, ignored=0.5)]
-        # Not bit for bit: inductor sums the rows in its own order.
+        args.append(torch.eye(v, device=device))
         for a, b in zip(suite.forward_backward(op, args), suite.forward_backward(compiled, args), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 

@@ -156,7 +156,8 @@ def test_compiles_to_one_graph_for_all_sizes(device, norm, residual):
     options = {"dtype": torch.float32, "device": device, "residual": residual}
     cases = [arguments(norm, n, 3, h, **options)[0] for n, h in [(4, 8), (6, 10)]]
     suite.check_compiles(with_residual(norm.op), cases)
-    suite.check_compiles(with_residual(norm.op), cases, backend="inductor")
+    if residual and norm.name == "layer_norm":  # Inductor's case of an op with several outputs
+        suite.check_compiles(with_residual(norm.op), cases, backend="inductor")
 
 
 @residuals
