@@ -105,6 +105,7 @@ def extension() -> Extension:
     # NaN and infinities keep their meaning, so no -ffast-math; these two only let loops with a choice vectorise.
     flags = [
         "-O3",
+        "-g0",  # Python asks for debugging information, which takes a quarter of the build
         "-std=c++17",
         "-fno-math-errno",
         "-fno-trapping-math",
