@@ -101,7 +101,9 @@ def with_gradient(
     x, rows, cols, x_stride = as_rows(logits)
     # Softcap and class weights take registers: half as many elements a thread, else they spill.
     thread_bytes = 32 if softcap > 0.0 or class_weight is not None else 64
-    wide = 32 * ROW_WARPS * thread_bytes // (4 if logits.dtype is torch.float64 else 1) // logits.dtype.itemsize
+    # Of 32 warps a thread has 64 registers, where a softcap needs some 70.
+    warps = ROW_WARPS // 2 if softcap > 0.0 else ROW_WARPS
+    wide = 32 * warps * thread_bytes // (4 if logits.dtype is torch.float64 else 1) // logits.dtype.itemsize
     block_cols = min(wide, next_power_of_2(max(cols, 1)))
     smoothing = label_smoothing != 0.0
     launch(
@@ -111,7 +113,7 @@ def with_gradient(
         IGNORE_OUT_OF_RANGE=ignore_out_of_range, SOFTCAP=softcap > 0.0, SMOOTHING=smoothing,
         WIDTH=7 if class_weight is not None else 5 if smoothing else 3, EVEN=cols % block_cols == 0 and cols > 0,
         UNIT=unit_of(cols, x_stride), WHOLE=cols <= block_cols, BLOCK_COLS=block_cols,
-        num_warps=max(1, min(ROW_WARPS, block_cols * logits.dtype.itemsize // (32 * thread_bytes))),
+        num_warps=max(1, min(warps, block_cols * logits.dtype.itemsize // (32 * thread_bytes))),
     )  # fmt: skip
 
 
