@@ -16,6 +16,8 @@ import torch
 
 pytest.importorskip("pydantic")
 
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
 from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint.description import DESCRIPTION, METADATA, checksum
 from parallel_ops.train.data.datasets import Dataset
@@ -68,7 +70,7 @@ def entry_of(metadata, kind):
 
 
 def with_data(kind):
-    """An entry of this kind is something that torch's own planner or ``torch.load`` would run."""
+    """A tensor, or what says that it is of this kind, is something that torch's planner or ``torch.load`` would run."""
 
     def act(path, flag):
         file = path / "__0_0.distcp"
@@ -77,7 +79,12 @@ def with_data(kind):
         file.write_bytes(data + content.getvalue())
 
         def change(metadata, _):
-            place = metadata.storage_data[entry_of(metadata, kind)]
+            entry = entry_of(metadata, "TensorStorageMetadata")
+            if kind == "BytesStorageMetadata":
+                metadata.state_dict_metadata[entry.fqn] = BytesStorageMetadata()
+                metadata.storage_data[MetadataIndex(entry.fqn)] = metadata.storage_data.pop(entry)
+                entry = MetadataIndex(entry.fqn)
+            place = metadata.storage_data[entry]
             place.offset, place.length = len(data), len(content.getvalue())
 
         with_metadata(change)(path, flag)
