@@ -7,7 +7,9 @@ complete. torch's own pipeline runtime does the same (``_PipelineStageBase.perfo
 
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.nn import Module
 
 
@@ -38,11 +40,28 @@ def reduce(module: Module, *, replicas: bool) -> None:
     """
     accumulate(module)  # a reduction takes gradients of one dtype
     for group in _groups(module):
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            _complete(group)
         before = group.reduce_grads, group.all_reduce_grads
         group.reduce_grads, group.all_reduce_grads = True, replicas
         group.post_backward()
         group.reduce_grads, group.all_reduce_grads = before
         group._training_state = type(group._training_state).IDLE
+
+
+def _complete(group: Any) -> None:
+    """Gives parameters without a gradient one of zeros.
+
+    What is to be summed over replicas is added up in one buffer, without names: reductions of a step must have the same
+    parameters. Of the last micro-batch, I may have run, and been reduced, before W.
+    """
+    for parameter in group.fsdp_params:
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if unsharded is None or not unsharded.requires_grad:
+            continue
+        if parameter.unsharded_accumulated_grad is None and unsharded.grad is None:
+            unsharded.grad = torch.zeros_like(unsharded)
+            parameter.to_accumulated_grad_if_needed()
 
 
 def finish(root: Module) -> None:

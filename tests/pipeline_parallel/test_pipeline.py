@@ -53,6 +53,14 @@ def test_any_schedule_and_parallelism_equals_one_process(trials):
         agrees(ranks(4).run(staged.step, text, kind, documents), text, kind, documents)
 
 
+def test_replicas_of_what_is_reduced_after_each_micro_batch():
+    """The input halves of two micro-batches are reduced together, their weight halves are not."""
+    text = "pp=2,dp=2,dp_replicate=2,schedule=zb-h1,global_batch=12,zero=3,dtype=fp32"
+    agrees(ranks(4).run(staged.step, text, "gpt2"), text, "gpt2")
+    text = "pp=2,dp=4,dp_replicate=2,schedule=zb-v,virtual_stages=2,global_batch=16,zero=3,dtype=bf16"
+    agrees(ranks(8).run(staged.step, text, "llama"), text, "llama", rtol=0.05)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_eight_ranks(schedule):
     text = f"pp=2,dp=2,tp=2,zero=1,sequence_parallel=true,schedule={schedule},global_batch=8,dtype=fp32"
