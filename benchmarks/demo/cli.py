@@ -147,7 +147,8 @@ def command(
         if everything:
             _check_four(place)
             parallel.append(in_parallel(settings, dp=2, tp=2, zero=3, sequence_parallel=sequence_parallel))
-            parallel.append(in_parallel(settings, pp=2))
+            if num_layers > 1:  # a stage needs one
+                parallel.append(in_parallel(settings, pp=2))
         if (length := len(load_text(source))) < seq_length + 1:
             raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
         _check_outputs(output, json)

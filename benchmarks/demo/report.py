@@ -23,8 +23,8 @@ STYLES = {
     "fused": ("#8ab6d6", 2.2, "solid"),
     "fused-compiled": ("#1d3557", 1.8, (0, (4, 2))),
 }
-# The first and the second parallel run.
-PARALLEL_STYLES = (("#2a9d8f", 1.8, (0, (1, 2))), ("#6a4c93", 1.4, (0, (5, 3))))
+# The parallel runs, in their order: as many as the options can start.
+PARALLEL_STYLES = (("#2a9d8f", 1.8, (0, (1, 2))), ("#6a4c93", 1.4, (0, (5, 3))), ("#b5179e", 1.4, (0, (2, 4))))
 
 
 def final_loss(run: Run) -> float:

@@ -49,10 +49,12 @@ def check(result, names):
 
 @pytest.mark.runs
 def test_all_runs_have_one_loss_curve(tmp_path, text):
-    done, result = run(["--tp", "2", "--sequence-parallel", "--all", "--runs", "plain,fused"], tmp_path, text)
+    done, result = run(
+        ["--tp", "2", "--sequence-parallel", "--all", "--num-layers", "2", "--runs", "plain,fused"], tmp_path, text
+    )
     assert done.stderr == ""
     names = ["plain", "fused", "tp2", "dp2-tp2-zero3", "pp2"]
-    assert done.stdout.split()[:4] == names
+    assert done.stdout.split()[:5] == names
     check(result, names)
 
 
