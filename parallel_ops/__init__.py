@@ -62,7 +62,10 @@ _HOMES = {
     "vocab_parallel_cross_entropy": "tensor_parallel",
     "vocab_parallel_linear_cross_entropy": "tensor_parallel",
 }
-_ROOMS = {"comm", "context_parallel", "integrations", "layers", "models", "ops", "planner", "tensor_parallel", "train"}
+_ROOMS = {
+    "comm", "context_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel", "planner",
+    "tensor_parallel", "train",
+}  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker would take any name that it could not resolve yet from here

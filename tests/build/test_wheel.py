@@ -207,7 +207,7 @@ def test_every_module_is_imported_from_the_wheel(environment):
     assert [file for file in imported.values() if not Path(file).is_relative_to(environment)] == []
     assert {
         "parallel_ops.planner.export.megatron",
-        "parallel_ops.ops.bias_gelu",
+        "parallel_ops.ops.activations.bias_gelu",
         "parallel_ops.train",
     } <= imported.keys()
 
