@@ -5,10 +5,10 @@ import weakref
 import pytest
 import torch
 
-from benchmarks import bench_pipeline as bench
 from parallel_ops.pipeline_parallel import Executor, Stages
 from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.trace import Timed, times_of
+from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.planner.schedules.action import Action
 from support import toy_stages
 from support.distributed import ranks
@@ -19,7 +19,7 @@ SECONDS = 0.03
 
 def test_bubbles_are_those_of_the_simulation():
     """Of stages that sleep; a machine in use makes them larger, so the best of three counts."""
-    best = dict.fromkeys(bench.KINDS, 1.0)
+    best = dict.fromkeys(SCHEDULES, 1.0)
     for _ in range(3):
         for kind, (ran, planned) in ranks(4).run(toy_stages.paced, SECONDS, 8)[0].items():
             best[kind] = min(best[kind], ran - planned)

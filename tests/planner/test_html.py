@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -18,6 +17,7 @@ from parallel_ops.planner.export import export
 from parallel_ops.planner.pictures.html import page
 from parallel_ops.planner.pictures.pipeline_picture import folded, pipeline_svg
 from parallel_ops.planner.schedules.schedule import actions, simulate
+from support.html_page import Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 WIDTHS = (1280, 400)
@@ -35,31 +35,8 @@ def document():
     return page(estimates, simulation(model, cluster, plans[0]), rejected)
 
 
-class Structure(HTMLParser):
-    """Tags that are open, and every attribute that could load something."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.loads, self.text = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        self.loads += [value for name, value in attributes if name in ("src", "href", "data", "action")]
-
-    def handle_startendtag(self, tag, attributes):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def test_it_is_well_formed_and_loads_nothing(document):
-    structure = Structure(document)
+    structure = Page(document)
     assert structure.open == []
     assert structure.loads == []
     assert not re.search(r"https?:|url\(|@import|<script", document)
@@ -69,7 +46,7 @@ def test_it_says_what_the_estimates_say(document):
     model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
     plan = Plan(tp=8, pp=8, zero=1, sequence_parallel=True, schedule="zb-v", virtual_stages=2, global_batch=64)
     best = estimate(model, cluster, plan)
-    text = " ".join(Structure(document).text)
+    text = " ".join(Page(document).words)
     for shown in (
         f"{best.step:.3g} s",
         f"{best.mfu:.1%}",
@@ -89,13 +66,13 @@ def test_it_says_what_the_estimates_say(document):
 
 
 def test_the_bubble_is_stated_once_and_figures_have_bands(document):
-    text = " ".join(Structure(document).text)
+    text = " ".join(Page(document).words)
     assert text.count("bubble") == 3  # its sentence, and two legends
     assert "The bubble is the time that a rank waits for others" in text
     assert text.count("±") >= 7
     assert "ties within the error" not in text
     found = estimate(presets.model("llama3-8b"), presets.cluster("h100x8"), Plan(dp=8, zero=3, global_batch=8))
-    text = " ".join(Structure(page([found, found])).text)
+    text = " ".join(Page(page([found, found])).words)
     assert "ties within the error" in text and "2 =" in text
 
 

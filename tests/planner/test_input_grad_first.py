@@ -12,7 +12,7 @@ from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.schedules import steady_state
 from parallel_ops.planner.schedules.schedule import KINDS, WHOLE_BACKWARD, Action, Times, actions, chunks, simulate
-from parallel_ops.planner.schedules.steady_state import idle_time, step_time
+from parallel_ops.planner.schedules.steady_state import step_time
 from parallel_ops.planner.step import StepTime, step_seconds
 
 LLAMA, H100 = presets.model("llama3-70b"), presets.cluster("h100x64")
@@ -138,26 +138,6 @@ def test_schedules_with_a_whole_backward_pass():
         schedule = actions(kind, 2, 4, 2 if kind == "interleaved" else 1)
         found |= {kind for order in schedule for action in order if action.kind == "B"}
     assert found == set(WHOLE_BACKWARD)
-
-
-@given(
-    st.sampled_from([kind for kind in KINDS if kind not in ("zb-h2", "zb-2p")]),
-    st.sampled_from((2, 6, 8, 12, 16)),
-    st.sampled_from((0.5, 0.75, 1, 1.5, 2, 4, 7)),
-    st.tuples(st.floats(0.9, 1.6), st.floats(0.5, 1.1), st.sampled_from((0.0, 0.02, 0.1))),
-    st.booleans(),
-)
-@settings(max_examples=60)
-def test_a_part_of_the_pipeline_stands_for_all_of_it(kind, pp, rounds, passes, barrier):
-    """A search compares plans by this."""
-    i, w, link = passes
-    v = chunks(kind, 2)
-    m = runnable(kind, pp, max(1, int(pp * rounds)))
-    times = Times(forward=1.0, input_grad=i, weight_grad=w, link=link, input_grad_first=True)
-    whole = simulate(actions(kind, pp, m, v), times)
-    expected = whole.step_time if barrier else whole.step_time_without_barrier
-    idle = idle_time(kind, pp, m, v, (1.0, i, w), link, barrier=barrier, input_grad_first=True)
-    assert max(whole.busy) + idle == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", WHOLE_BACKWARD)

@@ -82,19 +82,20 @@ def test_a_program_has_the_times_of_its_simulation():
     st.sampled_from((0.5, 0.75, 1, 1.5, 2, 4, 7)),
     st.tuples(st.floats(0.9, 1.6), st.floats(0.5, 1.1), st.sampled_from((0.0, 0.02, 0.1))),
     st.booleans(),
+    st.booleans(),
 )
-@settings(max_examples=60)
-def test_a_part_of_the_pipeline_stands_for_all_of_it(kind, pp, rounds, passes, barrier):
+@settings(max_examples=120)
+def test_a_part_of_the_pipeline_stands_for_all_of_it(kind, pp, rounds, passes, barrier, first):
     """A search compares plans by this: at most 2 % off the step, also with fewer micro-batches than ranks."""
     i, w, link = passes
     v = 2 if kind in ("interleaved", "zb-v", "dualpipe-v") else 1
     m = max(1, int(pp * rounds))
     m = -(-m // pp) * pp if kind == "interleaved" else max(m, 2 * pp) if kind == "dualpipe-v" else m
     assume(kind != "zb-2p" or pp * m <= 300)  # four searches each
-    times = Times(forward=1.0, input_grad=i, weight_grad=w, link=link)
+    times = Times(forward=1.0, input_grad=i, weight_grad=w, link=link, input_grad_first=first)
     whole = simulate(actions(kind, pp, m, v, times=times if kind == "zb-2p" else None), times)
     expected = whole.step_time if barrier else whole.step_time_without_barrier
-    found = max(whole.busy) + idle_time(kind, pp, m, v, (1.0, i, w), link, barrier=barrier)
+    found = max(whole.busy) + idle_time(kind, pp, m, v, (1.0, i, w), link, barrier=barrier, input_grad_first=first)
     assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from parallel_ops.planner.pictures.bars import COLORS, bars
 from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_html, trace_svg
 from parallel_ops.planner.schedules.schedule import KINDS, Action, Times, actions, simulate
+from support.html_page import Page
 
 TIMES = Times(forward=0.010, input_grad=0.013, weight_grad=0.009, link=0.0005, input_grad_first=True)
 SLOWER = replace(TIMES, forward=0.012, link=0.002)
@@ -123,33 +123,6 @@ def test_a_pair_that_ran_one_after_the_other_has_whole_rows():
     apart = measured(order, [[0, 1, 2, 4]], [[1, 2, 4, 6]])
     assert [bar.half for bar in bars(apart, 0)] == [0, 0, 0, 0]
     assert together.busy == apart.busy == [6]
-
-
-class Page(HTMLParser):
-    """The cells of the table, the words, and what could be loaded."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.rows, self.loads, self.words = [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        self.loads += [value for name, value in attributes if name in ("src", "href", "data", "action")]
-
-    def handle_startendtag(self, tag, attributes):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
 
 
 def test_the_page_has_both_pipelines_and_a_row_for_each_rank():

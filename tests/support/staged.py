@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.config import plain_name
 from parallel_ops.pipeline_parallel import Pipeline
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.planner.schedules.action import Action
 from parallel_ops.planner.schedules.schedule import Simulation, actions, simulate
 from parallel_ops.train import parallelize
@@ -138,8 +138,7 @@ def draws(seed: int, count: int) -> list[tuple[str, str, bool]]:
     layouts = [
         {"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "dp": 2, "dp_replicate": 2},
     ]  # fmt: skip
-    kinds = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"]
-    for layout, kind in itertools.islice(itertools.cycle(itertools.product(layouts, kinds)), count):
+    for layout, kind in itertools.islice(itertools.cycle(itertools.product(layouts, SCHEDULES)), count):
         plan: dict[str, Any] = {**layout, "schedule": kind, "dtype": "fp32"}
         pp, least = layout["pp"], 2 * layout["pp"] if kind == "dualpipe-v" else 1
         m = random.randint(least, 12)
