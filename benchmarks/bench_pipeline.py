@@ -31,18 +31,16 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.pipeline_parallel import Executor, Pipeline, Stages
 from parallel_ops.pipeline_parallel.link import GroupLink
 from parallel_ops.pipeline_parallel.messages import Messages
-from parallel_ops.pipeline_parallel.trace import Recorder, gathered
-from parallel_ops.planner.pictures.trace import measured
-from parallel_ops.planner.plan import V_SHAPED, Plan
-from parallel_ops.planner.schedules.action import Action
-from parallel_ops.planner.schedules.schedule import Simulation, actions, simulate
+from parallel_ops.pipeline_parallel.trace import Recorder, gathered, simulation_of
+from parallel_ops.planner.plan import SCHEDULES, V_SHAPED, Plan
+from parallel_ops.planner.schedules.action import Action, without_pairs
+from parallel_ops.planner.schedules.schedule import actions, simulate
 from parallel_ops.planner.schedules.times import Times
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.train import parallelize
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 MODEL = TransformerConfig(
     vocab_size=8192, seq_length=512, num_layers=4, hidden_size=512, num_heads=8, positions="rotary", norm="rms_norm",
     activation="swiglu", bias=False, tied_embeddings=False,
@@ -84,9 +82,8 @@ def main(
 def schedule_of(kind: str, pp: int, micro_batches: int) -> tuple[list[list[Action]], Stages]:
     """A schedule, and stages of one layer each."""
     virtual = 2 if kind in (*V_SHAPED, "interleaved") else 1
-    found = actions(kind, pp, micro_batches, virtual)
     stages = Stages((1,) * (pp * virtual), pp, kind in V_SHAPED)
-    return [[action._replace(paired=False) for action in order] for order in found], stages
+    return without_pairs(actions(kind, pp, micro_batches, virtual)), stages
 
 
 class Sleep(torch.autograd.Function):
@@ -134,20 +131,14 @@ def paced(rank: int, seconds: float, micro_batches: int) -> dict[str, tuple[floa
     group = dist.group.WORLD
     assert group is not None
     recorder, found = Recorder(torch.device("cpu")), {}
-    for kind in KINDS:
+    for kind in SCHEDULES:
         # The first messages of two ranks connect them.
         one_step(rank, kind, group.size(), 2 * group.size(), 0.0, GroupLink(group), recorder)
         recorder.restart(group)
         schedule = one_step(rank, kind, group.size(), micro_batches, seconds, GroupLink(group), recorder)
-        ran = as_simulation(schedule, recorder, group)
+        ran = simulation_of(gathered(recorder.timed(), group))
         found[kind] = ran.bubble, simulate(schedule, Times(input_grad_first=True)).bubble
     return found
-
-
-def as_simulation(schedule: list[list[Action]], recorder: Recorder, group: dist.ProcessGroup) -> Simulation:
-    """The measured step of all ranks."""
-    timed = gathered(recorder.timed(), group)
-    return measured(schedule, [[t.start for t in own] for own in timed], [[t.end for t in own] for own in timed])
 
 
 def host_times(actions_timed: int = 3000) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Names that torch changed between 2.11 and 2.15, and the few that it keeps to itself. Nothing else knows versions."""
+"""Names that torch changed between 2.11 and 2.15, and the few that it keeps to itself. Nothing else
+knows versions, but ``fsdp`` those of FSDP2."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

@@ -13,11 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.nn import Module
 
 
-def is_managed(module: Module) -> bool:
-    """Whether FSDP2 or ``replicate`` manages parameters of the module itself."""
-    return isinstance(module, FSDPModule)  # also True for replicate
-
-
 def accumulate(module: Module) -> None:
     """Adds the gradients of a module to those of earlier micro-batches in the dtype in which they are reduced.
 

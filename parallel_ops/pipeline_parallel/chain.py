@@ -1,11 +1,11 @@
 """A model of one's own as a chain of modules, which a pipeline can cut."""
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from parallel_ops._internal.module_names import matching
 from parallel_ops.pipeline_parallel.cut import Stages
 
 
@@ -114,17 +114,8 @@ class ModuleChain(nn.Module):
 
 
 def _matching(modules: dict[str, nn.Module], pattern: str) -> list[str]:
-    parts = pattern.split(".")
-    found = [
-        name
-        for name in modules
-        if name.count(".") == len(parts) - 1
-        and all(fnmatch.fnmatchcase(own, part) for own, part in zip(name.split("."), parts, strict=True))
-    ]
-    if not found or found == [""]:
-        raise ValueError(f"ModuleChain: the model has no module {pattern!r}; it has {', '.join(_children(modules))}")
+    found = matching(modules, pattern)
+    if not found:
+        children = ", ".join(name for name in modules if name and "." not in name)
+        raise ValueError(f"ModuleChain: the model has no module {pattern!r}; it has {children}")
     return found
-
-
-def _children(modules: dict[str, nn.Module]) -> list[str]:
-    return [name for name in modules if name and "." not in name]

@@ -1,5 +1,7 @@
 """Sends and receives between the pipeline ranks of a process group."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,26 +27,24 @@ class GroupLink:
 
     def send(self, tensor: Tensor, rank: int, key: Key) -> Work:
         group = self._group if rank > self._group.rank() else self._down
-        with translate_backend_errors("pipeline", group, f"could not send the {key}"):
-            work = dist.isend(tensor, group=group, group_dst=rank)
-        assert work is not None
-        return _Named(work, group, f"could not send the {key}")
+        return _Named(group, f"could not send the {key}", lambda: dist.isend(tensor, group=group, group_dst=rank))
 
     def receive(self, tensor: Tensor, rank: int, key: Key) -> Work:
         group = self._group if rank < self._group.rank() else self._down
-        with translate_backend_errors("pipeline", group, f"did not get the {key}"):
-            work = dist.irecv(tensor, group=group, group_src=rank)
-        assert work is not None
-        return _Named(work, group, f"did not get the {key}")
+        return _Named(group, f"did not get the {key}", lambda: dist.irecv(tensor, group=group, group_src=rank))
 
 
 class _Named:
-    """A message on its way whose error names it."""
+    """A message on its way whose errors name it."""
 
     __slots__ = ("_group", "_what", "_work")
 
-    def __init__(self, work: Work, group: ProcessGroup, what: str) -> None:
-        self._work, self._group, self._what = work, group, what
+    def __init__(self, group: ProcessGroup, what: str, start: Callable[[], Work | None]) -> None:
+        self._group, self._what = group, what
+        with translate_backend_errors("pipeline", group, what):
+            work = start()
+        assert work is not None
+        self._work = work
 
     def wait(self) -> None:
         with translate_backend_errors("pipeline", self._group, self._what):

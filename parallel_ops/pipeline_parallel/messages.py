@@ -108,7 +108,7 @@ class Messages:
         self._due = {peer: deque(keys) for peer, keys in self._order.items()}
         self._count = dict.fromkeys(self._order, 0)
         for peer in self._due:
-            self._post(peer, AHEAD)
+            self._post(peer)
 
     def send(self, key: Key, tensor: Tensor) -> None:
         """Hands a message to the rank of its stage. The tensor must not be changed afterwards.
@@ -137,11 +137,11 @@ class Messages:
             return self._here.pop(key)
         peer = self._source[key]
         if key not in self._posted:
-            self._post(peer, AHEAD, until=key)
+            self._post(peer, until=key)
         work, part = self._posted.pop(key)
         self._count[peer] -= 1
         work.wait()
-        self._post(peer, AHEAD)
+        self._post(peer)
         return self._whole(part)
 
     def end(self) -> None:
@@ -149,9 +149,9 @@ class Messages:
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
-    def _post(self, peer: int, ahead: int, until: Key | None = None) -> None:
+    def _post(self, peer: int, until: Key | None = None) -> None:
         due = self._due[peer]
-        while due and (self._count[peer] < ahead or (until is not None and until not in self._posted)):
+        while due and (self._count[peer] < AHEAD or (until is not None and until not in self._posted)):
             key = due.popleft()
             shape = self._shape if self._share is None else (-(-self._shape.numel() // self._parts),)
             part = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -25,7 +25,7 @@ from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
 from parallel_ops.planner.plan import Plan
-from parallel_ops.planner.schedules.action import Schedule
+from parallel_ops.planner.schedules.action import Schedule, without_pairs
 from parallel_ops.planner.schedules.schedule import actions
 
 
@@ -56,8 +56,7 @@ def schedule_of(plan: Plan) -> Schedule:
     Raises:
         ValueError: The schedule cannot run the plan's number of micro-batches.
     """
-    lists = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages)
-    return [[action._replace(paired=False) for action in order] for order in lists]
+    return without_pairs(actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages))
 
 
 class Pipeline:
@@ -70,6 +69,9 @@ class Pipeline:
             it; ``False`` for compiled blocks.
         dtype: Of the residual stream.
         observers: Called with each action as it starts and ends.
+
+    Attributes:
+        executor: Runs this rank's list; has what the last step held at most.
 
     Raises:
         ValueError: The model has no stages, those of another number of ranks, or no linears that ``split`` needs.
@@ -99,18 +101,13 @@ class Pipeline:
         self.messages = Messages(self.schedule, stages, self.rank, link, share=share)
         blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)
-        self._executor = Executor(
+        self.executor = Executor(
             self.schedule, stages, self.rank, self.messages, queue=queue, observers=[*observers, self._reduction]
         )
         ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
         tied = self.model.tied_weight is not None and self.rank in ends
         self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied else None
         self._counted_elsewhere = self._tied_with is not None and self.rank == ends[1]
-
-    @property
-    def executor(self) -> Executor:
-        """Runs this rank's list; has what the last step held at most."""
-        return self._executor
 
     def step(
         self,
@@ -151,7 +148,7 @@ class Pipeline:
         shape = self.model.stream_shape(*tokens.shape)
         self._reduction.start()
         try:
-            losses = self._executor.step(forward, scale, shape=shape, dtype=self.dtype, device=tokens.device)
+            losses = self.executor.step(forward, scale, shape=shape, dtype=self.dtype, device=tokens.device)
         except Exception as error:
             publish_failure(self.group, f"raised {type(error).__name__}: {error}")
             raise

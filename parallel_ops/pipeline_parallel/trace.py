@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops.pipeline_parallel.executor import Observer
+from parallel_ops.planner.pictures.trace import measured
 from parallel_ops.planner.schedules.action import Action
+from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.schedules.times import Times
 
 
@@ -101,6 +103,12 @@ def times_of(timed: Sequence[Sequence[Timed]]) -> Times:
     stages = range(len(found["F"]))
     forward, input_grad, weight_grad = ([median(found[kind][stage]) for stage in stages] for kind in "FIW")
     return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, input_grad_first=True)
+
+
+def simulation_of(timed: Sequence[Sequence[Timed]]) -> Simulation:
+    """The measured step of all ranks, as a simulation has it."""
+    each = ([[getattr(one, name) for one in own] for own in timed] for name in ("action", "start", "end"))
+    return measured(*each)
 
 
 def gathered(own: list[Timed], group: ProcessGroup | None) -> list[list[Timed]]:

@@ -14,7 +14,6 @@ what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). 
 the shards (HSDP).
 """
 
-import fnmatch
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from parallel_ops._internal.compat import replicate
+from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.models import Transformer
@@ -135,14 +135,7 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
 
 def _blocks(model: nn.Module, pattern: str) -> list[str]:
     """The names of the blocks, in model order."""
-    parts = pattern.split(".")
-    names = [
-        name
-        for name, _ in model.named_modules()
-        if name
-        and name.count(".") == len(parts) - 1
-        and all(fnmatch.fnmatchcase(own, part) for own, part in zip(name.split("."), parts, strict=True))
-    ]
+    names = matching((name for name, _ in model.named_modules()), pattern)
     if not names:
         raise ValueError(f"parallelize: the model has no module whose name is like {pattern!r}; name its blocks")
     return names

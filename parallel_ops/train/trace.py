@@ -3,7 +3,8 @@
 import json
 from typing import TYPE_CHECKING
 
-from parallel_ops.pipeline_parallel.trace import times_of
+from parallel_ops.pipeline_parallel.trace import simulation_of, times_of
+from parallel_ops.planner.pictures.trace import chrome_trace, trace_html, trace_svg
 from parallel_ops.planner.schedules.schedule import simulate
 from parallel_ops.train.passes import StagePasses
 
@@ -24,30 +25,25 @@ class Trace:
     def __init__(self, trainer: "RunState") -> None:
         self._trainer, self.folder = trainer, trainer.settings.logging.trace
         self._step = min(trainer.global_step + 1, trainer.settings.run.steps - 1)
-        self._recorded = False
+        self._recorded: StagePasses | None = None
 
     def begin(self) -> None:
         """Before a step."""
         passes = self._trainer.passes
-        self._recorded = self.folder is not None and self._trainer.global_step == self._step
-        if self._recorded and isinstance(passes, StagePasses):
-            passes.record()
+        wanted = self.folder is not None and self._trainer.global_step == self._step
+        self._recorded = passes if wanted and isinstance(passes, StagePasses) else None
+        if self._recorded is not None:
+            self._recorded.record()
 
     def end(self) -> None:
         """After a step; all ranks call it, rank 0 writes."""
-        passes = self._trainer.passes
-        if not self._recorded or not isinstance(passes, StagePasses):
+        if self._recorded is None:
             return
-        timed = passes.timed()
+        timed = self._recorded.timed()
         if self._trainer.rank or self.folder is None:
             return
-        from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_html, trace_svg
-
-        schedule = [[one.action for one in own] for own in timed]
-        planned = simulate(schedule, times_of(timed))
-        ran = measured(
-            schedule, [[one.start for one in own] for own in timed], [[one.end for one in own] for own in timed]
-        )
+        ran = simulation_of(timed)
+        planned = simulate(ran.schedule, times_of(timed))
         plan = self._trainer.settings.plan
         title = f"Step {self._step + 1}: {plan.schedule} on {plan.pp} ranks, {plan.micro_batches} micro-batches"
         texts = {

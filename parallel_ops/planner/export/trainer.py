@@ -15,8 +15,6 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")
-
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if model.experts or model.latent:
@@ -86,7 +84,6 @@ TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={
-        "schedule": (SCHEDULES, f"its pipeline runs {', '.join(SCHEDULES)}"),
         "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),

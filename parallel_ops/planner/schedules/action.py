@@ -47,6 +47,11 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]
 
 
+def without_pairs(schedule: Iterable[Sequence[Action]]) -> Schedule:
+    """The same actions, those of DualPipe's pairs one after the other."""
+    return [[action._replace(paired=False) for action in order] for order in schedule]
+
+
 def v_stages(pp: int, rank: int) -> tuple[int, int]:
     """The two stages of a rank in the V-shaped placement, down the ranks and back up."""
     return rank, 2 * pp - 1 - rank
