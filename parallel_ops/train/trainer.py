@@ -83,6 +83,8 @@ class Trainer:
                 "data.documents": self.samples.stream.documents,
             }
             own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
+            # All ranks of a pipeline measure, so of the logs this one is compared.
+            own |= {"logging.trace": settings.logging.trace is not None}
             compare(values_of(settings) | own)
         self.activity("building the model", slow=True)
         self.loader = Loader(

@@ -75,6 +75,12 @@ def test_what_a_run_draws(data, tmp_path):
     assert "<svg" in (tmp_path / "pipeline.html").read_text()
 
 
+def test_ranks_that_do_not_all_trace(data, tmp_path):
+    traced = settings_of(data, {"pp": 2}, logging={"trace": str(tmp_path)})
+    for outcome in ranks(2).outcomes(runs.steps_of_each, [traced, settings_of(data, {"pp": 2})]):
+        assert outcome.type == "Disagreement" and "logging.trace" in outcome.message
+
+
 def test_other_ranks_get_a_plan(data):
     settings = settings_of(data, {"pp": 2, "dp": 2, "schedule": "zb-v"})
     device = Device("a device", 1e12, True)
