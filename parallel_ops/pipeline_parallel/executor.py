@@ -24,6 +24,8 @@ Forward = Callable[[int, int, Tensor | None], Tensor]
 class Queue(Protocol):
     """Where a backward leaves weight gradients, as ``DeferredWeightGradients``."""
 
+    keep_gathered: bool
+
     def dw_builder(self) -> Callable[[], None]: ...
 
 
@@ -115,6 +117,36 @@ class Executor:
         self.messages.end()
         return losses
 
+    def evaluate(
+        self, order: Sequence[Action], messages: Messages, forward: Forward, *, shape: Sequence[int],
+        dtype: torch.dtype, device: torch.device,
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Runs another list, of F alone, without gradients. All ranks call it.
+
+        Args:
+            messages: Those of this rank in that list. shape, dtype, device: See ``step``.
+
+        Returns:
+            As ``step`` does.
+        """
+        losses: dict[int, Tensor] = {}
+        messages.begin(shape, dtype, device)
+        for action in order:
+            for observer in self.observers:
+                observer.begin(action)
+            stage, micro_batch = action.stage, action.micro_batch
+            x = messages.receive(Key("F", stage, micro_batch)) if stage else None
+            self._compute(action)
+            y = forward(stage, micro_batch, x)
+            if (key := sent_by(action, self.stages.count)) is None:
+                losses[micro_batch] = y
+            else:
+                messages.send(key, y)
+            for observer in self.observers:
+                observer.computed(action)
+        messages.end()
+        return losses
+
     def _compute(self, action: Action) -> None:
         for observer in self.observers:
             observer.compute(action)
@@ -138,6 +170,9 @@ class Executor:
         grad = None if last else self.messages.receive(Key("B", stage, micro_batch))
         self._compute(action)
         x, y = self._live.pop((stage, micro_batch))
+        if self.queue is not None:
+            # B computes them at once. Until W, shards take less memory.
+            self.queue.keep_gathered = action.kind == "B"
         torch.autograd.backward(y * scale(micro_batch) if isinstance(y, Tensor) else y, grad)
         if x is not None:
             assert x.grad is not None

@@ -11,6 +11,7 @@ a half, run when its queue is computed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -29,7 +30,13 @@ from parallel_ops._internal.split_backward import runs
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall
-from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
+from parallel_ops.tensor_parallel.linear.weight_gradients import (
+    DeferredWeightGradients,
+    Postponed,
+    Target,
+    add_to,
+    targets_of,
+)
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
@@ -66,6 +73,7 @@ class LinearOp:
             the output gradients of all rows, as matrices. Calls ``factors`` once where a weight's gradient is wanted.
             It reads the weights for the gradient of x alone, and x for those of the weights.
         rows: the first dimension of the outputs.
+        gathers_gradient: the gradient of x needs the output's gradient of all rows, as those of the weights do.
     """
 
     def __init__(
@@ -77,8 +85,10 @@ class LinearOp:
             [GroupCall, list[Tensor], Tensor, list[Tensor], Factors], tuple[Tensor | None, Sequence[Tensor]]
         ],
         rows: Callable[[GroupCall], int],
+        gathers_gradient: bool = False,
     ) -> None:
         self.name, self._forward, self._gradients, self._rows = name, forward, gradients, rows
+        self.gathers_gradient = gathers_gradient
         self._backward_op = register(
             f"{name}_backward", fake=self._fake_backward, cpu=self._backward, cuda=self._backward
         )
@@ -278,15 +288,20 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
     needs = _requested(ctx)
     call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
-    if ctx.deferred is not None:
-        n, nothing = len(weights), [False] * len(call.needs)
-        of_weights = call.needs_weights(n)
-        later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])
-        call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
-        if any(of_weights):
+    targets, n = ctx.targets, len(weights)
+    of_weights = call.needs_weights(n)
+    if ctx.deferred is not None and any(of_weights):
+        if ctx.deferred.keep_gathered and ctx.op.gathers_gradient and call.needs[0]:
+            targets = [Postponed(target) for target in targets]
+            ctx.deferred.push(_later(functools.partial(_compute_all, targets), lambda: _factors_of(targets)))
+        else:
+            nothing = [False] * len(call.needs)
+            later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])
             shapes = [_shaped(x, w.shape) for w in weights]
-            ctx.deferred.push(_later(ctx.op, later, list(grads), x, shapes, ctx.targets))
-    gradients = ctx.op.gradients(call, list(grads), x, weights, ctx.targets)
+            compute = functools.partial(ctx.op.gradients, later, list(grads), x, shapes, ctx.targets)
+            ctx.deferred.push(_later(compute, lambda: [x, *grads]))
+            call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
+    gradients = ctx.op.gradients(call, list(grads), x, weights, targets)
     gradients += [None] * (len(ctx.dtypes) - len(gradients))
     return None, None, None, None, *(d if d is None else d.to(t) for d, t in zip(gradients, ctx.dtypes, strict=True))
 
@@ -297,19 +312,31 @@ def _requested(ctx: Any) -> list[bool]:
     return [needed and runs(node) for needed, (node, _) in edges]
 
 
-def _later(
-    op: LinearOp, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: list[Target]
-) -> Callable[[], None]:
-    backward = torch.cuda.current_stream(x.device) if x.is_cuda else None
+def _compute_all(postponed: Sequence[Postponed]) -> None:
+    for each in postponed:
+        each.compute()
 
-    def compute() -> None:
-        if backward is not None and (now := torch.cuda.current_stream(x.device)) != backward:
+
+def _factors_of(postponed: Sequence[Postponed]) -> list[Tensor]:
+    return [factor for each in postponed for factor in each.factors]
+
+
+def _later(compute: Callable[[], object], reads: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
+    """``compute``, after the backward's stream where the queue is computed on another one.
+
+    Args:
+        reads: returns the tensors of the backward's stream.
+    """
+    backward = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def on_stream() -> None:
+        if backward is not None and (now := torch.cuda.current_stream(backward.device)) != backward:
             now.wait_stream(backward)
-            for t in (x, *grads):  # else their memory could be reused on their own stream
+            for t in reads():  # else their memory could be reused on their own stream
                 t.record_stream(now)
-        op.gradients(call, grads, x, weights, targets)
+        compute()
 
-    return compute
+    return on_stream
 
 
 def _cast_all(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

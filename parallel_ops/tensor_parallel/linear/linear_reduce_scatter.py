@@ -192,4 +192,4 @@ def _gradients(
     return dx, [whole]
 
 
-_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=_rows)
+_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=_rows, gathers_gradient=True)

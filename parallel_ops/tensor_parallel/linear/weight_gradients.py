@@ -28,17 +28,21 @@ class DeferredWeightGradients:
     """A queue of weight gradients that a backward left undone.
 
     Each entry holds what this rank had in its backward, its shards of the input and of the output's gradient; what
-    other ranks hold is gathered when the entry is computed. So all ranks of a group must compute as many, in the same
-    order. Memory is freed as the queue is computed.
+    other ranks hold is gathered when the entry is computed, unless ``keep_gathered`` is set. So all ranks of a group
+    must compute as many, in the same order. Memory is freed as the queue is computed.
 
     Args:
         fsdp: accept parameters that FSDP2 or ``replicate`` manages. They reduce a gradient in the backward, so whoever
             computes the queue must disable that (``set_requires_gradient_sync``) and reduce afterwards, as
             ``parallel_ops.pipeline_parallel`` does.
+
+    Attributes:
+        keep_gathered: whether entries keep what the backward has gathered anyway, instead of gathering it once more:
+            as many times the memory of a shard as there are ranks, for entries that are soon computed.
     """
 
     def __init__(self, *, fsdp: bool = False) -> None:
-        self.fsdp = fsdp
+        self.fsdp, self.keep_gathered = fsdp, False
         self._pending: deque[Callable[[], None]] = deque()
 
     def __len__(self) -> int:
@@ -111,6 +115,30 @@ class GradientOf(Accumulator):
             parameter.grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
         else:
             parameter.grad = product.view(parameter.shape)
+
+
+class Postponed(Accumulator):
+    """Keeps the factors of a product, which ``compute`` then adds to a target.
+
+    Args:
+        target: not autograd.
+
+    Attributes:
+        factors: from ``add`` until ``compute``; otherwise empty.
+    """
+
+    def __init__(self, target: "Target") -> None:
+        self._target = target
+        self.factors: tuple[Tensor, ...] = ()
+
+    def add(self, dz: Tensor, h: Tensor) -> None:
+        self.factors = dz, h
+
+    def compute(self) -> None:
+        """Adds the product, if there is one."""
+        if self.factors:
+            (dz, h), self.factors = self.factors, ()
+            add_to(self._target, dz, h)
 
 
 # None: autograd, which gets the gradient back.
