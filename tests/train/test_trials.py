@@ -77,7 +77,7 @@ class Trial:
             why = "(did not respond|did not start)" if self.signal == signal.SIGSTOP else "was ended by"
             named = re.match(rf"error: .*\brank {self.rank} {why}", last)
             assert sent and code == 1 and named, f"{self}: {self.said()}"
-            assert self.signal == signal.SIGSTOP or last.endswith(self.signal.name), f"{self}: {self.said()}"
+            assert self.signal == signal.SIGSTOP or f"ended by {self.signal.name}" in last, f"{self}: {self.said()}"
 
 
 @pytest.mark.runs
