@@ -9,6 +9,7 @@ The schedule is the planner's list of actions (``parallel_ops.planner.schedules`
 counts is what runs. DualPipe-V's overlapped pairs run one after the other.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -19,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from parallel_ops.comm import ParallelMesh, primitives
 from parallel_ops.comm.errors import publish_failure
 from parallel_ops.pipeline_parallel.cut import Stages
-from parallel_ops.pipeline_parallel.executor import Executor, Observer
+from parallel_ops.pipeline_parallel.executor import Executor, Forward, Observer
 from parallel_ops.pipeline_parallel.link import GroupLink
 from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import Schedule, without_pairs
+from parallel_ops.planner.schedules.forward_only import forward_only
 from parallel_ops.planner.schedules.schedule import actions
 
 
@@ -96,9 +98,9 @@ class Pipeline:
                 f"Pipeline: schedule {plan.schedule!r} computes weight gradients apart, which compiled blocks and "
                 "models without the package's linears cannot; take '1f1b', 'interleaved' or 'gpipe'"
             )
-        share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
-        link = GroupLink(group, mesh.reverse_pp_group)
-        self.messages = Messages(self.schedule, stages, self.rank, link, share=share)
+        self._share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
+        self._link = GroupLink(group, mesh.reverse_pp_group)
+        self.messages = Messages(self.schedule, stages, self.rank, self._link, share=self._share)
         blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)
         self.executor = Executor(
@@ -133,31 +135,60 @@ class Pipeline:
         """
         if len(inputs) != (expected := 1 + max(action.micro_batch for action in self.schedule[self.rank])):
             raise ValueError(f"Pipeline: inputs must have {expected} micro-batches, got {len(inputs)}")
-
-        shapes = {tuple(given["tokens"].shape) for given in inputs}
-        if len(shapes) > 1:
-            raise ValueError(f"Pipeline: inputs must have tokens of one shape, got {sorted(shapes)}")
-
-        def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
-            if around is None:
-                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
-            with around():
-                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
-
-        tokens = inputs[0]["tokens"]
-        shape = self.model.stream_shape(*tokens.shape)
+        messages = self._messages_of(inputs)
         self._reduction.start()
-        try:
-            losses = self.executor.step(forward, scale, shape=shape, dtype=self.dtype, device=tokens.device)
-        except Exception as error:
-            publish_failure(self.group, f"raised {type(error).__name__}: {error}")
-            raise
+        with self._published():
+            losses = self.executor.step(self._forward(inputs, around), scale, **messages)
         self._reduction.end()
         tied = self.model.tied_weight
         if self._tied_with is not None and tied is not None and (grad := tied.grad) is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
             add_between_ends(local, self.group, self._tied_with)
         return losses
+
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Sequence[Mapping[str, Any]], *, around: Callable[[], Any] | None = None
+    ) -> dict[int, Tensor]:
+        """The loss of each micro-batch without gradients. All ranks call it; the caller puts the model in eval mode.
+
+        Args:
+            inputs, around: As ``step`` takes them, of any number of micro-batches.
+
+        Returns:
+            As ``step`` does.
+        """
+        stages = self.stages
+        schedule = forward_only(stages.pp, stages.count, stages.rank_of, len(inputs))
+        messages = Messages(schedule, stages, self.rank, self._link, share=self._share)
+        with self._published():
+            return self.executor.evaluate(
+                schedule[self.rank], messages, self._forward(inputs, around), **self._messages_of(inputs)
+            )
+
+    def _forward(self, inputs: Sequence[Mapping[str, Any]], around: Callable[[], Any] | None) -> Forward:
+        def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
+            with contextlib.nullcontext() if around is None else around():
+                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
+
+        return forward
+
+    def _messages_of(self, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Shape, dtype and device of the messages of a step."""
+        shapes = {tuple(given["tokens"].shape) for given in inputs}
+        if len(shapes) > 1:
+            raise ValueError(f"Pipeline: inputs must have tokens of one shape, got {sorted(shapes)}")
+        tokens = inputs[0]["tokens"]
+        return {"shape": self.model.stream_shape(*tokens.shape), "dtype": self.dtype, "device": tokens.device}
+
+    @contextlib.contextmanager
+    def _published(self) -> Iterator[None]:
+        """An error in the block reaches the other ranks, which wait for messages."""
+        try:
+            yield
+        except Exception as error:
+            publish_failure(self.group, f"raised {type(error).__name__}: {error}")
+            raise
 
     def total_norm(self) -> Tensor:
         """The 2-norm of all gradients of all stages, a scalar, the same on every rank. A shared table counts once."""

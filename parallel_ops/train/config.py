@@ -21,6 +21,7 @@ from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
 from parallel_ops.train.config_sections import (
     CheckpointSettings,
     DataSettings,
+    EvaluationSettings,
     LoggingSettings,
     ModelSettings,
     OptimizerSettings,
@@ -49,6 +50,7 @@ class Settings(Section):
     run: RunSettings = RunSettings()
     model: ModelSettings
     data: DataSettings
+    evaluation: EvaluationSettings = EvaluationSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     parallel: ParallelSettings = ParallelSettings()
     precision: PrecisionSettings = PrecisionSettings()
@@ -112,8 +114,22 @@ class Settings(Section):
                 ("optimizer", "warmup"),
                 f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
             )
+        yield from self._evaluation_problems()
         if self.checkpoint.interval and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
+
+    def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        own, keep_best = self.evaluation, self.checkpoint.keep_best
+        if own.paths and own.share:
+            yield ("evaluation", "share"), "must be 0 with evaluation.paths: give one of them"
+        if not self.evaluates:
+            if own.interval or own.sequences:
+                key = "interval" if own.interval else "sequences"
+                yield ("evaluation", key), "needs data to evaluate on: evaluation.paths or evaluation.share"
+            if keep_best:
+                yield ("checkpoint", "keep_best"), "needs an evaluation: evaluation.paths or evaluation.share"
+        if keep_best and self.checkpoint.dir is None:
+            yield ("checkpoint", "dir"), "is needed with checkpoint.keep_best"
 
     def _size_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         config, plan, length = self.config, self.plan, self.seq_length
@@ -169,6 +185,11 @@ class Settings(Section):
         if shape:
             raise ValueError(f"model.dir has the shape of the model: leave out {', '.join(sorted(shape))}")
         return config_from_pretrained(model.dir)
+
+    @property
+    def evaluates(self) -> bool:
+        """There is data to evaluate on."""
+        return bool(self.evaluation.paths) or self.evaluation.share > 0
 
     @property
     def seq_length(self) -> int:

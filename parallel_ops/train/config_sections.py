@@ -129,6 +129,22 @@ class DataSettings(Section):
     shuffle: bool = True
 
 
+class EvaluationSettings(Section):
+    """Evaluation on data that is not trained on: the mean loss, without dropout; see ``train.evaluation``.
+
+    Attributes:
+        paths: As ``data.paths``, of the same format; or
+        share: the last share of the tokens of ``data.paths``, which is then not trained on.
+        interval: Steps between two evaluations; 0 evaluates after the last step only.
+        sequences: Sequences that are evaluated, the first of the data; ``"none"`` for all.
+    """
+
+    paths: Annotated[tuple[Folder, ...], Field(strict=False)] = ()
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    interval: Count = 0
+    sequences: Positive | None = None
+
+
 class OptimizerSettings(Section):
     """AdamW and its learning rate.
 
@@ -188,12 +204,14 @@ class CheckpointSettings(Section):
         dir: Folder of the checkpoints; ``"none"`` for no checkpoints.
         interval: Steps between two checkpoints; 0 saves the last step only.
         keep: Number of checkpoints kept.
+        keep_best: Save after each evaluation with the lowest loss so far, and keep the best beside the last ``keep``.
         asynchronous: Continue training while a checkpoint is written.
     """
 
     dir: Folder | None = None
     interval: Count = 0
     keep: Positive = 2
+    keep_best: bool = False
     asynchronous: bool = True
 
 

@@ -68,9 +68,14 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
     ]
+    if trainer.evaluation is not None:
+        held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
+        lines += [("evaluation", f"{many} of {_files(held_out)}, {_when(settings.evaluation.interval)}")]
     own = settings.checkpoint
-    when = f"every {own.interval} steps and at the end" if own.interval else "at the end"
-    lines += [("checkpoints", "none" if own.dir is None else f"{own.dir}, {when}; {own.keep} are kept")]
+    best = " and the best" if own.keep_best else ""
+    lines += [
+        ("checkpoints", "none" if own.dir is None else f"{own.dir}, {_when(own.interval)}; {own.keep}{best} are kept")
+    ]
     return lines + _logs(settings.logging)
 
 
@@ -97,9 +102,17 @@ def end_lines(trainer: "RunState", result: "Result", first: int, seconds: float)
     took = f"; {tokens:,} tokens in {timedelta(seconds=round(seconds))}, {tokens / seconds:,.0f} tokens/s; last loss "
     reached = f"{result.step:,} of {settings.run.steps:,} steps{before}" + (f"{took}{result.loss:.4f}" if steps else "")
     lines = [("stopped" if result.stopped else "done", reached)]
+    if result.evaluation_loss is not None:
+        lines += [("evaluation", f"last loss {result.evaluation_loss:.4f}")]
     if result.checkpoint is not None:
         lines += [("checkpoint", str(result.checkpoint))]
+    if result.best is not None:
+        lines += [("best", f"{result.best[1]}, with an evaluation loss of {result.best[0]:.4f}")]
     return lines + _logs(settings.logging)
+
+
+def _when(interval: int) -> str:
+    return f"every {interval} steps and at the end" if interval else "at the end"
 
 
 def device_name(device: torch.device) -> str:

@@ -50,6 +50,8 @@ class Metrics:
             "seconds": step.seconds,
             "lr": step.lr,
         }
+        if step.evaluation_loss is not None:
+            record["evaluation_loss"] = _finite(step.evaluation_loss)
         self.records.append(record)
         if self._jsonl is not None:
             try:
@@ -58,8 +60,9 @@ class Metrics:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.settings.jsonl)) from None
         if self._board is not None:
-            for name in ("loss", "grad_norm", "lr"):
-                self._board.add_scalar(name, getattr(step, name), step.number)
+            for name in ("loss", "grad_norm", "lr", "evaluation_loss"):
+                if (value := getattr(step, name)) is not None:
+                    self._board.add_scalar(name, value, step.number)
             self._board.add_scalar("tokens_per_second", step.tokens / step.seconds, step.number)
 
     def __exit__(
@@ -102,6 +105,11 @@ def save_plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     steps = [record["step"] for record in records]
     nan = math.nan
     losses.plot(steps, [nan if r["loss"] is None else r["loss"] for r in records], color="#1d3557", linewidth=1.8)
+    if evaluated := [r for r in records if r.get("evaluation_loss") is not None]:
+        points = [r["evaluation_loss"] for r in evaluated]
+        losses.plot([r["step"] for r in evaluated], points, "o-", color="#e76f51", markersize=4, label="evaluation")
+        losses.lines[0].set_label("training")
+        losses.legend(frameon=False)
     losses.set(title="Loss", xlabel="step", ylabel="cross entropy, nats per token")
     speeds = [r["tokens"] / r["seconds"] for r in records]
     middle = median(speeds)

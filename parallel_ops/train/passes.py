@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,16 +59,36 @@ class Passes(abc.ABC):
             This rank's share of the loss of the step, a scalar.
         """
 
+    @abc.abstractmethod
+    def evaluate(self, batches: Sequence[Batch], counts: Sequence[int], what: str, *, slow: bool) -> Tensor:
+        """Computes losses without gradients; the model is in eval mode.
+
+        Args:
+            batches: Any number of micro-batches. counts: Number of targets of each. what, slow: Of the activities.
+
+        Returns:
+            The sum of the losses of all targets, and their number, float64 ``[2]``; zeros where the loss is computed on
+            another pipeline rank.
+        """
+
+    def _sums(self, losses: Iterable[tuple[Tensor, int]]) -> Tensor:
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss, count in losses:
+            if count:  # a mean over no targets may be NaN
+                total[0] += loss.double() * count
+            total[1] += count
+        return total
+
     def total_norm(self) -> Callable[[], Tensor] | None:
         """Returns the norm of the gradients of all ranks, where that of this rank's parameters is only a part."""
         return None
 
-    def _inputs(self, batch: Batch, count: int, seed: int) -> dict[str, Any]:
+    def _inputs(self, batch: Batch, count: int, seed: int | None = None) -> dict[str, Any]:
         # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
         found: dict[str, Any] = {"tokens": batch.tokens, "targets": batch.targets if count else batch.tokens}
         if self._documents:
             found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
-        if isinstance(self.model, Transformer):
+        if seed is not None and isinstance(self.model, Transformer):
             found["dropout_seed"] = seed
         return found
 
@@ -95,6 +115,17 @@ class WholeModel(Passes):
             (loss * (share * scale)).backward()
             total += loss.detach() * share
         return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch], counts: Sequence[int], what: str, *, slow: bool) -> Tensor:
+        losses = []
+        for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            self.activity(f"{what}, micro-batch {number + 1} of {len(batches)}", slow=slow)
+            inputs = self._inputs(batch.to(self.device), count)
+            tokens, targets = inputs.pop("tokens"), inputs.pop("targets")
+            with self.autocast():
+                losses.append((self.model(tokens, targets, **inputs), count))
+        return self._sums(losses)
 
 
 class StagePasses(Passes):
@@ -123,6 +154,12 @@ class StagePasses(Passes):
         inputs = [self._inputs(batch.to(self.device), count, seed) for batch, count, seed in each]
         losses = self.pipeline.step(inputs, lambda number: shares[number] * scale, around=self.autocast)
         return sum((loss * shares[n] for n, loss in losses.items()), torch.zeros((), device=self.device))
+
+    def evaluate(self, batches: Sequence[Batch], counts: Sequence[int], what: str, *, slow: bool) -> Tensor:
+        self._report.step, self._report.slow = what, slow
+        inputs = [self._inputs(batch.to(self.device), n) for batch, n in zip(batches, counts, strict=True)]
+        losses = self.pipeline.evaluate(inputs, around=self.autocast)
+        return self._sums((loss, counts[number]) for number, loss in losses.items())
 
     def total_norm(self) -> Callable[[], Tensor]:
         return self.pipeline.total_norm

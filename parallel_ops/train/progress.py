@@ -70,7 +70,11 @@ class Progress:
             text = "  ".join([f"step {step.number}/{self.settings.run.steps}", *shown])
             self._bar.update(0, completed=step.number, text=text, refresh=True)
         unusual = step.skipped or stops
-        if unusual or (self._bar is None and (step.number % self.settings.logging.interval == 0 or last)):
+        if (
+            unusual
+            or step.evaluation_loss is not None
+            or (self._bar is None and (step.number % self.settings.logging.interval == 0 or last))
+        ):
             self._line(step, now, unusual, stops)
 
     def end(self, result: "Result") -> None:
@@ -90,6 +94,8 @@ class Progress:
         self._since = step.number, now
         parts = [f"step {step.number}/{self.settings.run.steps}"]
         parts += self._parts(step, step.tokens * (step.number - first) / (now - start))
+        if step.evaluation_loss is not None:
+            parts.insert(2, f"evaluation loss {step.evaluation_loss:.4f}")
         if unusual:
             end = self.trainer.samples_seen
             samples = f"samples {end - self.settings.plan.global_batch} to {end - 1}"

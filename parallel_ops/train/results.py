@@ -19,6 +19,7 @@ class Step:
         tokens: Tokens of all ranks. seconds: From the wait for data to the end of the update. lr: Learning rate.
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
+        evaluation_loss: Of the evaluation after the step, if there was one.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Step:
     lr: float
     skipped: bool
     stop: str | None
+    evaluation_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,13 @@ class Result:
         step: Optimizer steps taken in total. loss: Loss of the last step of this call; NaN if it took none.
         stopped: The signal that stopped the run before its last step, ``"SIGTERM"`` or ``"SIGINT"``; else ``None``.
         checkpoint: The newest checkpoint in ``checkpoint.dir``, or ``None``.
+        evaluation_loss: Of the last evaluation of this call; ``None`` without one.
+        best: The lowest evaluation loss of the checkpoints in ``checkpoint.dir``, and its checkpoint, or ``None``.
     """
 
     step: int
     loss: float
     stopped: str | None
     checkpoint: Path | None
+    evaluation_loss: float | None = None
+    best: tuple[float, Path] | None = None

@@ -6,12 +6,15 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.launch.watch import Activity
 from parallel_ops.train.optimizer import LossScale
 from parallel_ops.train.passes import Passes
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
+    from parallel_ops.train.evaluation import Evaluation
 
 
 class RunState(Protocol):
@@ -21,16 +24,24 @@ class RunState(Protocol):
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
         rank, world: This process and the number of processes.
         writers: Group of the checkpoints' messages; ``None`` for one process.
+        evaluation_loss: Of the evaluation after the last step, if there was one.
         origin: The checkpoint from which the run was resumed, if it was named.
     """
 
     global_step: int
     samples_seen: int
 
+    evaluation_loss: float | None
+    activity: Activity
+
     @property
     def settings(self) -> "Settings": ...
     @property
+    def mesh(self) -> ParallelMesh: ...
+    @property
     def samples(self) -> Samples: ...
+    @property
+    def evaluation(self) -> "Evaluation | None": ...
     @property
     def model(self) -> nn.Module: ...
     @property

@@ -5,7 +5,7 @@ norm over all ranks and one update. Samples, learning rate and random seed depen
 step alone, so a run that is resumed on the same plan takes the same steps, bit by bit.
 """
 
-import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -18,24 +18,22 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train import outputs
 from parallel_ops.train.build import build_model, build_samples
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.evaluation import Evaluation
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
-from parallel_ops.train.metrics import Metrics
+from parallel_ops.train.loop import take_steps
 from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.passes import passes_of
-from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, reduce_results
-from parallel_ops.train.trace import Trace
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -56,6 +54,8 @@ class Trainer:
 
     Attributes:
         global_step: Optimizer steps taken. samples_seen: Samples taken from the data.
+        evaluation_loss: Of the evaluation after the last step; ``None`` if there was none.
+        saved_step: Step of the newest checkpoint of this run, or of the one that it was resumed from; -1 for none.
         origin: The checkpoint from which the run was started, as checkpoints record it; ``None`` for none.
 
     Raises:
@@ -77,7 +77,7 @@ class Trainer:
         self.activity("reading data", slow=True)
         with comparison_of_world(longest(settings.run.timeout)) as compare:
             self.mesh = ParallelMesh() if mesh is None else mesh
-            self.device, self.samples = self._checked_device(), build_samples(settings, stream)
+            self.device, (self.samples, held_out) = self._checked_device(), build_samples(settings, stream)
             own: dict[str, Any] = {
                 "data.tokens": len(self.samples.stream),
                 "data.documents": self.samples.stream.documents,
@@ -85,13 +85,15 @@ class Trainer:
             own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
             # All ranks of a pipeline measure, so of the logs this one is compared.
             own |= {"logging.trace": settings.logging.trace is not None}
+            own |= {"evaluation.tokens": None if held_out is None else len(held_out.stream)}
             compare(values_of(settings) | own)
         self.activity("building the model", slow=True)
-        self.loader = Loader(
-            self.samples, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
+        load = functools.partial(
+            Loader, global_batch=plan.global_batch, micro_batch=plan.micro_batch, replicas=self.mesh.size("dp"),
             replica=self.mesh.rank("dp"), vocabulary=settings.config.vocab_size if model is None else None,
             pinned=self.device.type == "cuda",
         )  # fmt: skip
+        self.loader = load(self.samples)
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         # Checkpoints are written while steps run, so their messages need their own group.
         self.writers: ProcessGroup | None = None
@@ -109,8 +111,10 @@ class Trainer:
         is_half = dtype is torch.float16
         self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
         self.global_step = self.samples_seen = 0
+        self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
+        self.evaluation_loss: float | None = None
         self.origin: str | None = None
-        self._saved = -1
+        self.saved_step = -1
         self._stepped = False
 
     def _checked_device(self) -> torch.device:
@@ -132,49 +136,7 @@ class Trainer:
             ValueError, OSError: Data cannot be read, or files cannot be written. ImportError: TensorBoard or matplotlib
                 is needed and not installed.
         """
-        settings, loss = self.settings, math.nan
-        stopped: str | None = None
-        outputs.check(settings)
-        store = self._store()
-        if store is not None:
-            store.begin(self.global_step)
-        with contextlib.ExitStack() as stack:
-            signals = stack.enter_context(Stopping() if stopping is None else stopping)
-            progress = stack.enter_context(Progress(self))
-            metrics = stack.enter_context(Metrics(self))
-            trace = Trace(self)
-            try:
-                while self.global_step < settings.run.steps:
-                    trace.begin()
-                    step = self.step(asked=lambda: signals.asked)
-                    problem = self._problem(step)
-                    trace.end()
-                    metrics.add(step)
-                    progress.add(step, stops=problem is not None)
-                    if problem is not None:
-                        raise problem
-                    loss = step.loss
-                    stopped = step.stop
-                    if stopped is not None:
-                        break
-                    if (
-                        store is not None
-                        and settings.checkpoint.interval
-                        and self.global_step % settings.checkpoint.interval == 0
-                    ):
-                        self._save(store)
-                if store is not None and self._saved != self.global_step:
-                    self._save(store)
-            finally:
-                self.loader.close()
-                if store is not None:
-                    self.activity("writing the last checkpoint", slow=True)
-                    store.wait()
-            self.activity("writing what was measured", slow=True)
-        found = {} if store is None else checkpoints.steps_in(store.folder)
-        result = Result(self.global_step, loss, stopped, found[max(found)] if found else None)
-        progress.end(result)
-        return result
+        return take_steps(self, Stopping() if stopping is None else stopping)
 
     def step(self, *, asked: Callable[[], str | None] = lambda: None) -> Step:
         """Takes one step; all ranks call it.
@@ -198,7 +160,7 @@ class Trainer:
             total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
         self.activity(f"{what}, update", slow=slow)
         norm = update(self.optimizer, settings.optimizer.grad_clip, scale, total_norm=self.passes.total_norm())
-        self._stepped = True
+        self._stepped, self.evaluation_loss = True, None
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
         found, grad_norm, stop = reduce_results(total, norm, asked(), self.mesh)
@@ -213,6 +175,18 @@ class Trainer:
             stop=stop,
         )
 
+    def evaluate(self) -> float:
+        """The mean loss on the evaluation data, in nats; all ranks call it. See ``train.evaluation``.
+
+        Raises:
+            ValueError: The settings have no data to evaluate on, or it cannot be read.
+        """
+        if self.evaluation is None:
+            raise ValueError("Trainer: there is no data to evaluate on; set evaluation.paths or evaluation.share")
+        with noted(self.activity):
+            self.evaluation_loss = self.evaluation.run()
+        return self.evaluation_loss
+
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and progress of the run, by names that do not depend on the plan."""
         return resuming.state_dict(self)
@@ -223,10 +197,10 @@ class Trainer:
 
     def save(self) -> None:
         """Saves a checkpoint in ``checkpoint.dir`` and waits until it is written; all ranks call it."""
-        store = self._store()
+        store = self.open_store()
         if store is None:
             raise ValueError("Trainer: checkpoint.dir is not set")
-        self._save(store)
+        self.save_in(store)
         store.wait()
 
     def resume(self, path: Path | None = None) -> Path:
@@ -249,7 +223,7 @@ class Trainer:
             source = checkpoints.newest(folder)
             compare({"checkpoint": source.name})
         source = resuming.resume(self, folder)
-        self._saved = self.global_step
+        self.saved_step = self.global_step
         return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -270,7 +244,7 @@ class Trainer:
     def rank(self) -> int:
         return dist.get_rank() if self.world > 1 else 0
 
-    def _problem(self, step: Step) -> NotFinite | None:
+    def problem(self, step: Step) -> NotFinite | None:
         """The error of a step that is not finite, if it ends the run."""
         finite = math.isfinite(step.grad_norm) and math.isfinite(step.loss)
         first = self.samples_seen - self.settings.plan.global_batch
@@ -287,13 +261,17 @@ class Trainer:
             return NotFinite(f"{where}: {error}")
         return None
 
-    def _store(self) -> Checkpoints | None:
+    def open_store(self) -> Checkpoints | None:
+        """The checkpoints in ``checkpoint.dir``, if it is set."""
         own = self.settings.checkpoint
         if own.dir is None:
             return None
-        return Checkpoints(own.dir, keep=own.keep, asynchronous=own.asynchronous, group=self.writers)
+        return Checkpoints(
+            own.dir, keep=own.keep, keep_best=own.keep_best, asynchronous=own.asynchronous, group=self.writers
+        )
 
-    def _save(self, store: Checkpoints) -> None:
+    def save_in(self, store: Checkpoints) -> None:
+        """Saves a checkpoint, or starts to; all ranks call it."""
         self.activity(f"saving step {self.global_step}", slow=True)
         resuming.save(self, store)
-        self._saved = self.global_step
+        self.saved_step = self.global_step

@@ -179,10 +179,10 @@ def saved_while_it_changes(rank: int, settings: Settings) -> bool:
     """Whether what is written beside the steps is what was there when the save began."""
     trainer = trainer_of(settings)
     trainer.step()
-    store = trainer._store()
+    store = trainer.open_store()
     assert store is not None
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer._save(store)
+    trainer.save_in(store)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
@@ -200,7 +200,7 @@ def scales_of(rank: int, settings: Settings) -> tuple[list[float], list[bool]]:
     scales, skipped = [], []
     while trainer.global_step < settings.run.steps:
         step = trainer.step()
-        trainer._problem(step)
+        trainer.problem(step)
         scales.append(trainer.scale.scale)
         skipped.append(step.skipped)
     trainer.loader.close()
@@ -240,3 +240,13 @@ def _alive() -> dict[int, int]:
     gc.collect()
     found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found if t.layout is torch.strided}
+
+
+def evaluated(rank: int, settings: Settings) -> list[tuple[float, float, float]]:
+    """Loss and gradient norm of each step, and the loss of an evaluation after it."""
+    trainer, found = trainer_of(settings), []
+    while trainer.global_step < settings.run.steps:
+        step = trainer.step()
+        found.append((step.loss, step.grad_norm, trainer.evaluate()))
+    trainer.loader.close()
+    return found

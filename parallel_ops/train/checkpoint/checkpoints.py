@@ -46,6 +46,7 @@ class Checkpoints:
 
     Args:
         keep: Number of checkpoints kept; older ones are deleted when a newer one is complete.
+        keep_best: Keep the one with the lowest evaluation loss too.
         asynchronous: ``save`` returns when the state is copied to host memory, and a thread writes it.
         group: A gloo group of all ranks, used for checkpoints only; ``None`` for one rank.
 
@@ -53,8 +54,12 @@ class Checkpoints:
         OSError: The folder cannot be made. CheckpointError: It is a checkpoint.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, asynchronous: bool = True, group: ProcessGroup | None) -> None:
-        self.folder, self.keep, self.asynchronous, self.group = folder, keep, asynchronous, group
+    def __init__(
+        self, folder: Path, *, keep: int = 2, keep_best: bool = False, asynchronous: bool = True,
+        group: ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self.folder, self.asynchronous, self.group = folder, asynchronous, group
+        self.keep, self.keep_best = keep, keep_best
         self._writing: tuple[Path, Future[Any]] | None = None
         check_folder(folder)
         if group is None:  # for good: the thread writes after any block with another filter
@@ -96,7 +101,8 @@ class Checkpoints:
         with self._reported(part):
             if _rank(self.group) == 0:
                 shutil.rmtree(part, ignore_errors=True)
-            writer = CheckpointWriter(part, self.folder / f"step-{description.step:08}", description, self.keep)
+            final = self.folder / f"step-{description.step:08}"
+            writer = CheckpointWriter(part, final, description, self.keep, self.keep_best)
             options: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
             options["no_dist"] = self.group is None
             if self.asynchronous:

@@ -1,6 +1,8 @@
 """``run.json``: the description of a checkpoint, with size and checksum of its other files."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import stat
@@ -87,6 +89,17 @@ def steps_in(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         return {}
     return {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
+
+
+def best_in(folder: Path) -> tuple[float, Path] | None:
+    """The lowest evaluation loss of the complete checkpoints in a folder, and the checkpoint; ``None`` for none."""
+    found = []
+    for path in steps_in(folder).values():
+        with contextlib.suppress(CheckpointError):  # one that is damaged is not the best
+            loss = read_description(path)[0].rest.get("evaluation_loss")
+            if isinstance(loss, float) and math.isfinite(loss):
+                found.append((loss, path))
+    return min(found, default=None)
 
 
 def checksum(file: Path) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     progress = state.pop("progress")
     del state["optimizer"]["param_groups"]  # settings, and lists of names that differ between pipeline stages
     rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text, "origin": trainer.origin}
+    loss = trainer.evaluation_loss
+    rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
     store.save(
         state,
         Description(progress["step"], progress["samples_seen"], _model_of(trainer), _data_of(trainer), rest),

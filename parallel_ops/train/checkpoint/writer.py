@@ -16,6 +16,7 @@ from parallel_ops.train.checkpoint.description import (
     METADATA,
     Description,
     Sums,
+    best_in,
     checksum,
     steps_in,
     write_description,
@@ -29,9 +30,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class CheckpointWriter(FileSystemWriter):
     """Writes to ``part`` with checksums; the coordinator renames it to ``final`` when all ranks have written."""
 
-    def __init__(self, part: Path, final: Path, description: Description, keep: int) -> None:
+    def __init__(self, part: Path, final: Path, description: Description, keep: int, keep_best: bool) -> None:
         super().__init__(part)
-        self.part, self.final, self.description, self.keep = part, final, description, keep
+        self.part, self.final, self.description, self.keep, self.keep_best = part, final, description, keep, keep_best
 
     def prepare_local_plan(self, plan: Any) -> Any:
         with _written(self.final.parent):
@@ -59,7 +60,10 @@ class CheckpointWriter(FileSystemWriter):
             self.part.rename(self.final)
             _sync(self.final.parent)
         found = steps_in(self.final.parent)
+        best = best_in(self.final.parent) if self.keep_best else None
         for step in sorted(found)[: -self.keep]:
+            if best is not None and found[step] == best[1]:
+                continue
             # The description first: an interrupted deletion leaves no checkpoint.
             (found[step] / DESCRIPTION).unlink(missing_ok=True)
             shutil.rmtree(found[step])

@@ -49,14 +49,15 @@ class Loader:
         self._reader = self._ahead = None
 
     def _read(self, samples_seen: int) -> list[Batch]:
-        return [self._batch(numbers) for numbers in shares(samples_seen, **self._sizes)]
+        return [self.read(numbers) for numbers in shares(samples_seen, **self._sizes)]
 
     def _unknown(self, token: int, numbers: range) -> str:
         number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0][0])
         file, document = self.samples.stream.place(self.samples.document_of(number, token))
         return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
 
-    def _batch(self, numbers: range) -> Batch:
+    def read(self, numbers: range) -> Batch:
+        """A micro-batch of these samples, of any number. Raises as ``step`` does."""
         batch = self.samples.batch(numbers)
         if self.vocabulary is not None:
             # The targets of a batch may all be ignored.

@@ -54,7 +54,7 @@ class Samples:
 
     Args:
         seq_length: Tokens in a sequence.
-        seed: Seed of the orders of documents and of sequences.
+        seed: Seed of the orders of documents and of sequences; ``None`` keeps documents, too, as they lie in the files.
         document_mask: Attention does not cross documents, and the first token of a document is no target; a
             micro-batch is then one row of all its sequences.
         shuffle: ``False`` keeps the order of the sequences in the packed documents, which are shuffled all the same.
@@ -67,12 +67,13 @@ class Samples:
     """
 
     def __init__(
-        self, stream: TokenStream, *, seq_length: int, seed: int, document_mask: bool = False, shuffle: bool = True
-    ) -> None:
+        self, stream: TokenStream, *, seq_length: int, seed: int | None, document_mask: bool = False,
+        shuffle: bool = True,
+    ) -> None:  # fmt: skip
         if len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
         self.stream, self.seq_length, self.seed = stream, seq_length, seed
-        self.document_mask, self.shuffle = document_mask, shuffle
+        self.document_mask, self.shuffle = document_mask, shuffle and seed is not None
         self.in_epoch = (len(stream) - 1) // seq_length
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
@@ -138,9 +139,11 @@ class Samples:
         if epoch == self._epoch:
             return
         self._epoch = epoch
-        self._order = np.random.default_rng([self.seed, epoch]).permutation(self.stream.documents)
+        self._order = np.arange(self.stream.documents)
+        if self.seed is not None:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.stream.documents)
+            self._permuted = Permutation(self.in_epoch, seed=self.seed, epoch=epoch)
         self._ends = np.cumsum(self.stream.lengths[self._order])
-        self._permuted = Permutation(self.in_epoch, seed=self.seed, epoch=epoch)
 
 
 def shares(samples_seen: int, *, global_batch: int, micro_batch: int, replicas: int, replica: int) -> list[range]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 # Sections, and keys of sections, that may differ between ranks.
-FREE = ("logging", "data.paths")
+FREE = ("logging", "data.paths", "evaluation.paths")
 
 _POLL_SECONDS = 0.02
 # Rank 0 answers at the end of its own wait, so the others wait a little longer.

@@ -68,10 +68,12 @@ def check(settings: Settings, start: Start) -> float:
         vocabulary; files cannot be written; the device does not exist; ``resuming.check`` refuses a checkpoint.
     """
     uses_cuda(settings)
-    stream = build_samples(settings, None).stream
+    found = [samples.stream for samples in build_samples(settings, None) if samples is not None]
     resuming.check(settings, start)
     outputs.check(settings)
-    return vocabulary.check(stream, settings.config.vocab_size) if first_rank() else 1.0
+    if not first_rank():
+        return 1.0
+    return min(vocabulary.check(stream, settings.config.vocab_size) for stream in found)
 
 
 def run(settings: Settings, start: Start) -> Stopped:

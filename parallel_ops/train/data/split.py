@@ -1,0 +1,77 @@
+"""Splits a stream of documents in two: what is trained on, and what is held out for evaluation."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel_ops.train.data.tokens import Documents, TokenStream
+
+
+class Slice:
+    """The tokens ``first`` to ``last`` of a file, without reading it; documents are cut at both ends.
+
+    Args:
+        file: ``first < last``, at most its number of tokens.
+    """
+
+    def __init__(self, file: Documents, first: int, last: int) -> None:
+        self._file, self._first, self._last = file, first, last
+        ends = np.cumsum(file.lengths)
+        self._before = int(np.searchsorted(ends, first, side="right"))  # documents that end before
+        inside = ends[self._before : int(np.searchsorted(ends, last, side="left")) + 1]
+        self._skipped = first - int(ends[self._before - 1] if self._before else 0)
+        self.lengths: NDArray[np.int64] = np.diff(np.minimum(inside, last), prepend=first)
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        return self._file.dtype
+
+    def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
+        """At most ``length`` tokens of a document, from ``start`` on."""
+        left = max(0, int(self.lengths[number]) - start)
+        skipped = self._skipped if number == 0 else 0
+        return self._file.document(
+            self._before + number, skipped + start, left if length is None else min(length, left)
+        )
+
+    def blocks(self) -> Iterator[NDArray[np.integer]]:
+        """All tokens, in arrays of some megabytes, read lazily."""
+        start = 0
+        for block in self._file.blocks():
+            own = block[max(0, self._first - start) : max(0, self._last - start)]
+            if len(own):
+                yield own
+            start += len(block)
+            if start >= self._last:
+                return
+
+
+def split(stream: TokenStream, share: float) -> tuple[TokenStream, TokenStream]:
+    """Two streams, the second of them with the last ``share`` of all tokens, in the order of the files.
+
+    Raises:
+        ValueError: One of them would have no tokens.
+    """
+    first = len(stream) - round(len(stream) * share)
+    if not 0 < first < len(stream):
+        raise ValueError(f"a share of {share:g} of {len(stream)} tokens leaves nothing to train on or to evaluate")
+    streams = _part(stream, 0, first), _part(stream, first, len(stream))
+    streams[0].skipped = list(stream.skipped)
+    return streams
+
+
+def _part(stream: TokenStream, first: int, last: int) -> TokenStream:
+    files: list[Documents] = []
+    start = 0
+    for file, size in zip(stream.files, stream.sizes, strict=True):
+        begin, end = max(first - start, 0), min(last - start, size)
+        if begin < end:
+            files.append(file if (begin, end) == (0, size) else Slice(file, begin, end))
+        start += size
+    return TokenStream.of(files)

@@ -1,0 +1,76 @@
+"""The steps of a run, with what happens between them: evaluation, checkpoints, logs."""
+
+import contextlib
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from parallel_ops.train import outputs
+from parallel_ops.train.checkpoint.description import best_in, steps_in
+from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.metrics import Metrics
+from parallel_ops.train.progress import Progress
+from parallel_ops.train.results import Result, Step
+from parallel_ops.train.trace import Trace
+
+if TYPE_CHECKING:
+    from parallel_ops.train.trainer import Trainer
+
+
+def take_steps(trainer: "Trainer", stopping: Stopping) -> Result:
+    """Takes the remaining steps; see ``Trainer.train``."""
+    settings, evaluation = trainer.settings, trainer.evaluation
+    interval, keep_best = settings.checkpoint.interval, settings.checkpoint.keep_best
+    last: Step | None = None
+    evaluated: float | None = None
+    outputs.check(settings)
+    store = trainer.open_store()
+    if store is not None:
+        store.begin(trainer.global_step)
+    if evaluation is not None:
+        evaluation.begin()
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(stopping)
+        progress = stack.enter_context(Progress(trainer))
+        metrics = stack.enter_context(Metrics(trainer))
+        trace = Trace(trainer)
+        try:
+            while trainer.global_step < settings.run.steps:
+                trace.begin()
+                step = trainer.step(asked=lambda: signals.asked)
+                problem = trainer.problem(step)
+                trace.end()
+                is_best = False
+                if problem is None and step.stop is None and evaluation is not None and evaluation.due():
+                    evaluated = trainer.evaluate()
+                    step = dataclasses.replace(step, evaluation_loss=evaluated)
+                    is_best = evaluation.is_best(evaluated)
+                metrics.add(step)
+                progress.add(step, stops=problem is not None)
+                if problem is not None:
+                    raise problem
+                last = step
+                if step.stop is not None:
+                    break
+                due = interval and trainer.global_step % interval == 0
+                if store is not None and (due or (is_best and keep_best)):
+                    trainer.save_in(store)
+            if store is not None and trainer.saved_step != trainer.global_step:
+                trainer.save_in(store)
+        finally:
+            trainer.loader.close()
+            if store is not None:
+                trainer.activity("writing the last checkpoint", slow=True)
+                store.wait()
+        trainer.activity("writing what was measured", slow=True)
+    found = {} if store is None else steps_in(store.folder)
+    result = Result(
+        step=trainer.global_step,
+        loss=math.nan if last is None else last.loss,
+        stopped=None if last is None else last.stop,
+        checkpoint=found[max(found)] if found else None,
+        evaluation_loss=evaluated,
+        best=best_in(store.folder) if store is not None and keep_best else None,
+    )
+    progress.end(result)
+    return result
