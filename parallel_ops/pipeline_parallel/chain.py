@@ -56,6 +56,7 @@ class ModuleChain(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._loss, self._shape = loss, shape
+        self.num_parameters = sum(p.numel() for p in model.parameters())
         self.stages: Stages | None = None
         self.pp_rank = 0
 

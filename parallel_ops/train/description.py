@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_ops.models import Transformer
-from parallel_ops.pipeline_parallel.cut import cut
+from parallel_ops.pipeline_parallel import ModuleChain, cut
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -53,9 +53,12 @@ def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]
 def start_lines(trainer: "RunState") -> list[Line]:
     """The description of a run from its current step on."""
     settings, samples = trainer.settings, trainer.samples
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    if settings.plan.pp > 1:  # those of this rank's stages are a part
+    if isinstance(trainer.model, ModuleChain):
+        parameters = trainer.model.num_parameters
+    elif settings.plan.pp > 1:  # those of this rank's stages are a part
         parameters = sum(map(math.prod, Transformer.global_shapes(settings.config).values()))
+    else:
+        parameters = sum(p.numel() for p in trainer.model.parameters())
     left, batch = settings.run.steps - trainer.global_step, settings.plan.global_batch
     tokens = left * batch * settings.seq_length
     span = f"steps {trainer.global_step + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
