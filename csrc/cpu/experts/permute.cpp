@@ -24,6 +24,7 @@ PARALLEL_OPS_INLINE void sum_loop(const T* const* rows, const acc_t<T>* weights,
     for (int64_t j = 0; j < terms; ++j) {
       const T* __restrict y = rows[j] + i;
       const A weight = weights[j];
+      asm volatile("");  // or GCC takes rows two by two, and their columns one by one
       for (int64_t l = 0; l < kLanes<A>; ++l) sum[l] += weight * to_acc(y[l]);
     }
     for (int64_t l = 0; l < kLanes<A>; ++l) out[i + l] = from_acc<T>(sum[l]);
