@@ -37,7 +37,7 @@ def scatter(
 
     ``out``, or ``y`` and ``dweights``, may be ``None``.
     """
-    x, tokens, cols, stride = as_rows(x)
+    x, _, cols, stride = as_rows(x)
     choices, total = places.shape[1], rows.shape[0]
     if weights is not None:
         weights = weights.contiguous()

@@ -48,7 +48,7 @@ def softmax_rows(x, FAST: tl.constexpr):
     e = exp_nonpositive(x - largest[:, None], FAST)
     total = tl.sum(e, axis=1)
     # As torch.logsumexp: infinity of rows that hold it, NaN of those that hold NaN.
-    nan = tl.max((x != x).to(tl.int32), axis=1) > 0
+    nan = tl.max((x != x).to(tl.int32), axis=1) > 0  # noqa: PLR0124
     infinite = tl.abs(largest) == float("inf")
     logsumexp = tl.where(infinite & ~nan, largest, largest + tl.log(total))
     return e * (1.0 / total)[:, None], logsumexp
@@ -67,7 +67,7 @@ def scores_of(x, p, SIGMOID: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def key_of(score):
     """Scores as integers in their order: NaN counts as infinity, -0 as 0."""
-    ordered = tl.where(score != score, float("inf"), score) + 0.0
+    ordered = tl.where(score != score, float("inf"), score) + 0.0  # noqa: PLR0124
     if score.dtype == tl.float64:
         bits = ordered.to(tl.int64, bitcast=True)
         return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
@@ -99,7 +99,7 @@ def first_largest(key, AXIS: tl.constexpr):
     """Where the largest key along the last axis is, as a mask; the first of equal ones."""
     largest = tl.expand_dims(tl.max(key, axis=AXIS), AXIS)
     index = tl.arange(0, key.shape[AXIS])
-    for axis in tl.static_range(AXIS):
+    for _axis in tl.static_range(AXIS):
         index = tl.expand_dims(index, 0)
     place = tl.where(key == largest, index, key.shape[AXIS])
     return index == tl.expand_dims(tl.min(place, axis=AXIS), AXIS)
