@@ -24,20 +24,19 @@ def sort(experts: Tensor, rows: Tensor, places: Tensor, ends: Tensor, *, capacit
     """Fills ``rows``, ``places`` and ``ends``, which are contiguous."""
     slots, choices = experts.numel(), experts.shape[1]
     num_experts = ends.shape[0]
-    blocks = max(1, cdiv(slots, BLOCK))
+    blocks, block_cols = max(1, cdiv(slots, BLOCK)), next_power_of_2(num_experts)
     counts = ends.new_empty((blocks, num_experts))
-    block_cols = next_power_of_2(num_experts)
     launch(
         _rank_kernel, (blocks,),
         experts, places, counts, rows, slots, choices, num_experts, rows.shape[0], cdiv(rows.shape[0], blocks),
         *experts.stride(),
-        BLOCK=BLOCK, OTHERS=_OTHERS, BLOCK_COLS=block_cols, num_warps=_WARPS,
+        BLOCK=BLOCK, OTHERS=_OTHERS, num_warps=_WARPS,
     )  # fmt: skip
     launch(
         _starts_kernel, (1,),
         counts, ends, blocks, num_experts, multiple, 0 if capacity is None else capacity,
         LIMITED=capacity is not None, BLOCK_ROWS=max(1, _COUNTS // block_cols), BLOCK_COLS=block_cols,
-        num_warps=_WARPS,
+        num_warps=max(_WARPS, min(16, block_cols // 512)),
     )  # fmt: skip
     launch(
         _place_kernel, (blocks,),
@@ -59,15 +58,16 @@ def _expert_of(experts_ptr, slot, slots, choices, num_experts, token_stride, cho
 def _rank_kernel(
     experts_ptr, places_ptr, counts_ptr, rows_ptr, slots, choices, num_experts, rows, rows_each, token_stride,
     choice_stride,
-    BLOCK: tl.constexpr, OTHERS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     for first in range(block * rows_each, min(rows, (block + 1) * rows_each), BLOCK):
         row = first + tl.arange(0, BLOCK)
         tl.store(rows_ptr + row, -1, mask=row < min(rows, (block + 1) * rows_each))
     counts_ptr += block.to(tl.int64) * num_experts
-    col = tl.arange(0, BLOCK_COLS)
-    tl.store(counts_ptr + col, 0, mask=col < num_experts)
+    for first in range(0, num_experts, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        tl.store(counts_ptr + col, 0, mask=col < num_experts)
 
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = _expert_of(experts_ptr, slot, slots, choices, num_experts, token_stride, choice_stride)

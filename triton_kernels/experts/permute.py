@@ -1,9 +1,11 @@
 """Rows of tokens to the rows of their experts (scatter) and their weighted sums back (gather).
 
 Both walk over tokens, not over rows of experts: so a token's row is read or written once, while rows of experts are
-moved once in any case. Rows of padding, which no token has, are zeroed by further programs of the same launch.
+moved once in any case. Rows of padding belong to no token: each program looks through as many rows of the order as a
+token has, and zeroes those.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +15,7 @@ from parallel_ops.triton_kernels._common import (
     as_rows,
     cdiv,
     next_power_of_2,
+    reread,
     tile_of,
     to_acc,
     unit_of,
@@ -20,13 +23,17 @@ from parallel_ops.triton_kernels._common import (
 )
 from parallel_ops.triton_kernels._launch import launch
 
+# Columns of a program: 4 warps of one 16-byte access a thread. Rows are many, so fewer warps where a row is shorter.
 _WARPS = 4
-# With the gradient of weights a program has a whole row, in steps of so many columns: 8 warps of two 16-byte loads.
+# With the gradient of weights a program has a whole row: up to 16 KiB in registers, 8 warps of four such accesses; a
+# longer one in steps of as much, again for each choice.
 _DOT_WARPS = 8
+_DOT_ACCESSES = 4
 # Choices whose loads are all issued at once; more take turns.
 _UNROLLED = 16
-# Rows of an order that a program looks through for padding.
-_PADDING = 32
+# Rows that a program looks through for padding at a time, and columns of them that it zeroes at a time.
+_PADDING = 16
+_ZEROS = 256
 
 
 def scatter(
@@ -43,20 +50,22 @@ def scatter(
         weights = weights.contiguous()
     if y is not None and dweights is not None:
         y, _, _, y_stride = as_rows(y)
-        block_cols, warps = min(2 * vector_cols(x.dtype, _DOT_WARPS), next_power_of_2(max(cols, 1))), _DOT_WARPS
+        block_cols, warps = _tile(cols, x.dtype, _DOT_WARPS, _DOT_ACCESSES)
         col_blocks = 1
     else:
         y, dweights, y_stride = None, None, stride
-        block_cols, warps = min(vector_cols(x.dtype, _WARPS), next_power_of_2(max(cols, 1))), _WARPS
+        block_cols, warps = _tile(cols, x.dtype, _WARPS, 1)
         col_blocks = cdiv(cols, block_cols)
-    programs = places.shape[0] * col_blocks
-    padding = 0 if out is None or cols == 0 else cdiv(total, _PADDING)
-    if programs + padding == 0:
+    tokens = places.shape[0]
+    parts = max(1, tokens) if out is not None and cols else tokens  # without tokens, all rows are padding
+    if parts == 0:
         return
     launch(
-        _scatter_kernel if dweights is None else _scatter_dot_kernel, (programs + padding,),
-        x, y, rows, places, weights, out, dweights, programs, total, cols, col_blocks, stride, y_stride,
-        CHOICES=choices, PADDING=_PADDING, UNIT=unit_of(cols, stride, y_stride), BLOCK_COLS=block_cols, num_warps=warps,
+        _scatter_kernel if dweights is None else _scatter_dot_kernel, (parts * max(1, col_blocks),),
+        x, y, rows, places, weights, out, dweights, tokens, total, cdiv(total, parts), cols, max(1, col_blocks), stride,
+        y_stride, choices,
+        PADDING=_PADDING, ZEROS=min(_ZEROS, block_cols), UNIT=unit_of(cols, stride, y_stride),
+        WHOLE=block_cols >= cols, BLOCK_COLS=block_cols, num_warps=warps,
     )  # fmt: skip
 
 
@@ -66,84 +75,105 @@ def gather(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> No
     tokens, choices = places.shape
     if tokens * cols == 0:
         return
-    block_cols = min(vector_cols(y.dtype, _WARPS), next_power_of_2(cols))
+    block_cols, warps = _tile(cols, y.dtype, _WARPS, 1)
     col_blocks = cdiv(cols, block_cols)
     launch(
         _gather_kernel, (tokens * col_blocks,),
         y, places, None if weights is None else weights.contiguous(), out, cols, col_blocks, stride,
         CHOICES=choices, UNROLLED=choices <= _UNROLLED, UNIT=unit_of(cols, stride), BLOCK_COLS=block_cols,
-        num_warps=_WARPS,
+        num_warps=warps,
     )  # fmt: skip
 
 
-@triton.jit
-def _zero_padding(rows_ptr, out_ptr, first, total, cols, PADDING: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Zeros to those of ``PADDING`` rows that are padding."""
-    row = first + tl.arange(0, PADDING)
-    slots = tl.load(rows_ptr + row, mask=row < total, other=0)
-    if tl.min(slots, axis=0) < 0:
-        for i in range(first, min(total, first + PADDING)):
-            if tl.load(rows_ptr + i) < 0:
-                for start in range(0, cols, BLOCK_COLS):
-                    col = start + tl.arange(0, BLOCK_COLS)
-                    zeros = tl.zeros((BLOCK_COLS,), out_ptr.dtype.element_ty)
-                    tl.store(out_ptr + tl.cast(i, tl.int64) * cols + col, zeros, mask=col < cols)
+def _tile(cols: int, dtype: torch.dtype, most_warps: int, accesses: int) -> tuple[int, int]:
+    """(columns, warps) of a step: ``accesses`` of 16 bytes a thread."""
+    block_cols = min(accesses * vector_cols(dtype, most_warps), next_power_of_2(max(cols, 1)))
+    return block_cols, max(1, min(most_warps, block_cols // vector_cols(dtype, 1)))
 
 
 @triton.jit
-def _scatter_kernel(
-    x_ptr, y_ptr, rows_ptr, places_ptr, weights_ptr, out_ptr, dweights_ptr, programs, total, cols, col_blocks, stride,
-    y_stride,
-    CHOICES: tl.constexpr, PADDING: tl.constexpr, UNIT: tl.constexpr, BLOCK_COLS: tl.constexpr,
+def _zero_padding(
+    rows_ptr, out_ptr, part, each, total, first_col, end_col, cols,
+    PADDING: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    """Zeros to columns of those of a part of the rows that are padding."""
+    end = min(total, (part + 1) * each)
+    for first in range(part * each, end, PADDING):
+        row = first + tl.arange(0, PADDING)
+        slots = tl.load(rows_ptr + row, mask=row < end, other=0)
+        if tl.min(slots, axis=0) < 0:
+            begin = out_ptr + row.to(tl.int64)[:, None] * cols
+            for start in range(first_col, end_col, ZEROS):
+                col = start + tl.arange(0, ZEROS)[None, :]
+                zeros = tl.zeros((PADDING, ZEROS), out_ptr.dtype.element_ty)
+                tl.store(begin + col, zeros, mask=(slots < 0)[:, None] & (col < end_col))
+
+
+@triton.jit(do_not_specialize=["choices", "each"])
+def _scatter_kernel(
+    x_ptr, y_ptr, rows_ptr, places_ptr, weights_ptr, out_ptr, dweights_ptr, tokens, total, each, cols, col_blocks,
+    stride, y_stride, choices,
+    PADDING: tl.constexpr, ZEROS: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    token, block = tile_of(tl.program_id(0), col_blocks)
     cols = aligned(cols, UNIT)
-    if program >= programs:
-        _zero_padding(rows_ptr, out_ptr, (program - programs) * PADDING, total, cols, PADDING, BLOCK_COLS)
-        return
-    token, block = tile_of(program, col_blocks)
-    col = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    mask = col < cols
-    x = tl.load(x_ptr + token.to(tl.int64) * aligned(stride, UNIT) + col, mask=mask)
-    for j in range(CHOICES):
-        slot = token.to(tl.int64) * CHOICES + j
-        place = tl.load(places_ptr + slot)
-        if place >= 0:
+    first_col = block * BLOCK_COLS
+    end_col = min(cols, first_col + BLOCK_COLS)
+    _zero_padding(rows_ptr, out_ptr, token, each, total, first_col, end_col, cols, PADDING, ZEROS)
+    if token < tokens:
+        col = first_col + tl.arange(0, BLOCK_COLS)
+        mask = col < cols
+        x = tl.load(x_ptr + token.to(tl.int64) * aligned(stride, UNIT) + col, mask=mask)
+        for j in range(choices):
+            slot = token.to(tl.int64) * choices + j
+            place = tl.load(places_ptr + slot)
             value = x
             if weights_ptr is not None:
                 wide = to_acc(x)
                 value = (wide * tl.load(weights_ptr + slot).to(wide.dtype)).to(x.dtype)
-            tl.store(out_ptr + place.to(tl.int64) * cols + col, value, mask=mask)
+            tl.store(out_ptr + place.to(tl.int64) * cols + col, value, mask=mask & (place >= 0))
 
 
 @triton.jit
+def _dot_step(x, y_ptr, out_ptr, weight, col, mask):
+    """Products of x and y, and the weighted x to ``out`` if that is wanted."""
+    wide = to_acc(x)
+    if out_ptr is not None:
+        tl.store(out_ptr + col, (wide * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    return wide * to_acc(tl.load(y_ptr + col, mask=mask, other=0.0))
+
+
+@triton.jit(do_not_specialize=["choices", "each"])
 def _scatter_dot_kernel(
-    x_ptr, y_ptr, rows_ptr, places_ptr, weights_ptr, out_ptr, dweights_ptr, programs, total, cols, col_blocks, stride,
-    y_stride,
-    CHOICES: tl.constexpr, PADDING: tl.constexpr, UNIT: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    x_ptr, y_ptr, rows_ptr, places_ptr, weights_ptr, out_ptr, dweights_ptr, tokens, total, each, cols, col_blocks,
+    stride, y_stride, choices,
+    PADDING: tl.constexpr, ZEROS: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    token = tl.program_id(0)
     cols = aligned(cols, UNIT)
-    if program >= programs:
-        _zero_padding(rows_ptr, out_ptr, (program - programs) * PADDING, total, cols, PADDING, BLOCK_COLS)
-        return
-    acc: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    token = program.to(tl.int64)
-    x_ptr += token * aligned(stride, UNIT)
-    for j in range(CHOICES):
-        slot = token * CHOICES + j
-        place = tl.load(places_ptr + slot).to(tl.int64)
-        weight = tl.load(weights_ptr + slot).to(acc)
-        dot = tl.zeros((BLOCK_COLS,), acc)
-        if place >= 0:
-            for start in range(0, cols, BLOCK_COLS):
-                col = start + tl.arange(0, BLOCK_COLS)
-                mask = col < cols
-                x = to_acc(tl.load(x_ptr + col, mask=mask, other=0.0))
-                dot += x * to_acc(tl.load(y_ptr + place * aligned(y_stride, UNIT) + col, mask=mask, other=0.0))
-                if out_ptr is not None:
-                    tl.store(out_ptr + place * cols + col, (x * weight).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(dweights_ptr + slot, tl.sum(dot, axis=0).to(dweights_ptr.dtype.element_ty))
+    if out_ptr is not None:
+        _zero_padding(rows_ptr, out_ptr, token, each, total, 0, cols, cols, PADDING, ZEROS)
+    if token < tokens:
+        acc: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+        row = x_ptr + token.to(tl.int64) * aligned(stride, UNIT)
+        col = tl.arange(0, BLOCK_COLS)
+        kept = tl.load(row + col, mask=col < cols, other=0.0)
+        for j in range(choices):
+            slot = token.to(tl.int64) * choices + j
+            place = tl.load(places_ptr + slot).to(tl.int64)
+            weight = tl.load(weights_ptr + slot).to(acc)
+            y_row, out_row = y_ptr + place * aligned(y_stride, UNIT), out_ptr
+            if out_ptr is not None:
+                out_row += place * cols
+            if WHOLE:
+                dot = _dot_step(reread(kept), y_row, out_row, weight, col, (col < cols) & (place >= 0))
+            else:
+                dot = tl.zeros((BLOCK_COLS,), acc)
+                for start in range(0, cols, BLOCK_COLS):
+                    mask = (start + col < cols) & (place >= 0)
+                    x = tl.load(row + start + col, mask=mask, other=0.0)
+                    dot += _dot_step(x, y_row, out_row, weight, start + col, mask)
+            tl.store(dweights_ptr + slot, tl.sum(dot, axis=0).to(dweights_ptr.dtype.element_ty))
 
 
 @triton.jit

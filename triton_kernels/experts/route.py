@@ -29,11 +29,12 @@ from parallel_ops.triton_kernels.experts.scores import (
     weights_of_chosen,
 )
 
-# A thread has 16 logits: of several rows, so that one's maximum is taken while another waits for its own. The forward's
-# programs are few, since each leaves a sum over its rows for every expert, and therefore have as many warps as a
-# multiprocessor can use.
-ELEMENTS = 16
+# Logits of a thread; the forward has seven numbers for each of them in registers. Its programs are few, since each
+# leaves a sum over its rows for every expert, and therefore have many warps.
+ELEMENTS = 8
 FORWARD_WARPS = 16
+# Choices whose numbers the backward loads all at once; more take turns.
+UNROLLED = 16
 BACKWARD_WARPS = 4
 
 
@@ -55,8 +56,8 @@ def forward(
     launch(
         _forward_kernel, (splits,),
         x, None if bias is None else bias.contiguous(), weights, experts, sums, counts, z, rows, cols, blocks, stride,
-        scale,
-        TOP_K=weights.shape[1], SIGMOID=sigmoid, TOP_K_FIRST=top_k_first, NORMALIZE=normalize,
+        weights.shape[1], scale,
+        SIGMOID=sigmoid, TOP_K_FIRST=top_k_first, NORMALIZE=normalize,
         GROUPS=next_power_of_2(groups), TOP_GROUPS=top_groups, SIZE=size, PADDED_SIZE=padded,
         UNIT=unit_of(cols, stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=warps,
     )  # fmt: skip
@@ -80,8 +81,10 @@ def backward(
     block_rows, warps = _tile(block_cols, BACKWARD_WARPS, rows)
     launch(
         _backward_kernel, (cdiv(rows, block_rows),),
-        x, experts, _contiguous(grad_weights), _contiguous(grad_score_sums), grad_z_sum, out, rows, cols, stride, scale,
-        TOP_K=experts.shape[1], SIGMOID=sigmoid, TOP_K_FIRST=top_k_first, NORMALIZE=normalize,
+        x, experts, _contiguous(grad_weights), _contiguous(grad_score_sums), grad_z_sum, out, rows, cols, stride,
+        scale,
+        TOP_K=experts.shape[1], UNROLLED=experts.shape[1] <= UNROLLED,
+        SIGMOID=sigmoid, TOP_K_FIRST=top_k_first, NORMALIZE=normalize,
         UNIT=unit_of(cols, stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=warps,
     )  # fmt: skip
 
@@ -98,14 +101,15 @@ def _tile(block_cols: int, most_warps: int, rows: int) -> tuple[int, int]:
     return max(1, 32 * warps * ELEMENTS // block_cols), warps
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["top_k", "scale"])
 def _forward_kernel(
     x_ptr, bias_ptr, weights_ptr, experts_ptr, sums_ptr, counts_ptr, z_ptr, rows, cols, blocks, stride,
-    scale: tl.float64,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, TOP_K_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
+    top_k, scale: tl.float64,
+    SIGMOID: tl.constexpr, TOP_K_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    fast: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     program = tl.program_id(0)
     cols = aligned(cols, UNIT)
     stride = aligned(stride, UNIT)
@@ -119,8 +123,8 @@ def _forward_kernel(
         row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         there = row < rows
         x = read_rows(x_ptr, row, there, col, present, stride)
-        p, logsumexp = softmax_rows(x, False)
-        scores = scores_of(x, p, SIGMOID, False)[0]
+        p, logsumexp = softmax_rows(x, fast)
+        scores = scores_of(x, p, SIGMOID, fast)[0]
         probability = p
         if SIGMOID:
             probability = scores * (1.0 / (tl.sum(scores, axis=1) + TINY))[:, None]
@@ -133,16 +137,16 @@ def _forward_kernel(
         key = key_of(choice)
         key = tl.where(present[None, :], key, out_of(key))
         if TOP_GROUPS < GROUPS:
-            key = limit_groups(key, GROUPS, PADDED_SIZE, TOP_GROUPS, SIZE)
+            key = limit_groups(key, TOP_GROUPS, GROUPS, PADDED_SIZE, SIZE)
         rank = tl.full((BLOCK_ROWS, BLOCK_COLS), -1, tl.int32)
-        for j in range(TOP_K):
+        for j in range(top_k):
             best = first_largest(key, 1)
             rank = tl.where(best, j, rank)
             key = tl.where(best, out_of(key), key)
         chosen = rank >= 0
-        u, divisor = weights_of_chosen(x, scores, chosen, SIGMOID, TOP_K_FIRST, NORMALIZE, False)
+        u, divisor = weights_of_chosen(x, scores, chosen, SIGMOID, TOP_K_FIRST, NORMALIZE, fast)
         weights = u * quotient(tl.cast(scale, acc), divisor)[:, None]
-        place = row.to(tl.int64)[:, None] * TOP_K + rank
+        place = row.to(tl.int64)[:, None] * top_k + rank
         mask = chosen & there[:, None]
         tl.store(weights_ptr + place, weights, mask=mask)
         tl.store(experts_ptr + place, tl.broadcast_to(col.to(tl.int64)[None, :], place.shape), mask=mask)
@@ -169,10 +173,21 @@ def _sums_kernel(
         tl.store(z_sum_ptr, tl.sum(tl.load(z_ptr + split, mask=split < splits, other=0.0), axis=0))
 
 
+@triton.jit
+def _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot, there, col):
+    """Adds a choice of each row: its expert's gradient, and that it was chosen."""
+    expert = tl.load(experts_ptr + slot, mask=there, other=0).to(tl.int32)
+    grad = tl.load(grad_weights_ptr + slot, mask=there, other=0.0)
+    here = col[None, :] == expert[:, None]
+    return tl.where(here, grad[:, None], of_weights), chosen | here
+
+
 @triton.jit(do_not_specialize=["scale"])
 def _backward_kernel(
-    x_ptr, experts_ptr, grad_weights_ptr, grad_sums_ptr, grad_z_ptr, dx_ptr, rows, cols, stride, scale: tl.float64,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, TOP_K_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, UNIT: tl.constexpr,
+    x_ptr, experts_ptr, grad_weights_ptr, grad_sums_ptr, grad_z_ptr, dx_ptr, rows, cols, stride,
+    scale: tl.float64,
+    TOP_K: tl.constexpr, UNROLLED: tl.constexpr,
+    SIGMOID: tl.constexpr, TOP_K_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     fast: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
@@ -197,12 +212,12 @@ def _backward_kernel(
         of_weights = tl.zeros_like(x)
         chosen = tl.zeros(x.shape, tl.int32) > 0
         slot = row.to(tl.int64) * TOP_K
-        for j in range(TOP_K):
-            expert = tl.load(experts_ptr + slot + j, mask=there, other=0).to(tl.int32)
-            grad = tl.load(grad_weights_ptr + slot + j, mask=there, other=0.0)
-            here = col[None, :] == expert[:, None]
-            of_weights = tl.where(here, grad[:, None], of_weights)
-            chosen = chosen | here
+        if UNROLLED:
+            for j in tl.static_range(TOP_K):
+                of_weights, chosen = _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
+        else:
+            for j in range(TOP_K):
+                of_weights, chosen = _choose(of_weights, chosen, experts_ptr, grad_weights_ptr, slot + j, there, col)
         u, divisor = weights_of_chosen(x, scores, chosen, SIGMOID, TOP_K_FIRST, NORMALIZE, fast)
         factor = quotient(tl.cast(scale, x.dtype), divisor)
         if NORMALIZE or (TOP_K_FIRST and not SIGMOID):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from parallel_ops.triton_kernels._common import to_acc
-from parallel_ops.triton_kernels._math import exp_nonpositive, sigmoid
+from parallel_ops.triton_kernels._math import exp_nonpositive, reciprocal, sigmoid
 
 # Added to sums that are divided by, so that rows whose scores are all zero are defined (DeepSeek-V3).
 TINY = tl.constexpr(1e-20)
@@ -51,7 +51,7 @@ def softmax_rows(x, FAST: tl.constexpr):
     nan = tl.max((x != x).to(tl.int32), axis=1) > 0  # noqa: PLR0124
     infinite = tl.abs(largest) == float("inf")
     logsumexp = tl.where(infinite & ~nan, largest, largest + tl.log(total))
-    return e * (1.0 / total)[:, None], logsumexp
+    return e * reciprocal(total, FAST)[:, None], logsumexp
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def first_largest(key, AXIS: tl.constexpr):
 
 
 @triton.jit
-def limit_groups(key, GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr):
+def limit_groups(key, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SIZE: tl.constexpr):
     """Takes out all keys but those of the best groups; a group's score is the sum of its two best."""
     ROWS: tl.constexpr = key.shape[0]
     grouped = tl.reshape(key, (ROWS, GROUPS, PADDED_SIZE))
@@ -119,7 +119,7 @@ def limit_groups(key, GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, TOP_GROUP
         of_group = tl.where(second == out_of(second), second, key_of(score_of(first) + score_of(second)))
     of_group = tl.reshape(of_group, (ROWS, GROUPS))
     kept = tl.zeros((ROWS, GROUPS), tl.int32)
-    for _ in range(TOP_GROUPS):
+    for _ in tl.static_range(TOP_GROUPS):
         best = first_largest(of_group, 1)
         kept = tl.where(best, 1, kept)
         of_group = tl.where(best, out_of(of_group), of_group)

@@ -23,7 +23,7 @@ def launches(t, k, n, capacity):
 @pytest.mark.parametrize(
     ("t", "k", "n", "capacity", "capability"),
     [(8192, 8, 256, None, 80), (8192, 8, 256, None, 90), (8192, 8, 256, 300, 100), (32768, 6, 64, None, 90),
-     (8192, 8, 1024, None, 90), (8192, 1, 16384, None, 90)],
+     (8192, 8, 1024, None, 90), (8192, 1, 4096, None, 90)],
     ids=str,
 )  # fmt: skip
 def test_compiled_code(t, k, n, capacity, capability):
