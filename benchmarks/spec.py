@@ -59,6 +59,8 @@ class Benchmark:
         flops: (shape, direction) to the floating-point operations of an op that computes longer than it moves.
         directions: what is measured apart; an op that does the work of its backward in forward has "full" alone.
         peers: by their name in the results, which is one of ``results.PROVIDERS``.
+        index_values: shape to what inputs that are indices hold, by argument: the static model has tensors without
+            memory, and follows these.
     """
 
     op: str
@@ -71,6 +73,7 @@ class Benchmark:
     directions: tuple[str, ...] = DIRECTIONS
     peers: Mapping[str, Peer] = field(default_factory=dict)
     flops: Callable[[Shape, str], float] | None = None
+    index_values: Callable[[Shape], Mapping[int, Tensor]] | None = None
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:

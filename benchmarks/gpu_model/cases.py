@@ -20,6 +20,9 @@ _FFN = (1792, 4104, 14336)
 _SCORES: list[Shape] = [(4, 32, 2048, 2048), (4, 32, 1032, 1032), (1, 4, 2048, 65536)]
 # 4,008 is a rank's part of a vocabulary of 32,064 over 8.
 _LOGITS: list[Shape] = [(8192, v) for v in (4008, 32000, 131072)]
+# DeepSeek-V3: 7,168 wide, 256 experts, top 8; 64 experts, top 6, as in its smaller sisters.
+_ROUTED: list[Shape] = [(8192, 256, 8), (32768, 64, 6)]
+_PERMUTED: list[Shape] = [(8192, 7168, 8), (32768, 4096, 6)]
 
 SHAPES: dict[str, list[Shape]] = {
     "bias_gelu": _HIDDEN,
@@ -31,6 +34,8 @@ SHAPES: dict[str, list[Shape]] = {
     "rotary_embedding": [(2048, 4, 32, 128), (2048, 4, 8, 64)],
     "scaled_causal_softmax": _SCORES,
     "scaled_masked_softmax": _SCORES,
+    "route": _ROUTED,
+    "permute": _PERMUTED,
     "vocab_parallel_cross_entropy": _LOGITS,
     "vocab_parallel_cross_entropy.in_forward": _LOGITS[1:],  # a peer in the op's benchmark file
 }

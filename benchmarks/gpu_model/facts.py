@@ -146,6 +146,11 @@ def _use(launch: Any, capability: int) -> tuple[str, int, tuple[int, int, int]]:
     return launch.name, math.prod(launch.call[2]), (code.registers, warps, code.shared_bytes)
 
 
+def _give_values(t: torch.Tensor, values: torch.Tensor) -> None:
+    """What a tensor without memory holds: ``values``, again and again if it is larger."""
+    meta_values[t.untyped_storage()._cdata] = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def _run(
     benchmark: Benchmark, shape: Shape, dtype: torch.dtype, multiprocessors: int, op: Provider | None,
     watched: Callable[[], Any],
@@ -153,13 +158,16 @@ def _run(
     """What ``watched`` sees of the launches of each direction."""
     with _multiprocessors(multiprocessors), ops_launch_kernels():
         inputs = benchmark.build(shape, dtype, torch.device("meta"))
+        indices = benchmark.index_values(shape) if benchmark.index_values else {}
+        for argument, values in indices.items():
+            _give_values(inputs[argument], values)
         with watched() as forward:
             y = (op or benchmark.ours)(*inputs)
         grad = torch.empty_like(y)
-        storage = grad.untyped_storage()._cdata
         if grad.numel() == 1:  # a loss, whose gradient is one where it is what is differentiated
-            meta_values[storage] = torch.ones(1, dtype=grad.dtype).view(torch.uint8).numpy().tobytes()
+            _give_values(grad, torch.ones(1, dtype=grad.dtype))
         with watched() as backward:
             y.backward(grad)
-        meta_values.pop(storage, None)
+        for t in (grad, *(inputs[argument] for argument in indices)):
+            meta_values.pop(t.untyped_storage()._cdata, None)
     return {"forward": forward, "backward": backward}
