@@ -139,6 +139,7 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "statistics, Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool "
       "all_gather, bool causal, float scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor "
       "dq, Tensor dk, Tensor dv, Tensor dsink)");
+  m.def("advise_huge_pages_(Tensor(a!) t) -> ()");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");

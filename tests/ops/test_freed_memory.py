@@ -94,6 +94,7 @@ CALLS = [
     ("rotary_embedding", {"q": lambda: t(ROWS, 2, 4), "k": None, **PACKED, **STARTS, **HEADS_LAST}),
     ("rotary_embedding_backward", {"grad_q": heads, "grad_k": heads, **ROTARY, "cu_seqlens": None, **HEADS_LAST}),
     ("rotary_embedding_", {"q": heads, "k": heads, **ROTARY, "cu_seqlens": None, "interleaved": False}),
+    ("advise_huge_pages_", {"t": x}),
     ("block_attention_", {**ATTENTION, **BLOCK, "out": heads, **STATISTICS, "merge": True}),
     ("attention_gradient_rows_", {"grad_out": heads, "out": heads, **STATISTICS, "rows": lambda: t(3, 1, 2, ROWS)}),
     (

@@ -11,6 +11,7 @@ a half, run when its queue is computed.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -26,10 +27,16 @@ from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
 from parallel_ops._internal.split_backward import runs
+from parallel_ops._internal.weight_gradients import (
+    DeferredWeightGradients,
+    Target,
+    add_to,
+    after_backward,
+    targets_of,
+)
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall
-from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target, add_to, targets_of
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
@@ -285,7 +292,8 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
         if any(of_weights):
             shapes = [_shaped(x, w.shape) for w in weights]
-            ctx.deferred.push(_later(ctx.op, later, list(grads), x, shapes, ctx.targets))
+            compute = functools.partial(ctx.op.gradients, later, list(grads), x, shapes, ctx.targets)
+            ctx.deferred.push(after_backward(compute, x, *grads))
     gradients = ctx.op.gradients(call, list(grads), x, weights, ctx.targets)
     gradients += [None] * (len(ctx.dtypes) - len(gradients))
     return None, None, None, None, *(d if d is None else d.to(t) for d, t in zip(gradients, ctx.dtypes, strict=True))
@@ -295,21 +303,6 @@ def _requested(ctx: Any) -> list[bool]:
     """``GroupCall.needs`` of the running backward."""
     edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
     return [needed and runs(node) for needed, (node, _) in edges]
-
-
-def _later(
-    op: LinearOp, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], targets: list[Target]
-) -> Callable[[], None]:
-    backward = torch.cuda.current_stream(x.device) if x.is_cuda else None
-
-    def compute() -> None:
-        if backward is not None and (now := torch.cuda.current_stream(x.device)) != backward:
-            now.wait_stream(backward)
-            for t in (x, *grads):  # else their memory could be reused on their own stream
-                t.record_stream(now)
-        op.gradients(call, grads, x, weights, targets)
-
-    return compute
 
 
 def _cast_all(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
