@@ -144,6 +144,20 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "grouped_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[] needs) -> (Tensor, Tensor, "
       "Tensor)");
   m.def("advise_huge_pages_(Tensor(a!) t) -> ()");
+  m.def(
+      "route(Tensor logits, Tensor? bias, int top_k, bool sigmoid, int groups, int top_groups, bool top_k_first, bool "
+      "normalize, float scale) -> (Tensor weights, Tensor score_sums, Tensor z_sum, Tensor experts, Tensor load)");
+  m.def(
+      "route_backward(Tensor logits, Tensor experts, Tensor? grad_weights, Tensor? grad_score_sums, Tensor? "
+      "grad_z_sum, bool sigmoid, bool top_k_first, bool normalize, float scale) -> Tensor");
+  m.def(
+      "sort_by_expert(Tensor experts, int num_experts, int? capacity, int multiple) -> (Tensor rows, Tensor places, "
+      "Tensor ends)");
+  m.def("permute(Tensor x, Tensor rows, Tensor places) -> Tensor");
+  m.def("unpermute(Tensor y, Tensor rows, Tensor places, Tensor? weights) -> Tensor");
+  m.def(
+      "unpermute_backward(Tensor grad, Tensor? y, Tensor rows, Tensor places, Tensor? weights, bool needs_y) -> "
+      "(Tensor dy, Tensor dweights)");
   m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
   m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
   m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");

@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy
     from parallel_ops.ops.experts.grouped_linear import grouped_linear
+    from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert
+    from parallel_ops.ops.experts.permute import permute, unpermute
+    from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route
     from parallel_ops.ops.norms.layer_norm import layer_norm
     from parallel_ops.ops.norms.rms_norm import rms_norm
     from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk
@@ -31,7 +34,9 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExpertOrder",
     "ParallelMesh",
+    "Routing",
     "all_gather_linear",
     "bias_dropout_add",
     "bias_gelu",
@@ -43,13 +48,18 @@ __all__ = [
     "grouped_linear",
     "layer_norm",
     "linear_reduce_scatter",
+    "load_balancing_loss",
+    "permute",
     "ring_attention",
     "rms_norm",
     "rotary_embedding",
     "rotary_embedding_qk",
+    "route",
     "scaled_causal_softmax",
     "scaled_masked_softmax",
     "silu_mul",
+    "sort_by_expert",
+    "unpermute",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

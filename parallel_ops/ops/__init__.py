@@ -9,6 +9,9 @@ from parallel_ops.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add
 from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy, cross_entropy_reference
 from parallel_ops.ops.cross_entropy.kernels import LossStatistics
 from parallel_ops.ops.experts.grouped_linear import grouped_linear, grouped_linear_reference
+from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert, sort_by_expert_reference
+from parallel_ops.ops.experts.permute import permute, permute_reference, unpermute, unpermute_reference
+from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route, route_reference
 from parallel_ops.ops.norms.layer_norm import layer_norm, layer_norm_reference
 from parallel_ops.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from parallel_ops.ops.rotary_embedding import rotary_embedding, rotary_embedding_qk, rotary_embedding_reference
@@ -16,7 +19,9 @@ from parallel_ops.ops.softmaxes.scaled_causal_softmax import scaled_causal_softm
 from parallel_ops.ops.softmaxes.scaled_masked_softmax import scaled_masked_softmax, scaled_masked_softmax_reference
 
 __all__ = [
+    "ExpertOrder",
     "LossStatistics",
+    "Routing",
     "bias_dropout_add",
     "bias_dropout_add_reference",
     "bias_gelu",
@@ -33,15 +38,24 @@ __all__ = [
     "grouped_linear_reference",
     "layer_norm",
     "layer_norm_reference",
+    "load_balancing_loss",
+    "permute",
+    "permute_reference",
     "rms_norm",
     "rms_norm_reference",
     "rotary_embedding",
     "rotary_embedding_qk",
     "rotary_embedding_reference",
+    "route",
+    "route_reference",
     "scaled_causal_softmax",
     "scaled_causal_softmax_reference",
     "scaled_masked_softmax",
     "scaled_masked_softmax_reference",
     "silu_mul",
     "silu_mul_reference",
+    "sort_by_expert",
+    "sort_by_expert_reference",
+    "unpermute",
+    "unpermute_reference",
 ]
