@@ -45,7 +45,7 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None
 
 
 def outer_products(dz: Tensor, h: Tensor, ends: Tensor) -> Tensor:
-    """``[n, N, K]``: for each group the product of its rows of ``dz``, ``[r, N]``, transposed, and ``h``, ``[r, K]``."""
+    """``[n, N, K]``: for each group its rows of ``dz``, ``[r, N]``, transposed, times those of ``h``, ``[r, K]``."""
     if _has_kernel(dz, h, ends):
         return F.grouped_mm(_operand(dz.contiguous()).t(), _operand(h.contiguous()), offs=ends.int())
     out, last = empty_output(dz, (len(ends), dz.shape[1], h.shape[1])), 0
