@@ -12,7 +12,7 @@ take turns in each round, so a slow spell of the machine falls on all alike.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,9 +81,10 @@ def transformers_layer(case: Case, layer: Layer, implementation: str) -> Callabl
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+    options: dict[str, Any] = {"experts_implementation": implementation}
     config = Qwen3MoeConfig(
         hidden_size=layer.x.shape[1], moe_intermediate_size=case.ffn, num_experts=case.experts,
-        num_experts_per_tok=case.top_k, norm_topk_prob=True, experts_implementation=implementation,
+        num_experts_per_tok=case.top_k, norm_topk_prob=True, **options,
     )  # fmt: skip
     block = Qwen3MoeSparseMoeBlock(config)
     block.gate.weight = torch.nn.Parameter(layer.router.detach())
