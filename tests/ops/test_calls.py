@@ -17,10 +17,14 @@ from parallel_ops import (
     flash_attention,
     gelu_mul,
     layer_norm,
+    permute,
     rms_norm,
     rotary_embedding_qk,
+    route,
     scaled_masked_softmax,
     silu_mul,
+    sort_by_expert,
+    unpermute,
     vocab_parallel_cross_entropy,
 )
 from parallel_ops._internal import autograd as _autograd
@@ -44,6 +48,15 @@ CALLS = {
     "scaled_masked_softmax": (scaled_masked_softmax, (X, BIAS)),
     "flash_attention": (lambda q, k: flash_attention(q, k, k * 2, window=3), (HEADS[:, None], HEADS[:, None] * 2)),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
+}
+ORDER = sort_by_expert(torch.tensor([[0, 2], [1, 2], [-1, 0]]), 3, capacity=2)
+CALLS |= {
+    "route": (
+        lambda x: _differentiable(route(x, 3, bias=BIAS.detach(), score="sigmoid", groups=4, top_groups=2)),
+        (X,),
+    ),
+    "permute": (lambda x: permute(x, ORDER), (X[:3],)),
+    "unpermute": (lambda y, w: unpermute(y, ORDER, w), (X, X[:3, :2] * 2)),
 }
 GELU = torch.ops.parallel_ops.bias_gelu.default
 GELU_BACKWARD = torch.ops.parallel_ops.bias_gelu_backward.default
@@ -75,6 +88,10 @@ def test_same_bits_as_through_the_dispatcher(name, monkeypatch):
     with torch.no_grad():
         for a, b in zip(_tuple(alone), _tuple(op(*args)), strict=True):
             assert torch.equal(a, b)
+
+
+def _differentiable(routing):
+    return routing.weights, routing.score_sums, routing.z_sum
 
 
 def _tuple(outputs):

@@ -45,6 +45,9 @@ STARTS = {"cu_seqlens": lambda: torch.tensor([0, 1, ROWS])}
 SWISH = {"alpha": 1.0, "limit": None, "up_offset": 0.0}
 DROPOUT = {"p": 0.5, **SEED, "index_offset": 0, "row_positions": lambda: t(ROWS, dtype=I64)}
 NORM = {"grad": x, "grad_sum": x, "x": x, "weight": lambda: t(COLS), "rstd": row, "zero_centered": False}
+ORDER = {"rows": lambda: t(4, dtype=torch.int32), "places": lambda: t(ROWS, 1, dtype=torch.int32)}
+CHOICES = {"top_k": 1, "sigmoid": False, "groups": 1, "top_groups": 1}
+WEIGHTS = {"top_k_first": False, "normalize": True, "scale": 1.0}
 GRADIENT = {
     "grad": row, "logits": x, "class_weight": lambda: t(COLS), "column": lambda: t(ROWS, dtype=I64),
     "saved": lambda: t(6, ROWS), "divisor": None,
@@ -95,6 +98,19 @@ CALLS = [
     ("rotary_embedding_backward", {"grad_q": heads, "grad_k": heads, **ROTARY, "cu_seqlens": None, **HEADS_LAST}),
     ("rotary_embedding_", {"q": heads, "k": heads, **ROTARY, "cu_seqlens": None, "interleaved": False}),
     ("advise_huge_pages_", {"t": x}),
+    ("route", {"logits": x, "bias": lambda: t(COLS), **CHOICES, **WEIGHTS}),
+    (
+        "route_backward",
+        {"logits": x, "experts": lambda: t(ROWS, 1, dtype=I64), "grad_weights": lambda: t(ROWS, 1),
+         "grad_score_sums": lambda: t(COLS), "grad_z_sum": scalar, "sigmoid": False, **WEIGHTS},
+    ),
+    ("sort_by_expert", {"experts": lambda: t(ROWS, 1, dtype=I64), "num_experts": 2, "capacity": None, "multiple": 1}),
+    ("permute", {"x": x, **ORDER}),
+    ("unpermute", {"y": lambda: t(4, COLS), **ORDER, "weights": lambda: t(ROWS, 1)}),
+    (
+        "unpermute_backward",
+        {"grad": x, "y": lambda: t(4, COLS), **ORDER, "weights": lambda: t(ROWS, 1), "needs_y": True},
+    ),
     ("block_attention_", {**ATTENTION, **BLOCK, "out": heads, **STATISTICS, "merge": True}),
     ("attention_gradient_rows_", {"grad_out": heads, "out": heads, **STATISTICS, "rows": lambda: t(3, 1, 2, ROWS)}),
     (

@@ -61,8 +61,8 @@ class Order {
                            rows.is_contiguous() && places.is_cpu() && places.scalar_type() == ScalarType::Int &&
                            places.dim() == 2 && places.is_contiguous() && places.size(1) > 0,
                        op, ": order must be what sort_by_expert returned");
-    rows_ = readable<int32_t>(op, "order", rows);
-    places_ = readable<int32_t>(op, "order", places);
+    rows_ = readable<int32_t>(op, "rows", rows);
+    places_ = readable<int32_t>(op, "places", places);
     count_ = rows.size(0);
     tokens_ = places.size(0);
     choices_ = places.size(1);

@@ -64,9 +64,8 @@ def unpermute(y: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> T
 
 def permute_reference(x: Tensor, order: ExpertOrder) -> Tensor:
     """The same in plain PyTorch."""
-    slots = order.rows.long()
-    rows = x[slots.clamp(min=0) // order.places.shape[1]] if x.shape[0] else x.new_zeros(slots.shape[0], x.shape[1])
-    return rows.masked_fill((slots < 0)[:, None], 0)
+    tokens = order.rows.long().div(order.places.shape[1], rounding_mode="floor")
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])[tokens]  # -1 is the last row
 
 
 def unpermute_reference(y: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, the order of tokens by expert, and tokens in that order and back."""
