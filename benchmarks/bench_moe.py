@@ -1,6 +1,7 @@
 """The experts of a transformer layer: ours, Transformers' two ways, and the matrix products alone.
 
     python -m benchmarks.bench_moe [--dtype bfloat16] [--case "64 top 2"] [--rounds 15] [--cpu-time]
+        [--keep-memory]
 
 A layer of Qwen3-MoE, forward and backward, of 2,048 tokens with hidden size 512 by default: router, choice of the
 experts, gate and up projection, SwiGLU, down projection, weighted sum; gradients of tokens, router and experts. The
@@ -25,6 +26,7 @@ from torch import Tensor
 from benchmarks.timing import Call, HostTimer, Timer, take_turns
 from parallel_ops import bias_swiglu, grouped_linear, permute, route, sort_by_expert, unpermute
 from parallel_ops._internal.command_line import fail, run
+from parallel_ops.train.malloc import keep_freed_memory
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -172,12 +174,17 @@ def main(
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown, after one that is not timed.")] = 15,
     cpu_time: Annotated[bool, typer.Option("--cpu-time", help="CPU time of one thread: on a machine in use.")] = False,
+    keep_memory: Annotated[
+        bool, typer.Option("--keep-memory", help="Freed memory is kept, as by the trainer.")
+    ] = False,
 ) -> None:
     """Times of forward and backward, over those of the products alone, and of Transformers' over ours."""
     names = [c.name for c in _CASES]
     for given, known in ((dtype or [], list(_DTYPES)), (case or [], names)):
         if unknown := set(given) - set(known):
             fail(f"unknown {', '.join(unknown)}; choose from {', '.join(known)}")
+    if keep_memory:
+        keep_freed_memory()
     if cpu_time:
         torch.set_num_threads(1)
     timer: Timer = _ThreadTimer() if cpu_time else HostTimer(torch.device("cpu"))

@@ -30,7 +30,7 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None
     """``[r, N]``, contiguous: each group of rows of x, ``[r, K]``, times its matrix of ``weight``, ``[n, K, N]``."""
     if _has_kernel(x, weight, ends):
         y = F.grouped_mm(_operand(x.contiguous()), _operand(weight), offs=ends.int())
-        rows = torch.arange(len(y), device=y.device)
+        rows = torch.arange(len(y), dtype=ends.dtype, device=y.device)
         if bias is not None:
             y += bias[torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)]
         return y.masked_fill_((rows >= ends[-1])[:, None], 0)

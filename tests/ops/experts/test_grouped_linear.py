@@ -1,6 +1,7 @@
 """grouped_linear: rows sorted by expert, each expert's times its own weight."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import grouped_linear
+from parallel_ops._internal import grouped_products
 from parallel_ops._internal.weight_gradients import GradientOf
 from parallel_ops.ops import grouped_linear_reference
 from parallel_ops.tensor_parallel import DeferredWeightGradients
@@ -186,6 +188,21 @@ def test_main_grad_adds_products_that_were_never_rounded(device):
         bound = 64 * 2.0**-24 * 2 * (dy.abs().t() @ h.abs())
         assert ((main_grad[e].double() - 2 * dy.t() @ h).abs() <= bound).all()
         assert not ((2 * (dy.t() @ h).bfloat16().double() - 2 * dy.t() @ h).abs() <= bound).all()
+
+
+@given(counts=COUNTS, padding=st.sampled_from([0, 5]), bias=st.booleans(), in_out=st.booleans(), wide=st.booleans())
+def test_with_torchs_grouped_product(device, counts, padding, bias, in_out, wide):
+    """What a GPU with a kernel for it computes, here with the product that torch has for CPUs."""
+    x, weight, ends, of_rows = inputs(counts, padding, 24, 16, dtype=torch.bfloat16, device=device, bias=bias)
+    weight = weight.detach().mT.contiguous().mT.requires_grad_() if in_out else weight
+    ends = ends.long() if wide else ends
+    grad, main_grad = grad_for([x, weight, ends]), torch.zeros(weight.shape, device=device)
+    expected = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
+    with mock.patch.object(grouped_products, "_has_kernel", lambda rows, *_: rows.shape[0] > 0):
+        got = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
+        grouped_linear(x, weight, ends, main_grad=main_grad).backward(grad)
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(main_grad, expected[2].float(), rtol=2e-2, atol=2e-2)
 
 
 @places
