@@ -100,8 +100,8 @@ class Accumulator(abc.ABC):
         """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``; returns what autograd gets.
 
         Args:
-            ends: int32 ``[groups]``, where each group of rows ends. The gradient is then ``[groups, N, K]``, a product
-                for each group.
+            ends: ``[groups]``, int32 or int64: where each group of rows ends. The gradient is then ``[groups, N, K]``,
+                a product for each group.
         """
 
 

@@ -144,6 +144,32 @@ def test_autocast_runs_in_the_autocast_dtype(device):
     suite.check_compiles_under_autocast(grouped_linear, [x, weight, ends])
 
 
+@places
+def test_a_backward_inside_an_autocast_region_keeps_its_dtypes(device, place):
+    args = inputs([2, 0, 3], device=device)
+    queue = DeferredWeightGradients() if "deferred" in place else None
+    main_grad = torch.zeros_like(args[1]) if "main_grad" in place else None
+    expected = suite.forward_backward(positional(grouped_linear), args)
+    y = grouped_linear(*args[:3], bias=args[3], main_grad=main_grad, deferred=queue)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y.sum().backward()
+        if queue is not None:
+            queue.compute()
+    got = [y.detach(), args[0].grad, args[1].grad if main_grad is None else main_grad, args[3].grad]
+    torch.testing.assert_close(got, expected)
+
+
+@places
+def test_a_second_backward_is_the_usual_error(device, place):
+    args = inputs([2, 0, 3], device=device)
+    queue = DeferredWeightGradients() if "deferred" in place else None
+    main_grad = torch.zeros_like(args[1]) if "main_grad" in place else None
+    loss = grouped_linear(*args[:3], main_grad=main_grad, deferred=queue).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
 def test_checkpointing(device):
     suite.check_checkpointing(positional(grouped_linear), inputs([2, 0, 3], device=device))
 
