@@ -75,9 +75,9 @@ def command(
 
 
 def ops_available() -> list[str]:
-    """The ops that have a benchmark file. Those of overlap, ring attention, models, pipelines and steps have command
-    lines."""
-    others = {"overlap", "ring_attention", "drop_in", "huggingface", "pipeline", "step"}
+    """The ops that have a benchmark file. Those of overlap, ring attention, models, experts, pipelines and steps have
+    command lines."""
+    others = {"overlap", "ring_attention", "drop_in", "huggingface", "moe", "pipeline", "step"}
     return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - others)
 
 

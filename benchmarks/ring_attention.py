@@ -26,7 +26,7 @@ from benchmarks.timing import Call, Timer, take_turns
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.cost import Algorithm, keys_sent
-from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.blocks import Options, pack_keys
 from parallel_ops.context_parallel.schedule.ring import KVGradReducer, KVPrefetcher
 from parallel_ops.context_parallel.schedule.transport import Attention
 from parallel_ops.ops.attention.flash_attention import flash_attention
@@ -135,7 +135,8 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     q, k, v = (_random(s, n, shape.head_dim, dtype, device) for n in _heads(shape))
     grad = torch.randn_like(q)
     ring = attention.ring()
-    shares = torch.zeros((2, *k.shape), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    kv = pack_keys(k, v)
+    shares = torch.zeros(kv.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def both() -> object:
         out, statistics, _ = attention.forward(q, k, v, None)
@@ -143,11 +144,11 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
 
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
-            feed, returns = KVPrefetcher(ring, k, v), KVGradReducer(ring, shares.clone()) if phase == "both" else None
+            feed, returns = KVPrefetcher(ring, kv), KVGradReducer(ring, shares.clone()) if phase == "both" else None
             for step in range(1, size):
                 _, keys = feed.take()
                 if returns is not None:
-                    returns.post(step, shares[:, : keys.shape[1]].contiguous())
+                    returns.post(step, shares[: len(keys)].contiguous())
             if returns is not None:
                 returns.total()
 

@@ -139,6 +139,11 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "statistics, Tensor? seed, Tensor? cu_seqlens, str group, SymInt length, str layout, int ulysses_degree, bool "
       "all_gather, bool causal, float scale, int? window, float softcap, float dropout_p, int first_head) -> (Tensor "
       "dq, Tensor dk, Tensor dv, Tensor dsink)");
+  m.def("grouped_linear(Tensor x, Tensor weight, Tensor ends, Tensor? bias) -> Tensor");
+  m.def(
+      "grouped_linear_backward(Tensor grad, Tensor x, Tensor weight, Tensor ends, bool[] needs) -> (Tensor, Tensor, "
+      "Tensor)");
+  m.def("advise_huge_pages_(Tensor(a!) t) -> ()");
   m.def(
       "route(Tensor logits, Tensor? bias, int top_k, bool sigmoid, int groups, int top_groups, bool top_k_first, bool "
       "normalize, float scale) -> (Tensor weights, Tensor score_sums, Tensor z_sum, Tensor experts, Tensor load)");

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.ops.attention.flash_attention import flash_attention
     from parallel_ops.ops.bias_dropout_add import bias_dropout_add
     from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy
+    from parallel_ops.ops.experts.grouped_linear import grouped_linear
     from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert
     from parallel_ops.ops.experts.permute import permute, unpermute
     from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route
@@ -44,6 +45,7 @@ __all__ = [
     "cross_entropy",
     "flash_attention",
     "gelu_mul",
+    "grouped_linear",
     "layer_norm",
     "linear_reduce_scatter",
     "load_balancing_loss",

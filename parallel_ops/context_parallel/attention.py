@@ -36,6 +36,7 @@ from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.context_parallel.schedule.ulysses import tensors_of
 from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, shard_ranges
 from parallel_ops.ops.attention.checks import check_attention
 from parallel_ops.ops.attention.flash_attention import (
@@ -73,8 +74,8 @@ def ring_attention(
     Args:
         q: ``[s, b, heads, d]``, this rank's tokens, in the order of the sequence; float32, float16 or bfloat16, on CPU
             float64 too; any strides.
-        k, v: ``[s, b, kv_heads, d]``, the same tokens; ``kv_heads`` divides ``heads``. They are sent as they are, not
-            repeated for each query head.
+        k, v: ``[s, b, kv_heads, d]`` and ``[s, b, kv_heads, d_v]``, the same tokens; ``kv_heads`` divides ``heads``.
+            They are sent as they are, not repeated for each query head.
         group: the ranks that share the sequence; ``None``, or one rank, is ``flash_attention``.
         layout: which tokens a rank has: ``"zigzag"``, ``"striped"`` or ``"contiguous"``; see ``SequenceLayout``, which
             splits and joins them.
@@ -94,7 +95,7 @@ def ring_attention(
             and of the group's size; ``None`` for the largest below the group's size.
 
     Returns:
-        ``[s, b, heads, d]``, the dtype of q. Under autocast q, k and v are cast to the autocast dtype.
+        ``[s, b, heads, d_v]``, the dtype of q. Under autocast q, k and v are cast to the autocast dtype.
 
     Raises:
         TypeError, ValueError: on every rank and before data moves, also if the calls of the ranks differ. On CPU every
@@ -181,8 +182,9 @@ class _Call(NamedTuple):
         return Attention(NAME, transport, self.length, self.layout, self.algorithm, options)
 
     def check_consistency(
-        self, q: Tensor, k: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, gradients: bool
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None,
+        gradients: bool,
+    ) -> None:  # fmt: skip
         """Raises on all ranks unless all make the same call."""
         group = resolve_group(self.group)
         transport, size = transport_of(group), group.size()
@@ -191,13 +193,15 @@ class _Call(NamedTuple):
         drawn = None if seed is None or seed.is_cuda else seed.item()
         s, *rest = q.shape
         call = self._replace(group="")  # the name may differ between ranks
-        options = (*rest, k.shape[2], call, sink is None, cu_seqlens is None, gradients)
+        options = (*rest, k.shape[2], v.shape[3], call, sink is None, cu_seqlens is None, gradients)
+        of_values = "" if v.shape[3] == q.shape[3] else f" with values of {v.shape[3]}"
         # The message is cut off at a maximal length, so the arguments that differ most often come first.
         text = (
             f"{self.algorithm.name(size)} in {self.layout} over {transport.capabilities.name}, "
-            f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads, length={self.length}, causal={self.causal}, "
-            f"window={self.window}, requires_grad={gradients}, dropout_p={self.dropout_p:.4g}, seed={drawn}, "
-            f"documents={documents}, sink={sink is not None}, softcap={self.softcap:.4g}, scale={self.scale:.4g}"
+            f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads{of_values}, length={self.length}, "
+            f"causal={self.causal}, window={self.window}, requires_grad={gradients}, "
+            f"dropout_p={self.dropout_p:.4g}, seed={drawn}, documents={documents}, sink={sink is not None}, "
+            f"softcap={self.softcap:.4g}, scale={self.scale:.4g}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
         answer = check_consistency(group, CallSignature(NAME, same, text, (s,)), q.device)
@@ -225,7 +229,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *options, gradients = arguments
     call = _Call(group, length, *options)
-    call.check_consistency(q, k, sink, seed, cu_seqlens, gradients)
+    call.check_consistency(q, k, v, sink, seed, cu_seqlens, gradients)
     return call.attention(seed, cu_seqlens).forward(q, k, v, sink)
 
 
@@ -243,10 +247,11 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
     length: int, head_tokens: int, layout: str, ulysses_degree: int, *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    s, b, h, d = q.shape
+    (s, b, h, d), (kv_heads, d_v) = q.shape, v.shape[2:]
     statistics = q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
-    qkv = q.new_empty((head_tokens, b, (h + 2 * k.shape[2]) // ulysses_degree, d) if ulysses_degree > 1 else 0)
-    return q.new_empty(q.shape), statistics, qkv
+    width = (h * d + kv_heads * (d + d_v)) // ulysses_degree
+    qkv = q.new_empty((head_tokens, b, width) if ulysses_degree > 1 else 0)
+    return q.new_empty(s, b, h, d_v), statistics, qkv
 
 
 def _fake_backward(
@@ -254,8 +259,7 @@ def _fake_backward(
     seed: Tensor | None, cu_seqlens: Tensor | None, group: str, length: int, layout: str, ulysses_degree: int,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    s, b, _, d = grad.shape
-    gradients = (t.new_empty((s, b, t.shape[2] * ulysses_degree, d)) for t in (q, k, v))
+    gradients = (t.new_empty((*grad.shape[:2], t.shape[2] * ulysses_degree, t.shape[3])) for t in (q, k, v))
     return *gradients, statistics.new_empty(0) if sink is None else sink.new_empty(sink.shape)
 
 
@@ -266,7 +270,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.call = _Call(group, length, *arguments)
     u = ctx.call.ulysses_degree
-    ctx.heads = [t.shape[2] // u for t in (q, k, v)]
+    ctx.shapes = [(t.shape[2] // u, t.shape[3]) for t in (q, k, v)]
     ctx.save_for_backward(*((q, k, v) if u == 1 else (qkv,)), sink, out, statistics, seed, cu_seqlens)
 
 
@@ -274,7 +278,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     if grad is None:
         return (None,) * _ARGUMENTS
     *inputs, sink, out, statistics, seed, cu_seqlens = ctx.saved_tensors
-    q, k, v = inputs if ctx.call.ulysses_degree == 1 else inputs[0].split(ctx.heads, dim=2)
+    q, k, v = inputs if ctx.call.ulysses_degree == 1 else tensors_of(inputs[0], *ctx.shapes)
     if sink is not None:
         sink = kept_parameter(ctx, NAME, "sink", sink, 3, requested(ctx))
     dq, dk, dv, dsink = _backward_op(grad, q, k, v, sink, out, statistics, seed, cu_seqlens, *ctx.call)

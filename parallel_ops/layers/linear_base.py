@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from parallel_ops._internal.groups import group_rank
+from parallel_ops._internal.weight_gradients import GradientOf, Target
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
-from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf, Target
 
 
 class LinearOptions(TypedDict):

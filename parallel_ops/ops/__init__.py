@@ -8,6 +8,7 @@ from parallel_ops.ops.attention.flash_attention import flash_attention, flash_at
 from parallel_ops.ops.bias_dropout_add import bias_dropout_add, bias_dropout_add_reference
 from parallel_ops.ops.cross_entropy.cross_entropy import cross_entropy, cross_entropy_reference
 from parallel_ops.ops.cross_entropy.kernels import LossStatistics
+from parallel_ops.ops.experts.grouped_linear import grouped_linear, grouped_linear_reference
 from parallel_ops.ops.experts.order import ExpertOrder, sort_by_expert, sort_by_expert_reference
 from parallel_ops.ops.experts.permute import permute, permute_reference, unpermute, unpermute_reference
 from parallel_ops.ops.experts.route import Routing, load_balancing_loss, route, route_reference
@@ -33,6 +34,8 @@ __all__ = [
     "flash_attention_reference",
     "gelu_mul",
     "gelu_mul_reference",
+    "grouped_linear",
+    "grouped_linear_reference",
     "layer_norm",
     "layer_norm_reference",
     "load_balancing_loss",

@@ -24,6 +24,7 @@ def cases_of(size):
         ):
             options = {"heads": 2 * size, "kv_heads": size, "layout": layout, **way}
             yield Case(19, batch=2, **options)
+            yield Case(19, head_dim=6, head_dim_v=4, **options)
             yield Case(size - 1, causal=False, sink=True, **options)
             yield Case(19, window=6, sink=True, softcap=2.0, dropout_p=0.3, documents=documents, **options)
 

@@ -48,6 +48,7 @@ def cases(draw):
         batch=draw(st.sampled_from([1, 2])),
         heads=kv_heads * draw(st.sampled_from([1, 2])),
         kv_heads=kv_heads,
+        head_dim_v=draw(st.sampled_from([None, 3, 6])),
         causal=causal,
         window=draw(st.one_of(st.none(), st.integers(1, 45))) if causal else None,
         sink=draw(st.booleans()),
@@ -193,7 +194,7 @@ def shape_of(case, size, itemsize):
 @given(drawn=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_the_cost_is_what_is_sent(drawn, dtype):
     case, size = drawn
-    case = dataclasses.replace(case, documents=None, dropout_p=0.0)
+    case = dataclasses.replace(case, documents=None, dropout_p=0.0, head_dim_v=None)
     want = cost.sent(shape_of(case, size, dtype.itemsize), cost.Algorithm(case.ulysses_degree, case.all_gather))
     assert [(f, b) for f, b, _ in counted(case, size, dtype)] == [tuple(s) for s in want]
 
@@ -216,9 +217,9 @@ def test_steps_that_are_masked_are_not_computed(layout, monkeypatch):
     case, shards = Case(64, layout=layout), [token_ranges.shard_ranges(layout, 64, 8, rank) for rank in range(8)]
     for rank, own in enumerate(shards):
         calls.clear()
-        q, k, v = (torch.randn(8, 1, 2, 4) for _ in range(3))
-        carry = _blocks.SoftmaxAccumulator(q, own, None, case.options())
+        q, kv = torch.randn(8, 1, 2, 4), torch.randn(8, 1, 2, 8)
+        carry = _blocks.SoftmaxAccumulator(q, 4, own, None, case.options())
         for shard in shards:
             parts = token_ranges.visible_keys(shard, own, True, None)
-            carry.add(k[: token_ranges.count_tokens(parts)], v[: token_ranges.count_tokens(parts)], parts)
+            carry.add(kv[: token_ranges.count_tokens(parts)], parts)
         assert len(calls) == (rank + 1 if layout == "contiguous" else 8)

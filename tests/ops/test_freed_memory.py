@@ -97,6 +97,7 @@ CALLS = [
     ("rotary_embedding", {"q": lambda: t(ROWS, 2, 4), "k": None, **PACKED, **STARTS, **HEADS_LAST}),
     ("rotary_embedding_backward", {"grad_q": heads, "grad_k": heads, **ROTARY, "cu_seqlens": None, **HEADS_LAST}),
     ("rotary_embedding_", {"q": heads, "k": heads, **ROTARY, "cu_seqlens": None, "interleaved": False}),
+    ("advise_huge_pages_", {"t": x}),
     ("route", {"logits": x, "bias": lambda: t(COLS), **CHOICES, **WEIGHTS}),
     (
         "route_backward",

@@ -12,6 +12,7 @@ from parallel_ops import (
     bias_gelu,
     bias_swiglu,
     flash_attention,
+    grouped_linear,
     layer_norm,
     rms_norm,
     scaled_causal_softmax,
@@ -22,6 +23,7 @@ from support.suite import randn
 
 S, H = 70, 24
 TARGET = torch.arange(S) % H
+ENDS = torch.tensor([20, 20, 60])
 
 
 def heads(x):
@@ -45,6 +47,7 @@ OPS = {
     "all_gather_linear": (lambda x, w, b: all_gather_linear(x, w, b, group=None), [(8, H), (8,)]),
     "column_parallel_linear": (lambda x, w, b: column_parallel_linear(x, w, b, group=None), [(8, H), (8,)]),
     "linear_reduce_scatter": (lambda x, w, b: linear_reduce_scatter(x, w, b, group=None), [(8, H), (8,)]),
+    "grouped_linear": (lambda x, w, b: grouped_linear(x, w, ENDS, bias=b), [(3, 8, H), (3, 8)]),
     "vocab_parallel_linear_cross_entropy": (
         lambda x, w: vocab_parallel_linear_cross_entropy(x, w, TARGET, group=None), [(H, H)],
     ),

@@ -13,6 +13,7 @@ from parallel_ops.context_parallel.cost import Algorithm
 from parallel_ops.context_parallel.layouts import SequenceLayout
 from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.transport import Attention
+from parallel_ops.context_parallel.schedule.ulysses import tensors_of
 from parallel_ops.ops.attention.block import Dropout, dropout_keep_mask
 
 SEED = 1234567
@@ -27,6 +28,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 4
+    head_dim_v: int | None = None  # of values, if other than those of keys
     causal: bool = True
     window: int | None = None
     sink: bool = False
@@ -50,10 +52,11 @@ class Case:
     def tensors(self, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
         """q, k, v, sink and the gradient of the output, of the whole sequence."""
         generator = torch.Generator().manual_seed(self.length)
-        shapes = [(self.length, self.batch, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
-        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        d, d_v = self.head_dim, self.head_dim_v or self.head_dim
+        shapes = [(self.heads, d), (self.kv_heads, d), (self.kv_heads, d_v)]
+        q, k, v = (torch.randn(self.length, self.batch, *shape, generator=generator).to(dtype) for shape in shapes)
         sink = torch.randn(self.heads, generator=generator).to(dtype) if self.sink else None
-        return [q, k, v, sink, torch.randn(q.shape, generator=generator).to(dtype)]
+        return [q, k, v, sink, torch.randn(*q.shape[:3], d_v, generator=generator).to(dtype)]
 
     def options(self) -> Options:
         seed = torch.tensor([SEED]) if self.dropout_p else None
@@ -109,7 +112,7 @@ def shared(
     )
     out, statistics, held = attention.forward(q, k, v, sink)
     if case.ulysses_degree > 1:
-        q, k, v = held.split([n // case.ulysses_degree for n in (case.heads, case.kv_heads, case.kv_heads)], dim=2)
+        q, k, v = tensors_of(held, *((t.shape[2] // case.ulysses_degree, t.shape[3]) for t in (q, k, v)))
     between()
     *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
     return [out, *gradients, *([] if dsink is None else [dsink])]

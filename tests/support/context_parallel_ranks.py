@@ -60,11 +60,11 @@ def cases(rank: int, what: list[Case], dtype: torch.dtype = torch.float64) -> li
 
 
 def inputs(
-    rank: int, s: int = 4, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+    rank: int, s: int = 4, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, d_v: int = 6
 ) -> list[Tensor]:
     """Leaves q, k and v of one rank."""
     generator = torch.Generator().manual_seed(rank)
-    shapes = [(s, 2, h, 8) for h in (heads, kv_heads, kv_heads)]
+    shapes = [(s, 2, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, d_v))]
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter
+from parallel_ops._internal.weight_gradients import GradientOf
 from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import (
@@ -26,7 +27,6 @@ from parallel_ops.tensor_parallel import (
     use_transport,
 )
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
-from parallel_ops.tensor_parallel.linear.weight_gradients import GradientOf
 
 OPS = {"column": all_gather_linear, "row": linear_reduce_scatter}
 REFERENCES = {"column": all_gather_linear_reference, "row": linear_reduce_scatter_reference}

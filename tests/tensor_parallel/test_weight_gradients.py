@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
+from parallel_ops._internal import weight_gradients
+from parallel_ops._internal.weight_gradients import add_product, after_backward
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from parallel_ops.tensor_parallel.linear import autograd as _linear
-from parallel_ops.tensor_parallel.linear import weight_gradients
-from parallel_ops.tensor_parallel.linear.weight_gradients import add_product
 from support.parallel_linear import integers, normal
 
 ops = pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter])
@@ -260,11 +259,11 @@ def test_a_queue_that_is_computed_on_another_stream_waits_for_that_of_the_backwa
     x, dy = mock.Mock(is_cuda=True, device="cuda:0"), calls.dy
     here, there = calls.here, calls.here if same else calls.there
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
-    compute = _linear._later(calls.op, "call", [dy], x, [], [])
+    compute = after_backward(calls.compute, x, dy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: there)
     compute()
     waits = [] if same else [mock.call.there.wait_stream(here), mock.call.dy.record_stream(there)]
-    assert calls.mock_calls == [*waits, mock.call.op.gradients("call", [dy], x, [], [])]
+    assert calls.mock_calls == [*waits, mock.call.compute()]
     assert x.record_stream.called is not same
 
 

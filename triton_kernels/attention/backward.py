@@ -35,9 +35,9 @@ def _keys_tiles(
     dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, rows_plane, from_query, to_query, queries, first, end, q_stride,
     grad_stride,
     factor, cap, kept_scale, seed, last_dropped, key_place, key_step, query_start, query_step, head, batch,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    AFTER_FIRST: tl.constexpr, BEFORE_END: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
-    BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, AFTER_FIRST: tl.constexpr, BEFORE_END: tl.constexpr,
+    CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes in the tiles of queries from ``from_query`` to ``to_query``; scores are ``[keys, queries]``.
 
@@ -56,7 +56,7 @@ def _keys_tiles(
             p = tl.where(query[None, :] >= first[:, None], p, 0.0)
         if BEFORE_END:
             p = tl.where(query[None, :] < end[:, None], p, 0.0)
-        grad = load_tile(grad_ptr, start, queries, grad_stride, BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
+        grad = load_tile(grad_ptr, start, queries, grad_stride, BLOCK_QUERIES, DIMS_V, BLOCK_DIMS_V, True)
         dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPOUT:
             place = (tl.cast(query_start, tl.int64) + query_step * query.to(tl.int64)).to(tl.uint32)
@@ -93,9 +93,10 @@ def _keys_kernel(
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
     dk_token, dk_batch, dk_head, dv_token, dv_batch, dv_head, rows_plane, rows_batch, rows_head,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr,
-    FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a block of keys: of all queries that see it, of all heads of its group, in their order."""
     kv_heads = heads // group
@@ -105,9 +106,9 @@ def _keys_kernel(
     v_ptr += b * aligned(v_batch, UNIT) + h * aligned(v_head, UNIT)
     first_key = block * BLOCK_KEYS
     k = load_tile(k_ptr, first_key, keys, stride(k_token, UNIT, WIDE), BLOCK_KEYS, DIMS, BLOCK_DIMS, True)
-    v = load_tile(v_ptr, first_key, keys, stride(v_token, UNIT, WIDE), BLOCK_KEYS, DIMS, BLOCK_DIMS, True)
+    v = load_tile(v_ptr, first_key, keys, stride(v_token, UNIT, WIDE), BLOCK_KEYS, DIMS_V, BLOCK_DIMS_V, True)
     dk = tl.zeros((BLOCK_KEYS, BLOCK_DIMS), tl.float32)
-    dv = tl.zeros((BLOCK_KEYS, BLOCK_DIMS), tl.float32)
+    dv = tl.zeros((BLOCK_KEYS, BLOCK_DIMS_V), tl.float32)
     q_stride, grad_stride = stride(q_token, UNIT, WIDE), stride(grad_token, UNIT, WIDE)
     for member in range(0, group):
         # All of this is the same for every member, or nearly; there are no registers to keep it in meanwhile.
@@ -131,43 +132,44 @@ def _keys_kernel(
             dk, dv = _keys_tiles(
                 dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, from_query, whole, queries, first,
                 end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
-                query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
-                True, HAS_HIGH, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+                query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+                BLOCK_QUERIES, BLOCK_KEYS, True, HAS_HIGH, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
             )  # fmt: skip
         whole_end = edge if HAS_HIGH else to_query
         dk, dv = _keys_tiles(
             dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, whole, whole_end, queries, first,
             end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
-            query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
-            False, False, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+            query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+            BLOCK_QUERIES, BLOCK_KEYS, False, False, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
         )  # fmt: skip
         if HAS_HIGH:
             dk, dv = _keys_tiles(
                 dk, dv, k, v, q_of_head, grad_of_head, rows_of_head, plane, edge, to_query, queries, first,
                 end, q_stride, grad_stride, factor, cap, kept_scale, seed, last_dropped, key_place, key_step,
-                query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, BLOCK_QUERIES, BLOCK_KEYS,
-                HAS_LOW, True, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+                query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+                BLOCK_QUERIES, BLOCK_KEYS, HAS_LOW, True, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
             )  # fmt: skip
     block, kv_head, batch = _place(computed_here(tl.program_id(0)), blocks, kv_heads)
     b, h, first_key = batch.to(tl.int64), kv_head.to(tl.int64), block * BLOCK_KEYS
     dk_ptr += b * aligned(dk_batch, UNIT) + h * aligned(dk_head, UNIT)
     dv_ptr += b * aligned(dv_batch, UNIT) + h * aligned(dv_head, UNIT)
     store_tile(dk_ptr, first_key, keys, stride(dk_token, UNIT, WIDE), dk * scale, DIMS)
-    store_tile(dv_ptr, first_key, keys, stride(dv_token, UNIT, WIDE), dv * kept_scale if DROPOUT else dv, DIMS)
+    store_tile(dv_ptr, first_key, keys, stride(dv_token, UNIT, WIDE), dv * kept_scale if DROPOUT else dv, DIMS_V)
 
 
 @triton.jit
 def _queries_tiles(
     dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride,
     factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr,
-    CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
+    BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes in the tiles of keys from ``from_key`` to ``to_key``."""
     for start in tl.range(from_key, to_key, BLOCK_KEYS):
         key = start + tl.arange(0, BLOCK_KEYS)
         k = load_tile(k_ptr, start, keys, k_stride, BLOCK_KEYS, DIMS, BLOCK_DIMS, MASKED)
-        v = load_tile(v_ptr, start, keys, v_stride, BLOCK_KEYS, DIMS, BLOCK_DIMS, MASKED)
+        v = load_tile(v_ptr, start, keys, v_stride, BLOCK_KEYS, DIMS_V, BLOCK_DIMS_V, MASKED)
         s, slope = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), factor, cap, CAPPED, FAST)
         p = exponential(s * (1.0 if CAPPED else factor) - shift[:, None], FAST)
         if not FAST:
@@ -198,9 +200,10 @@ def _queries_kernel(
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
     dq_token, dq_batch, dq_head, rows_plane, rows_batch, rows_head,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
-    BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, ACCUMULATE: tl.constexpr, HAS_LOW: tl.constexpr,
+    CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries, or what this block of keys adds to it."""
     program = tl.program_id(0)
@@ -226,7 +229,7 @@ def _queries_kernel(
     batch += first_batch if DROPOUT else 0
     q = load_tile(q_ptr, first_query, queries, stride(q_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
     grad = load_tile(
-        grad_ptr, first_query, queries, stride(grad_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True
+        grad_ptr, first_query, queries, stride(grad_token, UNIT, WIDE), BLOCK_QUERIES, DIMS_V, BLOCK_DIMS_V, True
     )
     rows_ptr += b * rows_batch + h * rows_head
     plane = tl.cast(rows_plane, tl.int64)
@@ -239,17 +242,18 @@ def _queries_kernel(
         dq = _queries_tiles(
             dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride,
             factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
-            DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+            DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST,
+            PRECISION,
         )  # fmt: skip
     dq = _queries_tiles(
         dq, q, grad, shift, weight, delta, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride,
         factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
-        DIMS, BLOCK_DIMS, BLOCK_KEYS, False, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+        DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, False, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     dq = _queries_tiles(
         dq, q, grad, shift, weight, delta, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride,
         factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
-        DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
+        DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     dq *= scale
     dq_ptr += b * aligned(dq_batch, UNIT) + h * aligned(dq_head, UNIT)

@@ -1,8 +1,8 @@
 """flash_attention: launchers of the block attention kernels. Maths, masks, dropout: ops/_attention_block.py.
 
-Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``; ``statistics`` is ``[2, b, heads, sq]``, ``rows``
-``[3, b, heads, sq]``, fp32, of any strides with adjacent queries. k and v may have fewer heads than q, each for a group
-of adjacent ones.
+Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``, which for v, out and their gradients may be another
+than for q and k; ``statistics`` is ``[2, b, heads, sq]``, ``rows`` ``[3, b, heads, sq]``, fp32, of any strides with
+adjacent queries. k and v may have fewer heads than q, each for a group of adjacent ones.
 """
 
 from __future__ import annotations
@@ -106,8 +106,18 @@ def _bounds(left: int | None, right: int | None, own: int, others: int) -> tuple
     )
 
 
-def _tiles(q: Tensor, softcap: float, draws: _Draws) -> Tiles:
-    return tiles(q.shape[3], q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None)
+def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws) -> Tiles:
+    dims = max(q.shape[3], v.shape[3])
+    return tiles(dims, q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None)
+
+
+def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
+    """Elements of a row of q and k, and of v and the output; padded, for products of at least 16."""
+    dims, dims_v = q.shape[3], v.shape[3]
+    return {
+        "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)),
+        "DIMS_V": dims_v, "BLOCK_DIMS_V": max(16, next_power_of_2(dims_v)),
+    }  # fmt: skip
 
 
 def _options(t: Tile) -> dict[str, int]:
@@ -121,12 +131,12 @@ def forward(
     right: int | None, spans: Tensor | None, scale: float, softcap: float, dropout: Dropout | None,
 ) -> None:  # fmt: skip
     """Writes ``out`` (of q's dtype or fp32) and ``statistics``, or merges into those of other blocks (fp32)."""
-    (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
+    (queries, batch, heads), (keys, kv_heads) = q.shape[:3], k.shape[0:3:2]
     if q.numel() == 0:
         return
     fast, factor, cap = _factors(q, scale, softcap)
     draws = _Draws.of(dropout)
-    t = _tiles(q, softcap, draws).forward
+    t = _tiles(q, v, softcap, draws).forward
     low, high = _bounds(left, right, queries, keys)
     strides = _strides(q, k, v, out)
     blocks = cdiv(queries, t.queries)
@@ -135,7 +145,7 @@ def forward(
         q, k, v, out, statistics, spans, draws.seed, queries, keys, heads, heads // kv_heads, blocks, low, high,
         factor, cap,
         *draws[1:], None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
-        DIMS=dims, BLOCK_DIMS=max(16, next_power_of_2(dims)), MERGE=merge,
+        **_dims(q, v), MERGE=merge,
         HAS_LOW=left is not None or spans is not None, CAPPED=softcap > 0.0, SIGNED=softcap <= 0.0 and scale <= 0.0,
         FAST=fast, PRECISION=_precision(q), **_hints(strides), **draws.options, **_options(t),
     )  # fmt: skip
@@ -147,15 +157,14 @@ def backward(
     scale: float, softcap: float, dropout: Dropout | None,
 ) -> None:  # fmt: skip
     """Writes ``dk`` and ``dv`` (fp32 or of q's dtype), and writes ``dq`` or adds to it (then fp32)."""
-    (queries, batch, heads, dims), (keys, kv_heads) = q.shape, k.shape[0:3:2]
+    (queries, batch, heads), (keys, kv_heads) = q.shape[:3], k.shape[0:3:2]
     fast, factor, cap = _factors(q, scale, softcap)
     draws = _Draws.of(dropout)
     common = {
-        "DIMS": dims, "BLOCK_DIMS": max(16, next_power_of_2(dims)), "CAPPED": softcap > 0.0, "FAST": fast,
-        "PRECISION": _precision(q), **draws.options,
+        **_dims(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": _precision(q), **draws.options,
     }  # fmt: skip
     if k.numel():
-        t = _tiles(q, softcap, draws).keys
+        t = _tiles(q, v, softcap, draws).keys
         low, high = _bounds(None if right is None else -right, None if left is None else -left, keys, queries)
         strides = _strides(grad_out, q, k, v, dk, dv)
         blocks = cdiv(keys, t.keys)
@@ -168,7 +177,7 @@ def backward(
             HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
         )  # fmt: skip
     if q.numel():
-        t = _tiles(q, softcap, draws).queries
+        t = _tiles(q, v, softcap, draws).queries
         low, high = _bounds(left, right, queries, keys)
         strides = _strides(grad_out, q, k, v, dq)
         blocks = cdiv(queries, t.queries)

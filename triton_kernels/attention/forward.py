@@ -28,9 +28,9 @@ from parallel_ops.triton_kernels.attention.common import (
 def _tiles(
     acc, total, largest, q, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride, factor, cap,
     seed, last_dropped, place, key_start, key_step, head, batch,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr,
-    CAPPED: tl.constexpr, SIGNED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, SIGNED: tl.constexpr,
+    DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes in the tiles of keys from ``from_key`` to ``to_key``."""
     for start in tl.range(from_key, to_key, BLOCK_KEYS):
@@ -61,7 +61,7 @@ def _tiles(
                 BLOCK_KEYS, BY_FOUR, False,
             )  # fmt: skip
             p = tl.where(keep, p, 0.0)
-        v = load_tile(v_ptr, start, keys, v_stride, BLOCK_KEYS, DIMS, BLOCK_DIMS, MASKED)
+        v = load_tile(v_ptr, start, keys, v_stride, BLOCK_KEYS, DIMS_V, BLOCK_DIMS_V, MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, total, largest
 
@@ -81,9 +81,10 @@ def _forward_kernel(
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head, out_token, out_batch, out_head,
     statistics_plane, statistics_batch, statistics_head,
-    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    MERGE: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, SIGNED: tl.constexpr, DROPOUT: tl.constexpr,
-    BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, MERGE: tl.constexpr, HAS_LOW: tl.constexpr,
+    CAPPED: tl.constexpr, SIGNED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # The last block sees most keys under a causal mask: it goes first.
     program = tl.program_id(0)
@@ -110,25 +111,25 @@ def _forward_kernel(
     head += first_head if DROPOUT else 0
     batch += first_batch if DROPOUT else 0
     q = load_tile(q_ptr, first_query, queries, stride(q_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
-    acc = tl.zeros((BLOCK_QUERIES, BLOCK_DIMS), tl.float32)
+    acc = tl.zeros((BLOCK_QUERIES, BLOCK_DIMS_V), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     largest = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     k_stride, v_stride = stride(k_token, UNIT, WIDE), stride(v_token, UNIT, WIDE)
     if HAS_LOW:
         acc, total, largest = _tiles(
             acc, total, largest, q, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride, factor, cap,
-            seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW,
-            CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
+            seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+            BLOCK_KEYS, True, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
         )  # fmt: skip
     acc, total, largest = _tiles(
         acc, total, largest, q, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride, factor, cap,
-        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, BLOCK_KEYS, False, HAS_LOW,
-        CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
+        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+        BLOCK_KEYS, False, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     acc, total, largest = _tiles(
         acc, total, largest, q, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride, factor, cap,
-        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, BLOCK_KEYS, True, HAS_LOW,
-        CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
+        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+        BLOCK_KEYS, True, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
 
     # A maximum of -inf, of queries that see no key, has the sum 0.
@@ -149,7 +150,7 @@ def _forward_kernel(
         total = old + total * ours
         share = tl.where(total == 0.0, 0.0, reciprocal(tl.where(total == 0.0, 1.0, total), False))
         out = load_tile(
-            out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True
+            out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), BLOCK_QUERIES, DIMS_V, BLOCK_DIMS_V, True
         )
         ours *= share
         if DROPOUT:
@@ -160,6 +161,6 @@ def _forward_kernel(
         if DROPOUT:
             weight *= kept_scale
         acc *= weight[:, None]
-    store_tile(out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), acc, DIMS)
+    store_tile(out_ptr, first_query, queries, stride(out_token, UNIT, WIDE), acc, DIMS_V)
     tl.store(statistics_ptr + query, largest, mask=mask)
     tl.store(sums_ptr + query, total, mask=mask)

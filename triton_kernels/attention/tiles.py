@@ -60,7 +60,7 @@ _FP32 = {
 
 
 def tiles(dims: int, dtype: torch.dtype, device: torch.device, *, softcap: bool, dropout: bool) -> Tiles:
-    """``dims``: 1 to 256."""
+    """``dims``: 1 to 256, the larger of those of q and of v."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"flash_attention: there is no kernel for {dtype}; use float32, float16 or bfloat16")
     if dims > 256:

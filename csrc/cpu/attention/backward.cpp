@@ -14,11 +14,16 @@ namespace {
 // A row of the sums below, the same for all engines: whole vectors of each.
 inline int64_t sums_row(int64_t d) { return round_up(d, 16); }
 
-// Where the gradients of keys and values are summed: [sk and some more, row] each.
+// Where the gradients of keys and values are summed: [sk and some more, row] each, the keys' first.
 template <class A>
 struct KeySums {
   A *k, *v;
 };
+// Elements of the former, and of both.
+inline int64_t sums_of_keys(const BackwardCall& call) { return (call.sk + kKeyBlock) * sums_row(call.d); }
+inline int64_t sums_size(const BackwardCall& call) {
+  return sums_of_keys(call) + (call.sk + kKeyBlock) * sums_row(call.d_v);
+}
 
 template <class E>
 class Backward {
@@ -34,15 +39,16 @@ class Backward {
         weight_(call.rows, 1),
         delta_(call.rows, 2),
         width_(call.d),
+        values_(call.d_v),
         rows_(round_up(call.chunk, kQueryBlock)),
         q_(call.group * rows_ * width_.row),
-        do_(call.group * rows_ * width_.row),
+        do_(call.group * rows_ * values_.row),
         q_panels_(call.group * rows_ * width_.panels),
-        do_panels_(call.group * rows_ * width_.panels),
+        do_panels_(call.group * rows_ * values_.panels),
         dq_(call.group * rows_ * width_.row),
-        kv_(kKeyBlock * width_.row),
+        kv_(kKeyBlock * std::max(width_.row, values_.row)),
         k_(kKeyBlock * width_.panels),
-        v_(kKeyBlock * width_.panels),
+        v_(kKeyBlock * values_.panels),
         k_panels_(kKeyBlock * width_.panels),
         scores_(kQueryBlock * kKeyBlock),
         ds_(kQueryBlock * kKeyBlock),
@@ -53,33 +59,36 @@ class Backward {
   PARALLEL_OPS_INLINE void chunk(int64_t batch, int64_t kv, int64_t chunk, const KeySums<A>& sums, const Operand& dq,
                                  bool accumulate) {
     const int64_t query = chunk * call_.chunk, n = std::min(call_.chunk, call_.sq - query);
-    const int64_t block = kQueryBlock * width_.panels / E::kPerStep;
+    const int64_t q_block = kQueryBlock * width_.panels / E::kPerStep;
+    const int64_t do_block = kQueryBlock * values_.panels / E::kPerStep;
     for (int64_t g = 0; g < call_.group; ++g) {
       const int64_t head = kv * call_.group + g, row = g * rows_;
       load_rows(call_.q, batch, head, query, n, rows_, call_.d, width_.row, q_.data + row * width_.row);
-      load_rows(grad_, batch, head, query, n, rows_, call_.d, width_.row, do_.data + row * width_.row);
+      load_rows(grad_, batch, head, query, n, rows_, call_.d_v, values_.row, do_.data + row * values_.row);
       for (int64_t i = 0; i < rows_; i += kQueryBlock) {
-        const int64_t at = (row + i) * width_.row, panel = (row + i) / kQueryBlock * block;
-        pack_panels<E>(q_.data + at, kQueryBlock, width_.row, q_panels_.data + panel);
-        pack_panels<E>(do_.data + at, kQueryBlock, width_.row, do_panels_.data + panel);
+        const int64_t panel = (row + i) / kQueryBlock;
+        pack_panels<E>(q_.data + (row + i) * width_.row, kQueryBlock, width_.row, q_panels_.data + panel * q_block);
+        pack_panels<E>(do_.data + (row + i) * values_.row, kQueryBlock, values_.row,
+                       do_panels_.data + panel * do_block);
       }
     }
     std::fill_n(dq_.data, call_.group * rows_ * width_.row, A(0));
     const auto [first, last] = call_.keys_of(query, query + n);
     for (int64_t key = first; key < last; key += kKeyBlock) {
       const int64_t keys = std::min(kKeyBlock, last - key);
-      load_rows(call_.v, batch, kv, key, keys, keys, call_.d, width_.row, kv_.data);
-      pack_transposed<E>(kv_.data, keys, call_.d, width_.row, v_.data);
+      load_rows(call_.v, batch, kv, key, keys, keys, call_.d_v, values_.row, kv_.data);
+      pack_transposed<E>(kv_.data, keys, call_.d_v, values_.row, v_.data);
       load_rows(call_.k, batch, kv, key, keys, kKeyBlock, call_.d, width_.row, kv_.data);
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
       pack_panels<E>(kv_.data, kKeyBlock, width_.row, k_panels_.data);
-      const KeySums<A> here{sums.k + key * width_.row, sums.v + key * width_.row};
+      const KeySums<A> here{sums.k + key * width_.row, sums.v + key * values_.row};
       for (int64_t row = 0; row < n; row += kQueryBlock) {
         const Strips<E> strips(call_, query + row, std::min(kQueryBlock, n - row), key, keys);
         if (!strips.any) continue;
         for (int64_t g = 0; g < call_.group; ++g) {
-          const int64_t panel = (g * rows_ + row) / kQueryBlock * block;
-          this->block(strips, batch, kv * call_.group + g, g * rows_ + row, panel, here);
+          const int64_t panel = (g * rows_ + row) / kQueryBlock;
+          block(strips, batch, kv * call_.group + g, g * rows_ + row,
+                {q_panels_.data + panel * q_block, do_panels_.data + panel * do_block}, here);
         }
       }
     }
@@ -100,10 +109,15 @@ class Backward {
   PARALLEL_OPS_INLINE int64_t row() const { return width_.row; }
 
  private:
-  PARALLEL_OPS_INLINE void block(const Strips<E>& strips, int64_t batch, int64_t head, int64_t row, int64_t panel,
-                                 const KeySums<A>& sums) {
+  // q and dO of one block of queries.
+  struct Panels {
+    const In *q, *grad;
+  };
+
+  PARALLEL_OPS_INLINE void block(const Strips<E>& strips, int64_t batch, int64_t head, int64_t row,
+                                 const Panels& panels, const KeySums<A>& sums) {
     block_scores<E>(strips, q_.data + row * width_.row, width_, k_.data, scores_.data);
-    block_scores<E>(strips, do_.data + row * width_.row, width_, v_.data, ds_.data);
+    block_scores<E>(strips, do_.data + row * values_.row, values_, v_.data, ds_.data);
     const ScoreRule<A> rule{static_cast<A>(call_.scale), static_cast<A>(call_.softcap)};
     for (int64_t i = 0; i < strips.count * E::kRows; ++i) {
       const KeyRange keys = strips.range(call_, i);
@@ -122,8 +136,8 @@ class Backward {
     }
     A* dq = dq_.data + row * width_.row;
     if constexpr (E::kPerStep == 1) {
-      add_over_queries<E>(strips, scores_.data, width_, do_panels_.data + panel, sums.v);
-      add_over_queries<E>(strips, ds_.data, width_, q_panels_.data + panel, sums.k);
+      add_over_queries<E>(strips, scores_.data, values_, panels.grad, sums.v);
+      add_over_queries<E>(strips, ds_.data, width_, panels.q, sums.k);
       add_over_keys<E>(strips, ds_.data, width_, k_panels_.data, dq);
     } else {
       In* p = pairs_.data;
@@ -133,8 +147,8 @@ class Backward {
         join_rows(scores_.data + i * kKeyBlock, static_cast<Elem*>(nullptr), p + i / 2 * kKeyBlock, from, to);
         join_rows(ds_.data + i * kKeyBlock, narrow_.data + i * kKeyBlock, ds + i / 2 * kKeyBlock, from, to);
       }
-      add_over_queries<E>(strips, p, width_, do_panels_.data + panel, sums.v);
-      add_over_queries<E>(strips, ds, width_, q_panels_.data + panel, sums.k);
+      add_over_queries<E>(strips, p, values_, panels.grad, sums.v);
+      add_over_queries<E>(strips, ds, width_, panels.q, sums.k);
       add_over_keys<E>(strips, narrow_.data, width_, k_panels_.data, dq);
     }
   }
@@ -151,7 +165,7 @@ class Backward {
   const BlockCall& call_;
   const Operand& grad_;
   const RowValues<A> shift_, weight_, delta_;
-  const Widths<E> width_;
+  const Widths<E> width_, values_;
   const int64_t rows_;
   RowScratch<Elem> q_, do_;
   RowScratch<In> q_panels_, do_panels_;
@@ -165,29 +179,29 @@ class Backward {
 };
 
 template <class A>
-PARALLEL_OPS_INLINE void write_row(const BackwardCall& call, const Operand& to, int64_t pair, int64_t key,
+PARALLEL_OPS_INLINE void write_row(const BackwardCall& call, const Operand& to, int64_t pair, int64_t key, int64_t d,
                                    const A* row) {
-  store_row(to, key * to.s + pair / call.kv_heads * to.b + pair % call.kv_heads * to.h, call.d, row);
+  store_row(to, key * to.s + pair / call.kv_heads * to.b + pair % call.kv_heads * to.h, d, row);
 }
 
 template <class E>
 PARALLEL_OPS_INLINE void backward_tasks(const BackwardCall& call, int64_t begin, int64_t end) {
   using A = typename E::Acc;
   Backward<E> backward(call);
-  const int64_t row = sums_row(call.d), size = (call.sk + kKeyBlock) * row;
-  const RowScratch<A> own(call.parts == 1 ? 2 * size : 0);
+  const int64_t of_keys = sums_of_keys(call), size = sums_size(call);
+  const RowScratch<A> own(call.parts == 1 ? size : 0);
   for (int64_t task = begin; task < end; ++task) {
-    A* sums = call.parts == 1 ? own.data : static_cast<A*>(call.sums) + task * 2 * size;
-    std::fill_n(sums, 2 * size, A(0));
+    A* sums = call.parts == 1 ? own.data : static_cast<A*>(call.sums) + task * size;
+    std::fill_n(sums, size, A(0));
     const int64_t part = task % call.parts, pair = task / call.parts;
     for (int64_t nth = part; nth < call.chunks; nth += call.parts) {
-      backward.chunk(pair / call.kv_heads, pair % call.kv_heads, call.nth_chunk(nth), {sums, sums + size}, call.dq,
+      backward.chunk(pair / call.kv_heads, pair % call.kv_heads, call.nth_chunk(nth), {sums, sums + of_keys}, call.dq,
                      call.accumulate);
     }
     if (call.parts > 1) continue;
     for (int64_t key = 0; key < call.sk; ++key) {
-      write_row(call, call.dk, pair, key, sums + key * row);
-      write_row(call, call.dv, pair, key, sums + size + key * row);
+      write_row(call, call.dk, pair, key, call.d, sums + key * sums_row(call.d));
+      write_row(call, call.dv, pair, key, call.d_v, sums + of_keys + key * sums_row(call.d_v));
     }
   }
 }
@@ -195,15 +209,16 @@ PARALLEL_OPS_INLINE void backward_tasks(const BackwardCall& call, int64_t begin,
 // The gradients of one key from the sums of all parts, added in order.
 template <class A>
 void join_parts(const BackwardCall& call, int64_t pair, int64_t key) {
-  const int64_t row = sums_row(call.d), size = (call.sk + kKeyBlock) * row;
-  A* sums = static_cast<A*>(call.sums) + pair * call.parts * 2 * size + key * row;
-  for (const Operand* to : {&call.dk, &call.dv}) {
+  const int64_t size = sums_size(call);
+  A* sums = static_cast<A*>(call.sums) + pair * call.parts * size;
+  const auto join = [&](const Operand& to, int64_t d, A* row) {
     for (int64_t part = 1; part < call.parts; ++part) {
-      for (int64_t c = 0; c < call.d; ++c) sums[c] += sums[part * 2 * size + c];
+      for (int64_t c = 0; c < d; ++c) row[c] += row[part * size + c];
     }
-    write_row(call, *to, pair, key, sums);
-    sums += size;
-  }
+    write_row(call, to, pair, key, d, row);
+  };
+  join(call.dk, call.d, sums + key * sums_row(call.d));
+  join(call.dv, call.d_v, sums + sums_of_keys(call) + key * sums_row(call.d_v));
 }
 
 #define DEFINE_TASKS(NAME, TARGET, ...)                                    \
@@ -219,7 +234,7 @@ void run_backward(BackwardCall& call) {
   const int64_t pairs = call.batch * call.kv_heads;
   if (pairs == 0) return;
   call.parts = std::clamp<int64_t>(kEnoughTasks / pairs, 1, std::max<int64_t>(1, call.chunks));
-  const int64_t size = call.parts == 1 ? 0 : pairs * call.parts * 2 * (call.sk + kKeyBlock) * sums_row(call.d);
+  const int64_t size = call.parts == 1 ? 0 : pairs * call.parts * sums_size(call);
   Tensor sums = empty_output(acc_dtype(call.q.dtype), {size});
   call.sums = sums.mutable_data_ptr();
   const auto tasks = [&](int64_t begin, int64_t end) {
@@ -233,7 +248,7 @@ void run_backward(BackwardCall& call) {
   };
   torch::stable::parallel_for(0, pairs * call.parts, 1, tasks);
   if (call.parts == 1) return;
-  const int64_t grain = ceil_div(kGrain, call.d * call.parts);
+  const int64_t grain = ceil_div(kGrain, (call.d + call.d_v) * call.parts);
   torch::stable::parallel_for(0, pairs * call.sk, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (call.q.dtype == ScalarType::Double) {

@@ -53,7 +53,8 @@ struct RowValues {
 
 struct BlockCall {
   Operand q, k, v;
-  int64_t sq, sk, batch, heads, kv_heads, d;
+  int64_t sq, sk, batch, heads, kv_heads;
+  int64_t d, d_v;  // of a row of q and k, and of v and out
   double scale, softcap;
   DropoutRule dropout;
   std::vector<int64_t> first, last;  // keys that each query sees

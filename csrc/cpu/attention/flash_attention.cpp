@@ -37,6 +37,13 @@ DEFINE_ROWS(rows_fp32, float)
 DEFINE_ROWS(rows_fp64, double)
 #undef DEFINE_ROWS
 
+// The shape of `like` in all dimensions but the last.
+void check_but_last(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  PARALLEL_OPS_CHECK(
+      t.is_cpu() && t.dim() == 4 && std::equal(t.sizes().begin(), t.sizes().end() - 1, like.sizes().begin()), op, ": ",
+      name, " must have the shape of the input but for d, and be on the CPU");
+}
+
 BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                      const std::optional<Tensor>& spans, std::optional<int64_t> left, std::optional<int64_t> right,
                      double scale, double softcap, double p, const std::optional<Tensor>& seed,
@@ -49,7 +56,7 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
   const int64_t heads = q.size(2), kv_heads = k.size(2);
   PARALLEL_OPS_CHECK(k.size(1) == q.size(1) && k.size(3) == q.size(3) && kv_heads > 0 && heads % kv_heads == 0, op,
                      ": k must have the batch and d of q, and heads that divide its");
-  check_shape(op, "v", v, k);
+  check_but_last(op, "v", v, k);
   BlockCall call{Operand(op, "q", q),
                  Operand(op, "k", k),
                  Operand(op, "v", v),
@@ -59,6 +66,7 @@ BlockCall block_call(const char* op, const Tensor& q, const Tensor& k, const Ten
                  heads,
                  kv_heads,
                  q.size(3),
+                 v.size(3),
                  scale,
                  softcap,
                  {},
@@ -116,11 +124,21 @@ void check_planes(const char* op, const char* name, const Tensor& t, int64_t pla
   check_memory(op, name, t);
 }
 
-void check_result(const char* op, const char* name, const Tensor& t, const Tensor& like, bool arithmetic) {
-  check_shape(op, name, t, like);
+// [s, b, heads, d_v] for q.
+void check_values(const char* op, const char* name, const Tensor& t, const Tensor& q, const Tensor& v) {
+  check_but_last(op, name, t, q);
+  PARALLEL_OPS_CHECK(t.size(3) == v.size(3), op, ": ", name, " must have the d of v");
+}
+
+void check_result_dtype(const char* op, const char* name, const Tensor& t, const Tensor& like, bool arithmetic) {
   const ScalarType acc = acc_dtype(like.scalar_type());
   PARALLEL_OPS_CHECK(t.scalar_type() == acc || (!arithmetic && t.scalar_type() == like.scalar_type()), op, ": ", name,
                      " must have the dtype of the arithmetic", arithmetic ? "" : ", or that of the input");
+}
+
+void check_result(const char* op, const char* name, const Tensor& t, const Tensor& like, bool arithmetic) {
+  check_shape(op, name, t, like);
+  check_result_dtype(op, name, t, like, arithmetic);
 }
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& spans,
@@ -130,7 +148,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optio
   constexpr const char* kOp = "block_attention";
   ForwardCall call{block_call(kOp, q, k, v, spans, left, right, scale, softcap, p, seed, places),
                    Operand(kOp, "out", out), statistics, merge};
-  check_result(kOp, "out", out, q, merge);
+  check_values(kOp, "out", out, q, v);
+  check_result_dtype(kOp, "out", out, q, merge);
   check_planes(kOp, "statistics", statistics, 2, q);
   run_forward(call);
 }
@@ -149,7 +168,8 @@ void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Te
                     accumulate,
                     1,
                     nullptr};
-  check_like(kOp, "grad_out", grad_out, q);
+  PARALLEL_OPS_CHECK(grad_out.scalar_type() == q.scalar_type(), kOp, ": grad_out must have the dtype of q");
+  check_values(kOp, "grad_out", grad_out, q, v);
   check_planes(kOp, "rows", rows, 3, q);
   check_result(kOp, "dq", dq, q, accumulate);
   check_result(kOp, "dk", dk, k, false);

@@ -28,14 +28,15 @@ class Forward {
   PARALLEL_OPS_INLINE Forward(const BlockCall& call)
       : call_(call),
         width_(call.d),
+        values_(call.d_v),
         rows_(round_up(call.chunk, E::kRows)),
         q_(call.group * rows_ * width_.row),
-        o_(call.group * rows_ * width_.row),
+        o_(call.group * rows_ * values_.row),
         max_(call.group * rows_),
         sum_(call.group * rows_),
-        kv_(kKeyBlock * width_.row),
+        kv_(kKeyBlock * std::max(width_.row, values_.row)),
         k_(kKeyBlock * width_.panels),
-        v_(kKeyBlock * width_.panels),
+        v_(kKeyBlock * values_.panels),
         scores_(kQueryBlock * kKeyBlock),
         weights_(kQueryBlock * kKeyBlock),
         kept_(kKeyBlock + 16) {}
@@ -48,7 +49,7 @@ class Forward {
       load_rows(call_.q, batch, kv * call_.group + g, query, n, rows_, call_.d, width_.row,
                 q_.data + g * rows_ * width_.row);
     }
-    std::fill_n(o_.data, call_.group * rows_ * width_.row, A(0));
+    std::fill_n(o_.data, call_.group * rows_ * values_.row, A(0));
     std::fill_n(max_.data, call_.group * rows_, kUnseen<A>);
     std::fill_n(sum_.data, call_.group * rows_, A(0));
     const auto [first, last] = call_.keys_of(query, query + n);
@@ -56,8 +57,8 @@ class Forward {
       const int64_t keys = std::min(kKeyBlock, last - key), padded = round_up(keys, E::kCols);
       load_rows(call_.k, batch, kv, key, keys, padded, call_.d, width_.row, kv_.data);
       pack_transposed<E>(kv_.data, keys, call_.d, width_.row, k_.data);
-      load_rows(call_.v, batch, kv, key, keys, kKeyBlock, call_.d, width_.row, kv_.data);
-      pack_panels<E>(kv_.data, kKeyBlock, width_.row, v_.data);
+      load_rows(call_.v, batch, kv, key, keys, kKeyBlock, call_.d_v, values_.row, kv_.data);
+      pack_panels<E>(kv_.data, kKeyBlock, values_.row, v_.data);
       for (int64_t row = 0; row < n; row += kQueryBlock) {
         const Strips<E> strips(call_, query + row, std::min(kQueryBlock, n - row), key, keys);
         if (!strips.any) continue;
@@ -86,8 +87,8 @@ class Forward {
       const A sum = exp_row<E::kCols>(s, keys, factor, shift);
       const A shrink = exp_or_zero(old - shift);
       if (shrink != A(1)) {
-        A* o = o_.data + (row + i) * width_.row;
-        for (int64_t c = 0; c < width_.row; ++c) o[c] *= shrink;
+        A* o = o_.data + (row + i) * values_.row;
+        for (int64_t c = 0; c < values_.row; ++c) o[c] *= shrink;
       }
       max_.data[row + i] = max;
       sum_.data[row + i] = sum_.data[row + i] * shrink + sum;
@@ -107,13 +108,13 @@ class Forward {
     } else {
       weights = scores_.data;
     }
-    add_over_keys<E>(strips, weights, width_, v_.data, o_.data + row * width_.row);
+    add_over_keys<E>(strips, weights, values_, v_.data, o_.data + row * values_.row);
   }
 
   PARALLEL_OPS_INLINE void write(int64_t batch, int64_t head, int64_t query, int64_t row, const Operand& out,
                                  const Statistics& statistics, bool merge) {
     A max = max_.data[row], sum = sum_.data[row];
-    A* o = o_.data + row * width_.row;
+    A* o = o_.data + row * values_.row;
     A factor = sum == A(0) ? A(0) : A(1) / sum;
     A &max_place = statistics.max(batch, head, query), &sum_place = statistics.sum(batch, head, query);
     const int64_t offset = query * out.s + batch * out.b + head * out.h;
@@ -126,21 +127,21 @@ class Forward {
       factor = block / sum;
       const A keep = old / sum;
       A* before = kept_.data;  // in pieces that fit
-      for (int64_t c = 0; c < call_.d; c += kKeyBlock) {
-        const int64_t n = std::min(kKeyBlock, call_.d - c);
+      for (int64_t c = 0; c < call_.d_v; c += kKeyBlock) {
+        const int64_t n = std::min(kKeyBlock, call_.d_v - c);
         load_row(out, offset + c * out.d, n, before);
         for (int64_t j = 0; j < n; ++j) o[c + j] = before[j] * keep + o[c + j] * factor;
       }
     } else {
-      for (int64_t c = 0; c < call_.d; ++c) o[c] *= factor;
+      for (int64_t c = 0; c < call_.d_v; ++c) o[c] *= factor;
     }
     max_place = max;
     sum_place = sum;
-    store_row(out, offset, call_.d, o);
+    store_row(out, offset, call_.d_v, o);
   }
 
   const BlockCall& call_;
-  const Widths<E> width_;
+  const Widths<E> width_, values_;
   const int64_t rows_;
   RowScratch<Elem> q_;
   RowScratch<A> o_, max_, sum_;

@@ -117,26 +117,39 @@ def _within_documents(
     return MaskBounds(spans=spans, query_spans=query_spans)
 
 
+def pack_keys(k: Tensor, v: Tensor) -> Tensor:
+    """k ``[s, b, kv_heads, d]`` and v ``[s, b, kv_heads, d_v]`` in one tensor ``[s, b, kv_heads, d + d_v]``."""
+    return torch.cat([k, v], dim=3)
+
+
+def unpack_keys(kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """k and v, or their gradients, as views."""
+    return kv[..., :d], kv[..., d:]
+
+
 class SoftmaxAccumulator:
     """The running result of queries ``[s, b, h, d]``: O, M and Z of the block op, in fp32 (fp64 for fp64).
 
     Args:
+        d_v: the width of values.
         sink: ``[h]``, a logit that is part of every query's initial value.
     """
 
-    def __init__(self, q: Tensor, ranges: Sequence[TokenRange], sink: Tensor | None, options: Options) -> None:
+    def __init__(
+        self, q: Tensor, d_v: int, ranges: Sequence[TokenRange], sink: Tensor | None, options: Options
+    ) -> None:
         s, b, h, _ = q.shape
         self._q, self._ranges, self._options = q, ranges, options
         dtype = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_empty(q.shape, dtype=dtype)
+        self.out = q.new_empty((s, b, h, d_v), dtype=dtype)
         self.statistics = q.new_empty((2, b, h, s), dtype=dtype)
         self._begun = [sink is not None] * len(ranges)
         if sink is not None:
             begin_carry(self.out, self.statistics, sink)
 
-    def add(self, k: Tensor, v: Tensor, keys: Sequence[TokenRange]) -> None:
-        """Merges the attention over those of these keys that are visible."""
-        o = self._options
+    def add(self, kv: Tensor, keys: Sequence[TokenRange]) -> None:
+        """Merges the attention over those of these keys, of ``pack_keys``, that are visible."""
+        o, (k, v) = self._options, unpack_keys(kv, self._q.shape[3])
         for block in _blocks(self._ranges, keys, o):
             rows, columns = block.rows, block.columns
             block_attention(
@@ -172,16 +185,19 @@ class Gradients:
         self.dq = q.new_empty(q.shape, dtype=rows.dtype)
         self._begun = [False] * len(ranges)
 
-    def add(self, k: Tensor, v: Tensor, keys: Sequence[TokenRange]) -> Tensor:
-        """Adds the contribution of these keys to dq; returns these queries' share of dk and dv, ``[2, *k.shape]``."""
-        o, blocks = self._options, _blocks(self._ranges, keys, self._options, from_keys=k.is_cuda)
-        shares = k.new_empty((2, *k.shape), dtype=self.dq.dtype)
+    def add(self, kv: Tensor, keys: Sequence[TokenRange]) -> Tensor:
+        """Adds the contribution of these keys to dq; returns these queries' share of dk and dv, packed as ``kv`` is."""
+        o, blocks = self._options, _blocks(self._ranges, keys, self._options, from_keys=kv.is_cuda)
+        d = self._q.shape[3]
+        k, v = unpack_keys(kv, d)
+        shares = kv.new_empty(kv.shape, dtype=self.dq.dtype)
         alone = len(blocks) == 1 and blocks[0].columns == slice(0, count_tokens(keys))
         if not alone:
             shares.zero_()
         for block in blocks:
             rows, columns = block.rows, block.columns
-            share = shares[:, columns] if alone else torch.empty_like(shares[:, columns])
+            share = shares[columns] if alone else torch.empty_like(shares[columns])
+            dk, dv = unpack_keys(share, d)
             block_attention_backward(
                 self._grad[rows],
                 self._q[rows],
@@ -193,12 +209,12 @@ class Gradients:
                 softcap=o.softcap,
                 dropout=block.dropout,
                 dq=self.dq[rows],
-                dk=share[0],
-                dv=share[1],
+                dk=dk,
+                dv=dv,
                 accumulate_dq=self._begun[block.ranges.start],
             )
             if not alone:
-                shares[:, columns] += share
+                shares[columns] += share
             for i in block.ranges:
                 self._begun[i] = True
         return shares

@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
-from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator
+from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator, pack_keys
 from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
 
 
@@ -60,19 +60,19 @@ def ring_forward(
     """The attention of this rank's queries.
 
     Args:
-        q: ``[s, b, h, d]``; k, v: ``[s, b, kv_heads, d]``, contiguous; of this rank's tokens.
+        q: ``[s, b, h, d]``; k: ``[s, b, kv_heads, d]``; v: ``[s, b, kv_heads, d_v]``; of this rank's tokens.
         sink: ``[h]``.
     """
-    result = SoftmaxAccumulator(q, ring.own, sink, ring.options)
+    result, kv = SoftmaxAccumulator(q, v.shape[3], ring.own, sink, ring.options), pack_keys(k, v)
     if all_gather:
-        parts, keys = _gather(ring, k, v)
-        result.add(keys[0], keys[1], parts)
+        parts, keys = _gather(ring, kv)
+        result.add(keys, parts)
     else:
-        prefetcher = KVPrefetcher(ring, k, v)
-        result.add(k, v, ring.own)
+        prefetcher = KVPrefetcher(ring, kv)
+        result.add(kv, ring.own)
         for _ in range(1, len(ring.shards)):
             parts, keys = prefetcher.take()
-            result.add(keys[0], keys[1], parts)
+            result.add(keys, parts)
     result.finish()
     return result
 
@@ -80,50 +80,49 @@ def ring_forward(
 def ring_backward(
     ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, all_gather: bool
 ) -> tuple[Tensor, Tensor]:
-    """dq, and dk and dv as ``[2, s, b, kv_heads, d]``, of this rank's tokens, in the dtype of ``rows``.
+    """dq, and dk and dv packed as ``[s, b, kv_heads, d + d_v]``, of this rank's tokens, in the dtype of ``rows``.
 
     Args:
         rows: what ``attention_gradient_rows`` returns for the final output.
     """
-    gradients = Gradients(grad, q, rows, ring.own, ring.options)
+    gradients, kv = Gradients(grad, q, rows, ring.own, ring.options), pack_keys(k, v)
     if all_gather:
-        parts, keys = _gather(ring, k, v)
-        total = _scatter(ring, gradients.add(keys[0], keys[1], parts), parts)
+        parts, keys = _gather(ring, kv)
+        total = _scatter(ring, gradients.add(keys, parts), parts)
     else:
-        prefetcher = KVPrefetcher(ring, k, v)
-        reducer = KVGradReducer(ring, gradients.add(k, v, ring.own))
+        prefetcher = KVPrefetcher(ring, kv)
+        reducer = KVGradReducer(ring, gradients.add(kv, ring.own))
         for step in range(1, len(ring.shards)):
             parts, keys = prefetcher.take()
-            reducer.post(step, gradients.add(keys[0], keys[1], parts))
+            reducer.post(step, gradients.add(keys, parts))
         total = reducer.total()
     gradients.finish()
     return gradients.dq, total
 
 
-def _sends(ring: Ring, k: Tensor, v: Tensor, to: int) -> list[Send]:
-    parts = [local_slice(part, ring.own) for part in ring.parts(ring.at, to)]
-    return [Send(t[part], ring.ranks[to]) for t in (k, v) for part in parts]
+def _sends(ring: Ring, kv: Tensor, to: int) -> list[Send]:
+    return [Send(kv[local_slice(part, ring.own)], ring.ranks[to]) for part in ring.parts(ring.at, to)]
 
 
 def _receives(
     ring: Ring, keys: Tensor, parts: Sequence[TokenRange], buffer: Sequence[TokenRange], source: int
 ) -> list[Receive]:
-    """Receives into ``keys``, which holds k and v of the tokens of ``buffer``: ``[2, tokens, ...]``."""
-    return [Receive(t[local_slice(part, buffer)], ring.ranks[source]) for t in keys for part in parts]
+    """Receives into ``keys``, which holds the tokens of ``buffer``."""
+    return [Receive(keys[local_slice(part, buffer)], ring.ranks[source]) for part in parts]
 
 
 class KVPrefetcher:
     """Receives the keys of the other ranks one rank after another, and posts the next exchanges ahead."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
-        self._ring, self._k, self._v = ring, k, v
+    def __init__(self, ring: Ring, kv: Tensor) -> None:
+        self._ring, self._kv = ring, kv
         self._steps = iter(range(1, len(ring.shards)))
         self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
         for _ in range(in_flight(ring.transport)):
             self._post()
 
     def take(self) -> tuple[tuple[TokenRange, ...], Tensor]:
-        """The next rank's keys that the queries see: their token ranges, and k and v as one tensor ``[2, ...]``."""
+        """The next rank's keys that the queries see: their token ranges, and k and v packed."""
         parts, keys, exchange = self._posted.popleft()
         exchange.wait()
         self._post()
@@ -131,15 +130,13 @@ class KVPrefetcher:
 
     def _post(self) -> None:
         for step in self._steps:
-            ring, k = self._ring, self._k
+            ring, kv = self._ring, self._kv
             size = len(ring.shards)
             to, source = (ring.at + step) % size, (ring.at - step) % size
             parts = ring.parts(source, ring.at)
-            keys = k.new_empty((2, count_tokens(parts), *k.shape[1:]))
+            keys = kv.new_empty((count_tokens(parts), *kv.shape[1:]))
             receives = _receives(ring, keys, parts, parts, source)
-            self._posted.append(
-                (parts, keys, Exchange(ring.op, ring.transport, _sends(ring, k, self._v, to), receives))
-            )
+            self._posted.append((parts, keys, Exchange(ring.op, ring.transport, _sends(ring, kv, to), receives)))
             return
 
 
@@ -147,7 +144,7 @@ class KVGradReducer:
     """Sends the gradients of keys to the ranks that own these, and sums those of this rank's keys.
 
     Args:
-        total: ``[2, s, ...]``, the gradients of this rank's keys from its own queries. The others are added to it.
+        total: ``[s, ...]``, packed, the gradients of this rank's keys from its own queries. The others are added to it.
     """
 
     def __init__(self, ring: Ring, total: Tensor) -> None:
@@ -160,7 +157,7 @@ class KVGradReducer:
         size = len(ring.shards)
         owner, source = (ring.at - step) % size, (ring.at + step) % size
         parts = ring.parts(ring.at, source)
-        received = total.new_empty((2, count_tokens(parts), *total.shape[2:]))
+        received = total.new_empty((count_tokens(parts), *total.shape[1:]))
         sends, receives = [Send(shares, ring.ranks[owner])], [Receive(received, ring.ranks[source])]
         self._posted.append((parts, received, Exchange(ring.op, ring.transport, sends, receives)))
         if len(self._posted) > 1:  # it was in flight during the last step's computation
@@ -179,23 +176,22 @@ class KVGradReducer:
 
 def _add_parts(total: Tensor, own: Sequence[TokenRange], shares: Tensor, parts: Sequence[TokenRange]) -> None:
     for part in parts:
-        total[:, local_slice(part, own)] += shares[:, local_slice(part, parts)]
+        total[local_slice(part, own)] += shares[local_slice(part, parts)]
 
 
-def _gather(ring: Ring, k: Tensor, v: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
+def _gather(ring: Ring, kv: Tensor) -> tuple[tuple[TokenRange, ...], Tensor]:
     """All keys visible to the queries, in the order of the sequence if ranks have adjacent tokens."""
     size, at = len(ring.shards), ring.at
     parts = [ring.own if source == at else ring.parts(source, at) for source in range(size)]
     everything = merged([part for of_rank in parts for part in of_rank])
-    keys = k.new_empty((2, count_tokens(everything), *k.shape[1:]))
+    keys = kv.new_empty((count_tokens(everything), *kv.shape[1:]))
     exchanges = []
     for step in range(1, size):
         to, source = (at + step) % size, (at - step) % size
         receives = _receives(ring, keys, parts[source], everything, source)
-        exchanges.append(Exchange(ring.op, ring.transport, _sends(ring, k, v, to), receives))
-    for t, own in zip(keys, (k, v), strict=True):
-        for part in ring.own:
-            t[local_slice(part, everything)] = own[local_slice(part, ring.own)]
+        exchanges.append(Exchange(ring.op, ring.transport, _sends(ring, kv, to), receives))
+    for part in ring.own:
+        keys[local_slice(part, everything)] = kv[local_slice(part, ring.own)]
     for exchange in exchanges:
         exchange.wait()
     return everything, keys
@@ -208,18 +204,18 @@ def _scatter(ring: Ring, shares: Tensor, ranges: Sequence[TokenRange]) -> Tensor
         shares: the gradients of the keys ``ranges`` from this rank's queries.
     """
     size, at = len(ring.shards), ring.at
-    total = shares.new_zeros((2, count_tokens(ring.own), *shares.shape[2:]))
+    total = shares.new_zeros((count_tokens(ring.own), *shares.shape[1:]))
     arrivals, exchanges = [], []
     for source in range(size):
         parts = ring.own if source == at else ring.parts(at, source)
-        arrivals.append((parts, shares.new_empty((2, count_tokens(parts), *shares.shape[2:]))))
+        arrivals.append((parts, shares.new_empty((count_tokens(parts), *shares.shape[1:]))))
     for step in range(1, size):
         to, source = (at + step) % size, (at - step) % size
-        sends = [Send(t[local_slice(part, ranges)], ring.ranks[to]) for t in shares for part in ring.parts(to, at)]
+        sends = [Send(shares[local_slice(part, ranges)], ring.ranks[to]) for part in ring.parts(to, at)]
         parts, received = arrivals[source]
         exchanges.append(Exchange(ring.op, ring.transport, sends, _receives(ring, received, parts, parts, source)))
     for part in ring.own:
-        arrivals[at][1][:, local_slice(part, ring.own)] = shares[:, local_slice(part, ranges)]
+        arrivals[at][1][local_slice(part, ring.own)] = shares[local_slice(part, ranges)]
     for exchange in exchanges:
         exchange.wait()
     for parts, received in arrivals:

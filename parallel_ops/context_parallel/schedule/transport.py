@@ -8,9 +8,9 @@ from torch import Tensor
 
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.context_parallel.cost import Algorithm
-from parallel_ops.context_parallel.schedule.blocks import Options
+from parallel_ops.context_parallel.schedule.blocks import Options, unpack_keys
 from parallel_ops.context_parallel.schedule.ring import Ring, ring_backward, ring_forward
-from parallel_ops.context_parallel.schedule.ulysses import Heads, join_heads, split_heads
+from parallel_ops.context_parallel.schedule.ulysses import Heads, join_heads, split_heads, tensors_of
 from parallel_ops.context_parallel.token_ranges import ring_ranks, shard_ranges, ulysses_ranks
 from parallel_ops.ops.attention.block import attention_gradient_rows, attention_sink_gradient
 from parallel_ops.ops.attention.flash_attention import with_unit_last_stride
@@ -33,13 +33,12 @@ class Attention:
     options: Options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """O ``[s, b, h, d]``, its M and Z ``[2, b, h, s]``, and q, k and v after the all-to-all.
+        """O ``[s, b, h, d_v]``, its M and Z ``[2, b, h, s]``, and q, k and v after the all-to-all.
 
-        The last, ``[tokens, b, (h + 2 kv_heads) / ulysses_degree, d]``, replace q, k and v in the backward. They are
-        empty if ``ulysses_degree`` is 1.
+        The last, ``[tokens, b, (h d + kv_heads (d + d_v)) / ulysses_degree]``, replace q, k and v in the backward: see
+        ``tensors_of``. They are empty if ``ulysses_degree`` is 1.
         """
         if self._heads is None:
-            k, v = k.contiguous(), v.contiguous()
             result = ring_forward(
                 self.ring(), with_unit_last_stride(q), k, v, sink, all_gather=self.algorithm.all_gather
             )
@@ -47,11 +46,11 @@ class Attention:
         u, at = self.algorithm.ulysses_degree, self._heads.at
         qkv = self._heads.tokens_to_heads(split_heads(u, q, k, v))
         heads = q.shape[2] // u
-        q, k, v = qkv.split([heads, k.shape[2] // u, v.shape[2] // u], dim=2)
-        k, v = k.contiguous(), v.contiguous()
+        q, k, v = tensors_of(qkv, *((t.shape[2] // u, t.shape[3]) for t in (q, k, v)))
         sink = None if sink is None else sink.chunk(u)[at]
         result = ring_forward(self.ring(at * heads), q, k, v, sink, all_gather=False)
-        (out,) = join_heads(self._heads.heads_to_tokens(result.out.to(q.dtype)), heads)
+        out = result.out.to(q.dtype)
+        (out,) = join_heads(self._heads.heads_to_tokens(out.flatten(2)), (heads, out.shape[3]))
         statistics = result.statistics.permute(3, 1, 2, 0).contiguous()
         statistics = torch.cat(self._heads.heads_to_tokens(statistics), dim=2).permute(3, 1, 2, 0).contiguous()
         return out, statistics, qkv
@@ -71,20 +70,19 @@ class Attention:
         rows = attention_gradient_rows(grad, out, statistics)
         dsink = None if sink is None else attention_sink_gradient(sink, rows)
         if self._heads is None:
-            k, v = k.contiguous(), v.contiguous()
-            dq, (dk, dv) = ring_backward(
+            dq, packed = ring_backward(
                 self.ring(), grad, with_unit_last_stride(q), k, v, rows, all_gather=self.algorithm.all_gather
             )
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink
-        u, at = self.algorithm.ulysses_degree, self._heads.at
-        heads = [t.shape[2] for t in (q, k, v)]
-        grad = self._heads.tokens_to_heads(split_heads(u, grad))
-        rows = self._heads.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0)))
+            dk, dv = (t.to(q.dtype).contiguous() for t in unpack_keys(packed, q.shape[3]))
+            return dq.to(q.dtype), dk, dv, dsink
+        u, at, heads = self.algorithm.ulysses_degree, self._heads.at, q.shape[2]
+        grad = self._heads.tokens_to_heads(split_heads(u, grad)).unflatten(2, (heads, grad.shape[3]))
+        rows = self._heads.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0))).unflatten(2, (heads, 3))
         rows = rows.permute(3, 1, 2, 0).contiguous()
-        k, v = k.contiguous(), v.contiguous()
-        dq, (dk, dv) = ring_backward(self.ring(at * heads[0]), grad, q, k, v, rows, all_gather=False)
-        gradients = torch.cat([dq, dk, dv], dim=2).to(q.dtype)
-        dq, dk, dv = join_heads(self._heads.heads_to_tokens(gradients), *heads)
+        dq, packed = ring_backward(self.ring(at * heads), grad, q, k, v, rows, all_gather=False)
+        gradients = torch.cat([t.flatten(2) for t in (dq, *unpack_keys(packed, q.shape[3]))], dim=2).to(q.dtype)
+        shapes = [(t.shape[2], t.shape[3]) for t in (q, k, v)]
+        dq, dk, dv = join_heads(self._heads.heads_to_tokens(gradients), *shapes)
         return dq, dk, dv, dsink
 
     @cached_property

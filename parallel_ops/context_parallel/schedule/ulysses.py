@@ -84,12 +84,22 @@ class Heads:
 
 
 def split_heads(count: int, *tensors: Tensor) -> list[Tensor]:
-    """The tensors ``[s, b, heads, d]`` split by heads over ``count`` ranks, and concatenated for each rank."""
+    """The tensors ``[s, b, heads, d]``, each of its own heads and d, split by heads over ``count`` ranks.
+
+    Returns:
+        For each rank ``[s, b, n]``, its heads of all tensors one after the other.
+    """
     chunks = zip(*(t.chunk(count, dim=2) for t in tensors), strict=True)
-    return [torch.cat(of_rank, dim=2) for of_rank in chunks]
+    return [torch.cat([t.flatten(2) for t in of_rank], dim=2) for of_rank in chunks]
 
 
-def join_heads(parts: Sequence[Tensor], *heads: int) -> list[Tensor]:
-    """Inverse of ``split_heads``. ``heads``: the heads of each tensor in a part."""
-    chunks = zip(*(part.split(heads, dim=2) for part in parts), strict=True)
+def tensors_of(part: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:
+    """The tensors of one rank's part of ``split_heads``, as views. ``shapes``: heads and d of each in a part."""
+    tensors = part.split([heads * d for heads, d in shapes], dim=2)
+    return [t.unflatten(2, shape) for t, shape in zip(tensors, shapes, strict=True)]
+
+
+def join_heads(parts: Sequence[Tensor], *shapes: tuple[int, int]) -> list[Tensor]:
+    """Inverse of ``split_heads``. ``shapes``: as in ``tensors_of``."""
+    chunks = zip(*(tensors_of(part, *shapes) for part in parts), strict=True)
     return [torch.cat(of_tensor, dim=2) for of_tensor in chunks]

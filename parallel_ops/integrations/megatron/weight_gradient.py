@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel_ops.tensor_parallel.linear.weight_gradients import Accumulator, add_product
+from parallel_ops._internal.weight_gradients import Accumulator, add_product
 
 
 def wgrad_gemm_accum_fp32(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -41,8 +41,8 @@ class MainGrad(Accumulator):
     def __init__(self, weight: Any) -> None:
         self._weight, self._main_grad = weight, weight.main_grad
 
-    def add(self, dz: Tensor, h: Tensor) -> Tensor | None:
-        add_product(self._main_grad, dz, h)
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
+        add_product(self._main_grad, dz, h, ends)
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True

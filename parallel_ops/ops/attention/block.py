@@ -166,9 +166,10 @@ def block_attention(
     """Writes the attention of ``q`` over ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into them.
 
     Args:
-        q: ``[sq, b, heads, d]``; k, v: ``[sk, b, kv_heads, d]``; of one dtype, any strides with adjacent d.
+        q: ``[sq, b, heads, d]``; k: ``[sk, b, kv_heads, d]``; v: ``[sk, b, kv_heads, d_v]``; of one dtype, any strides
+            with adjacent d.
         softcap: 0 for none.
-        out: like ``q``, in its dtype or fp32; with ``merge`` fp32 (fp64 for fp64).
+        out: ``[sq, b, heads, d_v]`` in the dtype of ``q`` or fp32; with ``merge`` fp32 (fp64 for fp64).
         statistics: M and Z, ``[2, b, heads, sq]``, fp32 (fp64 for fp64).
     """
     if q.is_cuda:
@@ -199,6 +200,7 @@ def block_attention_backward(
     """The gradients from these keys.
 
     Args:
+        grad_out: ``[sq, b, heads, d_v]``, the dtype of q. q, k, v: as in ``block_attention``.
         rows: what ``attention_gradient_rows`` returns for the final output.
         dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
             ``accumulate_dq`` fp32 and added to.

@@ -63,10 +63,11 @@ def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{op}: k must have the batch {b} and the d {d} of q, got {list(k.shape)}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{op}: k has {kv_heads} heads, which do not divide the {heads} heads of q")
-    if v.shape != k.shape:
-        raise ValueError(f"{op}: v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
-    if d == 0:
-        raise ValueError(f"{op}: d, the last dimension of q, must be at least 1, got 0")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"{op}: v must have the shape of k, {list(k.shape)}, but for d, got {list(v.shape)}")
+    for name, t in (("q", q), ("v", v)):
+        if t.shape[3] == 0:
+            raise ValueError(f"{op}: the last dimension of {name} must be at least 1, got 0")
 
 
 def _check_window(op: str, window: int, causal: bool) -> None:

@@ -72,8 +72,10 @@ def flash_attention(
     Args:
         q: ``[sq, b, heads, d]``, float32, float16, bfloat16 or float64, any strides. float64 on CUDA is for checks of
             gradients: it runs in plain PyTorch, with all scores in memory.
-        k, v: ``[sk, b, kv_heads, d]``, where kv_heads divides heads: head h uses ``h // (heads // kv_heads)``; dtype
-            and device of ``q``, any strides.
+        k: ``[sk, b, kv_heads, d]``, where kv_heads divides heads: head h uses ``h // (heads // kv_heads)``; dtype and
+            device of ``q``, any strides.
+        v: ``[sk, b, kv_heads, d_v]``, as k. d_v may differ from d, as in multi-head latent attention (DeepSeek-V2,
+            arXiv:2405.04434: 192 and 128). On CUDA both are at most 256.
         causal: query i sees the keys up to ``i + sk - sq``, so the last query sees the last key; ``sq <= sk``.
         scale: finite; ``None`` for ``1 / sqrt(d)``.
         window: how many keys a query sees at most, its own included; causal only.
@@ -89,7 +91,7 @@ def flash_attention(
         first_head: the index of the first of these heads among those of all ranks, for dropout.
 
     Returns:
-        ``[sq, b, heads, d]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); arithmetic in fp32
+        ``[sq, b, heads, d_v]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); arithmetic in fp32
         (fp64 for fp64). The result of a query that sees no key is 0, and so is its gradient.
 
     Raises:
@@ -163,9 +165,11 @@ def _mask(
     return mask, dropout
 
 
-def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     s, b, h, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(s, b, h, v.shape[3]), q.new_empty(
+        (2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def _fake_backward(
@@ -180,7 +184,7 @@ def _run(
     causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = (with_unit_last_stride(t) for t in (q, k, v))
-    out, statistics = _fake(q)
+    out, statistics = _fake(q, k, v)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
     if sink is None and mask is not None:
         block_attention(

@@ -27,16 +27,17 @@ from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
 from parallel_ops._internal.split_backward import runs
-from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.tensor_parallel.linear import overlap_plan as plan
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall
-from parallel_ops.tensor_parallel.linear.weight_gradients import (
+from parallel_ops._internal.weight_gradients import (
     DeferredWeightGradients,
     Postponed,
     Target,
     add_to,
+    after_backward,
     targets_of,
 )
+from parallel_ops.comm.consistency import propagate_errors
+from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall
 
 # (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
 Factors = Callable[[Sequence[Tensor], Tensor], None]
@@ -288,20 +289,22 @@ def _eager_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, weights = _saved(ctx, grads)
     needs = _requested(ctx)
     call = ctx.call if needs == ctx.call.needs else dataclasses.replace(ctx.call, needs=needs)
-    targets, n = ctx.targets, len(weights)
+    n, postponed = len(weights), list[Postponed]()
     of_weights = call.needs_weights(n)
     if ctx.deferred is not None and any(of_weights):
         if ctx.deferred.keep_gathered and ctx.op.gathers_gradient and call.needs[0]:
-            targets = [Postponed(target) for target in targets]
-            ctx.deferred.push(_later(functools.partial(_compute_all, targets), lambda: _factors_of(targets)))
+            postponed = [Postponed(target) for target in ctx.targets]
         else:
             nothing = [False] * len(call.needs)
             later = dataclasses.replace(call, needs=[False, *of_weights, *nothing[1 + n :]])
             shapes = [_shaped(x, w.shape) for w in weights]
             compute = functools.partial(ctx.op.gradients, later, list(grads), x, shapes, ctx.targets)
-            ctx.deferred.push(_later(compute, lambda: [x, *grads]))
+            ctx.deferred.push(after_backward(compute, x, *grads))
             call = dataclasses.replace(call, needs=[call.needs[0], *nothing[:n], *call.needs_biases(n)])
-    gradients = ctx.op.gradients(call, list(grads), x, weights, targets)
+    gradients = ctx.op.gradients(call, list(grads), x, weights, postponed or ctx.targets)
+    for each in postponed:
+        if each.factors:  # of a weight that is not frozen
+            ctx.deferred.push(after_backward(each.compute, *each.factors))
     gradients += [None] * (len(ctx.dtypes) - len(gradients))
     return None, None, None, None, *(d if d is None else d.to(t) for d, t in zip(gradients, ctx.dtypes, strict=True))
 
@@ -310,33 +313,6 @@ def _requested(ctx: Any) -> list[bool]:
     """``GroupCall.needs`` of the running backward."""
     edges = zip(ctx.call.needs, ctx.next_functions, strict=True)
     return [needed and runs(node) for needed, (node, _) in edges]
-
-
-def _compute_all(postponed: Sequence[Postponed]) -> None:
-    for each in postponed:
-        each.compute()
-
-
-def _factors_of(postponed: Sequence[Postponed]) -> list[Tensor]:
-    return [factor for each in postponed for factor in each.factors]
-
-
-def _later(compute: Callable[[], object], reads: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
-    """``compute``, after the backward's stream where the queue is computed on another one.
-
-    Args:
-        reads: returns the tensors of the backward's stream.
-    """
-    backward = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def on_stream() -> None:
-        if backward is not None and (now := torch.cuda.current_stream(backward.device)) != backward:
-            now.wait_stream(backward)
-            for t in reads():  # else their memory could be reused on their own stream
-                t.record_stream(now)
-        compute()
-
-    return on_stream
 
 
 def _cast_all(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:

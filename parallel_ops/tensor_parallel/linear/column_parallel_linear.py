@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
@@ -28,7 +29,6 @@ from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_l
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
-from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target
 
 _NAME = "column_parallel_linear"
 

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank, resolve_group
+from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.primitives import sum_in_rank_order
@@ -31,7 +32,6 @@ from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, matr
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
-from parallel_ops.tensor_parallel.linear.weight_gradients import DeferredWeightGradients, Target
 
 _NAME = "linear_reduce_scatter"
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
+from parallel_ops._internal.weight_gradients import add_product
 from parallel_ops.ops.cross_entropy import kernels as ce_kernels
 from parallel_ops.ops.cross_entropy.options import NONE, LossOptions
-from parallel_ops.tensor_parallel.linear.weight_gradients import add_product
 
 
 class LinearCall(NamedTuple):

@@ -37,6 +37,7 @@ class Case:
     kv_heads: int = 1
     batch: int = 1
     dims: int = 32
+    dims_v: int | None = None  # of values, if other than those of keys
     dtype: torch.dtype = BF16
     causal: bool = True
     window: int | None = None
@@ -61,10 +62,10 @@ class Case:
     def inputs(self) -> list[torch.Tensor]:
         sk = sum(keys.length for keys in self.keys)
         own, other = (self.queries.length, self.heads), (sk, self.kv_heads)
-        sizes = [own, other, other, own]
+        dims, dims_v = self.dims, self.dims_v or self.dims
+        sizes = [(*own, dims), (*other, dims), (*other, dims_v), (*own, dims_v)]
         return [
-            suite.randn(s, self.batch, h, self.dims, dtype=self.dtype, seed=i).detach()
-            for i, (s, h) in enumerate(sizes)
+            suite.randn(s, self.batch, h, d, dtype=self.dtype, seed=i).detach() for i, (s, h, d) in enumerate(sizes)
         ]
 
 
@@ -76,13 +77,13 @@ def ours(case: Case, q, k, v, grad) -> list[torch.Tensor]:
     at = [0, *torch.tensor([keys.length for keys in case.keys]).cumsum(0).tolist()]
     ks, vs = ([t[i:j] for i, j in itertools.pairwise(at)] for t in (k, v))
     merge = len(blocks) > 1
-    shape, each = q.shape, (q.shape[1], q.shape[2], q.shape[0])
+    shape, each = grad.shape, (q.shape[1], q.shape[2], q.shape[0])
     if merge:
-        out, statistics, dq = torch.empty(shape), torch.empty(2, *each), torch.zeros(shape)
+        out, statistics, dq = torch.empty(shape), torch.empty(2, *each), torch.zeros(q.shape)
         begin_carry(out, statistics, None)
     else:
         out, statistics, dq = (
-            poisoned(shape, q), poisoned((2, *each), torch.empty(0)), poisoned(shape, torch.empty(0))
+            poisoned(shape, q), poisoned((2, *each), torch.empty(0)), poisoned(q.shape, torch.empty(0))
         )  # fmt: skip
     for (mask, keys), k_block, v_block in zip(blocks, ks, vs, strict=True):
         if mask is not None:
@@ -186,6 +187,10 @@ OPTIONS = {
     "a negative scale": Case(scale=-0.3, heads=1),
     "no scale": Case(scale=0.0, heads=1),
     "dims by padding": Case(dims=40),
+    "values of fewer dims": Case(TokenRange(0, 70), (TokenRange(0, 70),), dims=40, dims_v=16, heads=1),
+    "values of more dims": Case(
+        TokenRange(0, 70), (TokenRange(0, 40), TokenRange(40, 30)), dims=16, dims_v=33, heads=1, p=0.3
+    ),
     "odd dims": Case(TokenRange(0, 70), (TokenRange(0, 70),), dims=33, heads=1),
     "zigzag, dropout": Case(TokenRange(104, 52), tuple(TokenRange(start, 52) for start in (156, 0, 104, 52)), p=0.3),
     "striped, documents": Case(
@@ -223,6 +228,12 @@ def test_random_spans(small_tiles, trials):
 def test_at_the_sizes_that_a_gpu_runs(dims):
     """The published tiles: their loops over whole tiles, and both edges."""
     check(Case(TokenRange(180, 140), (TokenRange(0, 320),), dims=dims, heads=1, window=300, scale=0.1))
+
+
+@pytest.mark.executed(smoke=False)
+def test_multi_head_latent_attention():
+    """Keys of 192 and values of 128 dims, at the published tiles."""
+    check(Case(TokenRange(100, 80), (TokenRange(0, 180),), dims=192, dims_v=128, heads=2, kv_heads=2, scale=0.07))
 
 
 @pytest.mark.executed(smoke=False)
@@ -264,18 +275,21 @@ def test_nothing_to_see(mask, small_tiles):
             assert not dk.count_nonzero() and not dv.count_nonzero()
 
 
-def launches(dtype, dims, capability, *, left=None, right=0, softcap=0.0, dropout=None, spans=False, merge=False):
+def launches(
+    dtype, dims, capability, *, left=None, right=0, softcap=0.0, dropout=None, spans=False, merge=False, dims_v=None
+):
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
     q, k = meta(4096, 1, 8, dims, dtype=dtype), meta(4096, 1, 2, dims, dtype=dtype)
+    grad, v = (meta(*t.shape[:3], dims_v or dims, dtype=dtype) for t in (q, k))
     kind = FP32 if merge else dtype
-    out, partial = meta(*q.shape, dtype=kind), meta(*k.shape, dtype=kind)
+    out, dq, dk, dv = (meta(*t.shape, dtype=kind) for t in (grad, q, k, v))
     statistics, rows = meta(2, 1, 8, 4096, dtype=FP32), meta(3, 1, 8, 4096, dtype=FP32)
     bounds = meta(2, 4096, dtype=torch.int32) if spans else None
     options = {"left": left, "right": right, "spans": bounds, "scale": 0.1, "softcap": softcap, "dropout": dropout}
     with aot.recorded() as recorded, aot.chosen_for(capability):
-        kernels.forward(q, k, k, out, statistics, merge=merge, **options)
-        kernels.backward(q, q, k, k, rows, out, partial, partial, accumulate_dq=merge, query_spans=bounds, **options)
+        kernels.forward(q, k, v, out, statistics, merge=merge, **options)
+        kernels.backward(grad, q, k, v, rows, dq, dk, dv, accumulate_dq=merge, query_spans=bounds, **options)
     assert len(recorded) == 3
     return recorded
 
@@ -289,6 +303,7 @@ COMPILED = [
     (BF16, 128, 90, "soft cap", {"softcap": 30.0}),
     *((BF16, dims, sm, "dropout", {"dropout": DRAWS}) for dims, sm in ((128, 90), (64, 80), (128, 100))),
     (BF16, 256, 90, "causal", {}),
+    (BF16, 192, 90, "values of 128", {"dims_v": 128}),
 ]
 
 

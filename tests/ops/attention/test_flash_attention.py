@@ -15,9 +15,9 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 raw_op = torch.ops.parallel_ops.flash_attention.default
 
 
-def inputs(sq, sk, b=1, heads=2, kv_heads=1, d=8, dtype=torch.float32, device="cpu", seed=0, spread=1.0):
+def inputs(sq, sk, b=1, heads=2, kv_heads=1, d=8, dtype=torch.float32, device="cpu", seed=0, spread=1.0, d_v=None):
     """q, k, v and a sink."""
-    sizes = ((sq, b, heads, d), (sk, b, kv_heads, d), (sk, b, kv_heads, d), (heads,))
+    sizes = ((sq, b, heads, d), (sk, b, kv_heads, d), (sk, b, kv_heads, d_v or d), (heads,))
     return [randn(*s, dtype=dtype, device=device, seed=seed + i, scale=spread) for i, s in enumerate(sizes)]
 
 
@@ -52,8 +52,11 @@ def option(name, device):
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), d=st.sampled_from([1, 7, 8, 33, 64, 80]))
-def test_numerics_of_any_shape(device, data, dtype, d):
+WIDTHS = st.sampled_from([1, 7, 8, 33, 64, 80, 192])
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), d=WIDTHS, d_v=st.one_of(st.none(), WIDTHS))
+def test_numerics_of_any_shape(device, data, dtype, d, d_v):
     """Lengths across strips, tiles and blocks of the kernels, in every combination of the options."""
     lengths = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 257, 300]))
     sk = data.draw(lengths)
@@ -70,19 +73,20 @@ def test_numerics_of_any_shape(device, data, dtype, d):
     if data.draw(st.booleans()):
         options |= {"dropout_p": data.draw(st.sampled_from([0.1, 0.5, 1.0])), "seed": data.draw(st.integers(0, 2**63))}
     kv_heads = data.draw(st.integers(1, 2))
-    args = inputs(
-        sq, sk, data.draw(st.integers(1, 2)), kv_heads * data.draw(st.integers(1, 3)), kv_heads, d, dtype, device
-    )
+    b, heads = data.draw(st.integers(1, 2)), kv_heads * data.draw(st.integers(1, 3))
+    args = inputs(sq, sk, b, heads, kv_heads, d, dtype, device, d_v=d_v)
     check_numerics(options, args if data.draw(st.booleans()) else args[:3])
 
 
 def check_numerics(options, args):
     """Error at most twice PyTorch's. Gradients of scores are differences of products with dout, which PyTorch computes
     both from the same numbers, so that they may cancel to nothing there; here, to the rounding of a product."""
-    grad = randn(*args[0].shape, dtype=args[0].dtype, device=args[0].device, seed=9).detach()
+    shape = *args[0].shape[:3], args[2].shape[3]
+    grad = randn(*shape, dtype=args[0].dtype, device=args[0].device, seed=9).detach()
     op, reference = both(**options)
     true = suite.forward_backward(reference, suite.as_double(args), grad)
-    product = (16 * torch.finfo(torch.float32).eps + 2 * torch.finfo(grad.dtype).eps) * args[0].shape[-1] ** 0.5
+    widest = max(args[0].shape[-1], shape[-1])
+    product = (16 * torch.finfo(torch.float32).eps + 2 * torch.finfo(grad.dtype).eps) * widest**0.5
     results = zip(
         suite.forward_backward(op, args, grad), suite.forward_backward(reference, args, grad), true, strict=True
     )
@@ -108,10 +112,21 @@ def test_numerics_of_a_large_tensor(device, dtype, name):
     suite.check_numerics(*both(**options), args, grad, slack_ulps=12 if dtype is torch.float32 else 0.5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (24, 70)])
+def test_values_of_another_width(device, dtype, d, d_v):
+    """192 and 128 as in DeepSeek's multi-head latent attention, all heads with keys of their own; few in parts."""
+    for heads in (1, 4):
+        args = inputs(330, 330, heads=heads, kv_heads=heads, d=d, d_v=d_v, dtype=dtype, device=device, spread=1.5)
+        check_numerics({"window": 200, "softcap": 20.0}, args)
+        assert flash_attention(*args[:3]).shape == (330, 1, heads, d_v)
+
+
 @every_option
 def test_gradient_matches_finite_differences(device, name):
     op, _ = both(**option(name, device))
     suite.check_gradient(op, inputs(7, 7, d=3, device=device))
+    suite.check_gradient(op, inputs(7, 7, d=3, d_v=2, device=device))
 
 
 @every_option
@@ -129,6 +144,7 @@ def test_custom_op_contract(device):
     cu_seqlens, seed = torch.tensor([0, 3, 7], device=device), torch.tensor([3], device=device)
     q = inputs(7, 7, device=device)[0]
     suite.check_op(raw_op, [q, k, v, sink, cu_seqlens, seed, True, 0.3, 2, 5.0, 0.5, 3])
+    suite.check_op(raw_op, [q, k, v[..., :5].detach().requires_grad_(), *none, True, 0.3, None, 0.0, 0.0, 0])
     suite.check_second_derivative_raises(flash_attention, [q, k, v])
 
 
@@ -221,7 +237,8 @@ def test_bad_arguments_are_named(device):
         (TypeError, "v is torch.float16, but q is torch.float32", (q, k, v.half()), {}),
         (ValueError, r"k must be \[s, b, heads, d\], got \[6, 8\]", (q, k[:, 0, 0], v), {}),
         (ValueError, "k must have the batch 1 and the d 8 of q", (q, k[..., :4], v), {}),
-        (ValueError, "v must have the shape of k", (q, k, v[:3]), {}),
+        (ValueError, r"v must have the shape of k, \[6, 1, 1, 8\], but for d", (q, k, v[:3]), {}),
+        (ValueError, "the last dimension of v must be at least 1", (q, k, v[..., :0]), {}),
         (ValueError, "k has 3 heads, which do not divide the 2 heads of q", (q, *[k.expand(6, 1, 3, 8)] * 2), {}),
         (ValueError, "q has 6 queries for the 4 keys", (k.expand(6, 1, 2, 8), q, q), {}),
         (TypeError, "causal must be a bool", (q, k, v), {"causal": 1}),

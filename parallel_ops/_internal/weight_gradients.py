@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ops._internal.compat import new_dtensor
+from parallel_ops._internal.grouped_products import add_outer_products, outer_products
 
 # CPUs have no product of 16-bit matrices with a 32-bit result, so the factors are made wider there, so many bytes of
 # each at a time: large enough for a product to run at full speed, small next to weights and activations.
@@ -80,12 +81,32 @@ class DeferredWeightGradients:
         return taken.compute
 
 
+def after_backward(compute: Callable[[], object], *factors: Tensor) -> Callable[[], None]:
+    """``compute``, for a queue: the stream that runs it waits for the current one, which makes ``factors``."""
+    device = factors[0].device
+    backward = torch.cuda.current_stream(device) if factors[0].is_cuda else None
+
+    def run() -> None:
+        if backward is not None and (now := torch.cuda.current_stream(device)) != backward:
+            now.wait_stream(backward)
+            for t in factors:  # else their memory could be reused on their own stream
+                t.record_stream(now)
+        compute()
+
+    return run
+
+
 class Accumulator(abc.ABC):
     """What a weight gradient is added to, where that is more than a tensor."""
 
     @abc.abstractmethod
-    def add(self, dz: Tensor, h: Tensor) -> Tensor | None:
-        """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``; returns what autograd gets."""
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
+        """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``; returns what autograd gets.
+
+        Args:
+            ends: ``[groups]``, int32 or int64: where each group of rows ends. The gradient is then ``[groups, N, K]``,
+                a product for each group.
+        """
 
 
 class GradientOf(Accumulator):
@@ -100,16 +121,17 @@ class GradientOf(Accumulator):
         self._parameter = parameter
 
     @torch.no_grad()
-    def add(self, dz: Tensor, h: Tensor) -> None:
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
         """``dz^T h``, in place where there is a gradient, so that who holds on to it sees the sum."""
         from torch.distributed.tensor import DTensor  # costs a second, so not for those who have none
 
         parameter, grad = self._parameter, self._parameter.grad
         if grad is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            add_product(local.view(dz.shape[1], h.shape[1]), dz, h)
+            shape = (dz.shape[1], h.shape[1]) if ends is None else (len(ends), dz.shape[1], h.shape[1])
+            add_product(local.view(shape), dz, h, ends)
             return
-        product = (dz.t() @ h).to(parameter.dtype)
+        product = _product(dz, h, ends).to(parameter.dtype)
         if isinstance(parameter, DTensor):
             part = product.view(parameter.to_local().shape)
             parameter.grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
@@ -124,48 +146,53 @@ class Postponed(Accumulator):
         target: not autograd.
 
     Attributes:
-        factors: from ``add`` until ``compute``; otherwise empty.
+        factors: of ``add``; empty before.
     """
 
     def __init__(self, target: "Target") -> None:
         self._target = target
         self.factors: tuple[Tensor, ...] = ()
 
-    def add(self, dz: Tensor, h: Tensor) -> None:
-        self.factors = dz, h
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
+        self.factors = (dz, h) if ends is None else (dz, h, ends)
 
     def compute(self) -> None:
-        """Adds the product, if there is one."""
-        if self.factors:
-            (dz, h), self.factors = self.factors, ()
-            add_to(self._target, dz, h)
+        """Adds the product to the target."""
+        add_to(self._target, *self.factors)
 
 
 # None: autograd, which gets the gradient back.
 Target = Tensor | Accumulator | None
 
 
-def add_to(target: Target, dz: Tensor, h: Tensor) -> Tensor | None:
-    """Adds ``dz^T h``, ``[N, K]``, of ``[rows, N]`` and ``[rows, K]``, to the target; returns what autograd gets."""
+def add_to(target: Target, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> Tensor | None:
+    """Adds ``dz^T h``, as ``Accumulator.add``, to the target; returns what autograd gets."""
     if target is None:
-        return dz.t() @ h
+        return _product(dz, h, ends)
     if isinstance(target, Accumulator):
-        return target.add(dz, h)
-    add_product(target, dz, h)
+        return target.add(dz, h, ends)
+    add_product(target, dz, h, ends)
     return None
 
 
-def add_product(total: Tensor, dz: Tensor, h: Tensor, *, rounded: bool = False) -> None:
+def _product(dz: Tensor, h: Tensor, ends: Tensor | None) -> Tensor:
+    return dz.t() @ h if ends is None else outer_products(dz, h, ends)
+
+
+def add_product(total: Tensor, dz: Tensor, h: Tensor, ends: Tensor | None = None, *, rounded: bool = False) -> None:
     """``total += dz^T h``, accumulated in the dtype of ``total``.
 
     Args:
         total: ``[N, K]``, float32 or the dtype of the factors (16 bits of another kind, under autocast, are added to
             rounded).
         dz, h: ``[rows, N]`` and ``[rows, K]``, of one dtype.
+        ends: where groups of rows end; ``total`` is then ``[groups, N, K]``.
         rounded: on a CPU the product of bfloat16 factors may be rounded to bfloat16 before it is added: twice as fast
             where the CPU has units for it. Otherwise nothing is rounded on the way.
     """
-    if total.dtype == dz.dtype:
+    if ends is not None:
+        add_outer_products(total, dz, h, ends, add_product)
+    elif total.dtype == dz.dtype:
         total.addmm_(dz.t(), h)
     elif total.itemsize < 4:
         total += dz.t() @ h
