@@ -1,16 +1,19 @@
 """Names that torch changed between 2.11 and 2.15, and the few that it keeps to itself. Nothing else
 knows versions, but ``fsdp`` those of FSDP2."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _set_pg_timeout  # type: ignore[attr-defined]
 from torch.nn import Module
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
 # 2.13 renamed the two and warns at every call of the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,3 +61,27 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.dim(), tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
+
+
+def in_backward() -> bool:
+    """True while a backward runs on this thread: a forward then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def suspended_modes() -> Iterator[Sequence[Any]]:
+    """Dispatch modes, such as those of selective recomputation, see nothing of what runs in the block."""
+    with _disable_current_modes() as modes:
+        yield modes
+
+
+@contextlib.contextmanager
+def resumed_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Within ``suspended_modes``: its modes see what runs in this block."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()

@@ -191,6 +191,18 @@ class ParallelMesh:
             return self._meshes[several[0]]
         return concatenate_meshes([self._meshes[name] for name in several])
 
+    @property
+    def expert_shards(self) -> DeviceMesh | None:
+        """The ranks that have the same experts: ``efsdp``, of one rank too, or ``dp_replicate x efsdp``; ``None``
+        without ``ep``.
+
+        FSDP2 needs a mesh even where it has nothing to shard: it divides the gradients.
+        """
+        if self._sizes["ep"] == 1:
+            return None
+        shards = self._meshes["efsdp"]
+        return concatenate_meshes([self._meshes["dp_replicate"], shards]) if self._sizes["dp_replicate"] > 1 else shards
+
     def group(self, name: str) -> ProcessGroup | None:
         """The process group of this rank in dimension ``name``; ``None`` for one rank, as ops take it."""
         mesh = self[name]

@@ -5,6 +5,7 @@ from parallel_ops.layers.attention import ParallelSelfAttention
 from parallel_ops.layers.embedding import VocabParallelEmbedding
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.mlp import ParallelMLP
+from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.transformer import ParallelTransformerLayer
 
@@ -12,6 +13,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Norm",
     "ParallelMLP",
+    "ParallelMoE",
     "ParallelSelfAttention",
     "ParallelTransformerLayer",
     "RowParallelLinear",

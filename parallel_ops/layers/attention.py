@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.groups import group_rank
+from parallel_ops.comm import copy_to_group, reduce_from_group
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
@@ -40,6 +41,7 @@ class ParallelSelfAttention(ShardedModule):
             ``None`` for ``num_heads``.
         head_dim: size of a head; ``None`` for ``hidden_size / num_heads``.
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
+        qk_norm_over: ``"head"``, or ``"all_heads"`` for one norm over all heads of the queries, and one of the keys.
         causal: no token attends to a later one.
         window: number of tokens that a token attends to at most, itself included; causal only.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``.
@@ -65,6 +67,7 @@ class ParallelSelfAttention(ShardedModule):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_over: str = "head",
         norm_eps: float = 1e-5,
         causal: bool = True,
         window: int | None = None,
@@ -116,11 +119,22 @@ class ParallelSelfAttention(ShardedModule):
             )
             for _ in range(2)
         )
+        if qk_norm_over not in ("head", "all_heads"):
+            raise ValueError(f"ParallelSelfAttention: qk_norm_over must be 'head' or 'all_heads', got {qk_norm_over!r}")
+        self.norm_all_heads = qk_norm_over == "all_heads"
+        if qk_norm and self.norm_all_heads and num_kv_heads % self.ranks:
+            raise ValueError(
+                "ParallelSelfAttention: qk_norm over all heads needs num_kv_heads to be a multiple of the size of the "
+                f"mesh, got {num_kv_heads} for {self.ranks} ranks"
+            )
         self.q_norm, self.k_norm = (
-            Norm(d, "rms_norm", norm_eps, mesh=self.mesh, device=device, dtype=dtype) if qk_norm else None
-            for _ in range(2)
+            self._qk_norm(width if self.norm_all_heads else d, norm_eps, device, dtype) if qk_norm else None
+            for width in (num_heads * d, num_kv_heads * d)
         )
         self.out = RowParallelLinear(num_heads * d, hidden_size, bias=bias, init_method=output_init_method, **common)
+
+    def _qk_norm(self, width: int, eps: float, device: Any, dtype: torch.dtype | None) -> Norm:
+        return Norm(width, "rms_norm", eps, mesh=self.mesh, device=device, dtype=dtype)
 
     def _split_kv_heads(self, num_kv_heads: int) -> tuple[int, slice | None]:
         """Key heads of this rank, and its rows of the weight if that is whole on every rank."""
@@ -174,7 +188,8 @@ class ParallelSelfAttention(ShardedModule):
             # Each rank norms its own heads only, so these gradients are partial.
             q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))
             assert q_weight is not None and k_weight is not None
-            q, k = rms_norm(q, q_weight, self.q_norm.eps), rms_norm(k, k_weight, self.k_norm.eps)
+            norm = self._norm_all_heads if self.norm_all_heads else rms_norm
+            q, k = norm(q, q_weight, self.q_norm.eps), norm(k, k_weight, self.k_norm.eps)
         if angles is not None:
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
         dropout_p = self.attention_dropout if self.training else 0.0
@@ -187,6 +202,17 @@ class ParallelSelfAttention(ShardedModule):
             y.flatten(2), residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes
         )
         return out
+
+    def _norm_all_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The RMS norm of ``x``, this rank's heads ``[s, b, heads, head_dim]``, over the heads of all ranks."""
+        flat = x.flatten(2)
+        if self.group is None:
+            return rms_norm(flat, weight, eps).view(x.shape)
+        wide = flat.to(torch.promote_types(x.dtype, torch.float32))
+        own = weight.view(self.ranks, -1)[group_rank(self.group)]
+        squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
+        mean = copy_to_group(squares, self.group) / weight.numel()
+        return (wide * torch.rsqrt(mean + eps) * own).to(x.dtype).view(x.shape)
 
     def _check_options(self, given: Mapping[str, Any]) -> None:
         """Raises unless the core attention takes these keywords."""

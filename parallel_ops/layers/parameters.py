@@ -212,25 +212,36 @@ def init_sharded_(parameter: Tensor, init: InitFn) -> None:
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if local.is_meta or not local.numel():
         return
-    offset, shape = local_box(parameter)
-    matrix = local.view(-1, local.shape[-1])
-    rows, row = matrix.shape[0], offset[0] if len(shape) > 1 else 0
-    whole = parameter.shape if len(shape) > 1 else (1, *parameter.shape)
-    wide = torch.float64 if local.dtype is torch.float64 else torch.float32
+    offset, _ = local_box(parameter)
+    # A vector is one row; a matrix of more dimensions is a stack, each with seeds of its own.
+    first, row, column = (0,) * (3 - len(offset)) + tuple(offset)
+    stack = local.view((1,) * (3 - local.dim()) + tuple(local.shape))
+    whole = (1, *parameter.shape)[-2:]
     on_gpu = local.device.type == "cuda"
     with torch.random.fork_rng([local.device] if on_gpu else []):
-        generator = torch.cuda.default_generators[local.device.index] if on_gpu else torch.default_generator
-        for r in range(row // _TILE[0], -(-(row + rows) // _TILE[0])):
-            for c in range(offset[-1] // _TILE[1], -(-(offset[-1] + matrix.shape[1]) // _TILE[1])):
-                tile = torch.empty(
-                    min(_TILE[0], whole[0] - r * _TILE[0]), min(_TILE[1], whole[1] - c * _TILE[1]),
-                    device=local.device, dtype=wide,
-                )  # fmt: skip
-                generator.manual_seed(_seed(seed, r, c))
-                init(tile)
-                top, left = r * _TILE[0] - row, c * _TILE[1] - offset[-1]
-                into = matrix[max(top, 0) : top + tile.shape[0], max(left, 0) : left + tile.shape[1]]
-                into.copy_(tile[max(-top, 0) :, max(-left, 0) :][: into.shape[0], : into.shape[1]])
+        for number, matrix in enumerate(stack, first):
+            seeds = (seed, number) if local.dim() > 2 else (seed,)
+            _init_matrix(matrix, init, seeds, row, column, whole)
+
+
+def _init_matrix(
+    matrix: Tensor, init: InitFn, seeds: tuple[int, ...], row: int, column: int, whole: Sequence[int]
+) -> None:
+    """Initialises the part of a matrix of shape ``whole`` that begins at this row and column."""
+    wide = torch.float64 if matrix.dtype is torch.float64 else torch.float32
+    on_gpu = matrix.device.type == "cuda"
+    generator = torch.cuda.default_generators[matrix.device.index] if on_gpu else torch.default_generator
+    for r in range(row // _TILE[0], -(-(row + matrix.shape[0]) // _TILE[0])):
+        for c in range(column // _TILE[1], -(-(column + matrix.shape[1]) // _TILE[1])):
+            tile = torch.empty(
+                min(_TILE[0], whole[0] - r * _TILE[0]), min(_TILE[1], whole[1] - c * _TILE[1]), device=matrix.device,
+                dtype=wide,
+            )  # fmt: skip
+            generator.manual_seed(_seed(*seeds, r, c))
+            init(tile)
+            top, left = r * _TILE[0] - row, c * _TILE[1] - column
+            into = matrix[max(top, 0) : top + tile.shape[0], max(left, 0) : left + tile.shape[1]]
+            into.copy_(tile[max(-top, 0) :, max(-left, 0) :][: into.shape[0], : into.shape[1]])
 
 
 def _seed(*parts: object) -> int:

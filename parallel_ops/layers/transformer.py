@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.mlp import ParallelMLP
+from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
@@ -32,9 +34,10 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, window: see ``ParallelSelfAttention``.
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, window: see ``ParallelSelfAttention``.
         core_attention, attention_dropout: see ``ParallelSelfAttention``.
-        ffn_hidden_size, activation: see ``ParallelMLP``.
+        ffn_hidden_size, activation: see ``ParallelMLP``. mlp: in its place, such as a ``ParallelMoE`` over the same
+            mesh.
         mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
@@ -61,9 +64,11 @@ class ParallelTransformerLayer(ShardedModule):
         head_dim: int | None = None,
         ffn_hidden_size: int | None = None,
         activation: str = "gelu",
+        mlp: ParallelMLP | ParallelMoE | None = None,
         norm: str = "layer_norm",
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
+        qk_norm_over: str = "head",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         bias: bool = True,
@@ -92,6 +97,7 @@ class ParallelTransformerLayer(ShardedModule):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             qk_norm=qk_norm,
+            qk_norm_over=qk_norm_over,
             norm_eps=norm_eps,
             window=window,
             core_attention=core_attention,
@@ -101,7 +107,7 @@ class ParallelTransformerLayer(ShardedModule):
             **where,  # type: ignore[arg-type]
         )
         self.norm_mlp = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
-        self.mlp = ParallelMLP(
+        self.mlp = mlp or ParallelMLP(
             hidden_size,
             ffn_hidden_size,
             activation=activation,
@@ -120,6 +126,7 @@ class ParallelTransformerLayer(ShardedModule):
         row_positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
         core_options: Mapping[str, Any] | None = None,
+        losses: AuxiliaryLosses | None = None,
     ) -> Tensor:
         """``[s, b, hidden_size]`` to the same shape.
 
@@ -127,6 +134,7 @@ class ParallelTransformerLayer(ShardedModule):
             x: whole, or with ``sequence_parallel`` this rank's rows ``[s_r, b, hidden_size]``.
             angles, mask, positions, row_positions, core_options: see ``ParallelSelfAttention.forward``.
             sizes: ``s_r`` of every rank, where they differ.
+            losses: see ``ParallelMoE.forward``; without experts it has no effect.
 
         Raises:
             TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the norm, angles that do not
@@ -139,5 +147,7 @@ class ParallelTransformerLayer(ShardedModule):
         h = self.norm_attention(x)
         rows: dict[str, Any] = {"dropout": self.dropout, "row_positions": row_positions, "sizes": sizes}
         x = self.attention(h, angles, mask, positions=positions, core_options=core_options, residual=x, **rows)
+        if isinstance(self.mlp, ParallelMoE):
+            rows["losses"] = losses
         out: Tensor = self.mlp(self.norm_mlp(x), residual=x, **rows)
         return out

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from parallel_ops.models.experts import ExpertsConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
@@ -43,7 +45,8 @@ class TransformerConfig:
         ffn_hidden_size: width of the MLP after its activation; ``None`` for ``4 * hidden_size``.
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a gate projection).
         norm: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias). norm_eps: added to variance or mean square.
-        qk_norm: RMS norms of the heads of queries and keys, before their rotation.
+        qk_norm: RMS norms of the heads of queries and keys, before their rotation. qk_norm_over: ``"head"``, or
+            ``"all_heads"`` for one norm of all heads together, as OLMoE has it.
         bias: whether the linear layers have biases. qkv_bias: the same for queries, keys and values; ``None`` for
             ``bias``.
         positions: ``"learned"`` (an embedding) or ``"rotary"`` (half-rotated, over the whole head, whose size is
@@ -54,6 +57,7 @@ class TransformerConfig:
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
         attention_dropout: probability, on the attention weights.
         tied_embeddings: the output layer shares the token embedding's weight.
+        experts: layers with experts in the place of the MLP; see ``ExpertsConfig``. ``None`` for none.
         init_std: standard deviation of the initial weights; ``init_std / sqrt(2 num_layers)`` for output projections.
 
     Raises:
@@ -72,6 +76,7 @@ class TransformerConfig:
     norm: str = "layer_norm"
     norm_eps: float = 1e-5
     qk_norm: bool = False
+    qk_norm_over: str = "head"
     bias: bool = True
     qkv_bias: bool | None = None
     positions: str = "learned"
@@ -81,10 +86,13 @@ class TransformerConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     tied_embeddings: bool = True
+    experts: ExpertsConfig | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        if self.experts is not None:
+            self._check_experts(self.experts)
         self._check_choices()
 
     def _check_sizes(self) -> None:
@@ -112,6 +120,7 @@ class TransformerConfig:
             ("activation", ("gelu", "gelu_exact", "swiglu")),
             ("positions", ("learned", "rotary")),
             ("norm", ("layer_norm", "rms_norm")),
+            ("qk_norm_over", ("head", "all_heads")),
         ):
             if getattr(self, name) not in allowed:
                 self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
@@ -122,6 +131,16 @@ class TransformerConfig:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             self._fail("rotary_scaling needs positions='rotary'")
+
+    def _check_experts(self, experts: ExpertsConfig) -> None:
+        if experts.dense_layers >= self.num_layers:
+            self._fail(f"experts.dense_layers must be below num_layers ({self.num_layers}), got {experts.dense_layers}")
+        if self.activation != "swiglu" or self.bias:
+            self._fail("experts need activation='swiglu' and bias=False")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
     def resolved_head_dim(self) -> int:

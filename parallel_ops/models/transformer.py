@@ -12,10 +12,8 @@ of the tokens of every sequence; only attention reads tokens of other ranks. Sou
 al., arXiv:2407.21783 (their scaling).
 """
 
-import functools
 import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.dropout import seed_generators
-from parallel_ops.comm import copy_to_group, gather_from_group
+from parallel_ops.comm import copy_to_group, gather_from_group, reduce_from_group
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
-from parallel_ops.layers import Norm, ParallelTransformerLayer, VocabParallelEmbedding
+from parallel_ops.expert_parallel import AuxiliaryLosses
+from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.models.inputs import check_inputs, rotary_angles
+from parallel_ops.models.layers import layer_of, normal
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
@@ -54,6 +54,7 @@ class Transformer(PretrainedModel):
             ``ring_attention``.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
             ``context``.
+        expert_mesh: the ranks that share the experts (``mesh["ep"]``); ``None`` for one, or where each has them all.
         stages, pp_rank: the pipeline stages of the model, and the pipeline rank whose stages this module has;
             ``None`` for the whole model. Layers and tables keep the names that they have in the whole model.
         device, dtype: of the parameters; ``None`` for torch's defaults. On the meta device nothing is initialised:
@@ -87,6 +88,7 @@ class Transformer(PretrainedModel):
         layout: Layout = "zigzag",
         algorithm: AlgorithmName = "auto",
         core_attention: CoreAttention | None = None,
+        expert_mesh: DeviceMesh | None = None,
         stages: Stages | None = None,
         pp_rank: int = 0,
         device: torch.device | str | None = None,
@@ -103,6 +105,7 @@ class Transformer(PretrainedModel):
             raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
         self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
+        self.expert_mesh = expert_mesh
         with torch.random.fork_rng(devices=[]):  # on the meta device each parameter still takes a seed
             self._build(dtype)
         target = torch.device(torch.get_default_device() if device is None else device)
@@ -122,7 +125,7 @@ class Transformer(PretrainedModel):
         common["sequence_parallel"] = self.sequence_parallel
 
         def table(rows: int) -> VocabParallelEmbedding:
-            return VocabParallelEmbedding(rows, config.hidden_size, init_method=_normal(config.init_std), **common)
+            return VocabParallelEmbedding(rows, config.hidden_size, init_method=normal(config.init_std), **common)
 
         first, last, held = self._held()
         tied = config.tied_embeddings
@@ -131,32 +134,14 @@ class Transformer(PretrainedModel):
         self.positions = table(config.seq_length) if first and config.positions == "learned" else None
         self.layers = nn.ModuleDict(
             {
-                str(number): ParallelTransformerLayer(
-                    config.hidden_size,
-                    config.num_heads,
-                    num_kv_heads=config.num_kv_heads,
-                    head_dim=config.head_dim,
-                    ffn_hidden_size=config.resolved_ffn_hidden_size,
-                    activation=config.activation,
-                    norm=config.norm,
-                    norm_eps=config.norm_eps,
-                    qk_norm=config.qk_norm,
-                    dropout=config.dropout,
-                    attention_dropout=config.attention_dropout,
-                    bias=config.bias,
-                    qkv_bias=config.qkv_bias,
-                    window=window,
-                    core_attention=self._core_attention,
-                    overlap=overlap,
-                    init_method=_normal(config.init_std),
-                    # Smaller, so that the residual sum keeps its scale (GPT-2).
-                    output_init_method=_normal(config.init_std / math.sqrt(2 * config.num_layers)),
-                    **common,
+                str(number): layer_of(
+                    config, number, core_attention=self._core_attention, overlap=overlap, expert_mesh=self.expert_mesh,
+                    context=self.context.group, **common,
                 )
-                for number, window in enumerate(config.windows)
+                for number in range(config.num_layers)
                 if number in held
             }
-        )
+        )  # fmt: skip
         self.norm: Norm | None = Norm(config.hidden_size, config.norm, config.norm_eps, **common) if last else None
         self.head = table(config.vocab_size) if last and not tied else None
 
@@ -207,6 +192,7 @@ class Transformer(PretrainedModel):
         stage: int | None = None,
         stream: Tensor | None = None,
         dropout_seed: int | None = None,
+        aux_scale: Tensor | float | None = None,
     ) -> Tensor:
         """Logits, or the mean loss if targets are given.
 
@@ -222,6 +208,8 @@ class Transformer(PretrainedModel):
             stream: what the stage before returned, of ``stream_shape``; ``None`` for the first.
             dropout_seed: seeds torch's default generators for the embeddings and for each layer, so that masks depend
                 on this number and the layer alone; ``None`` leaves the generators as they are.
+            aux_scale: factor of the gradients of the experts' auxiliary losses, which are then not in the result;
+                needed for a model with ``stages``. ``None``: in training they are added to the loss.
 
         Returns:
             The residual stream from a stage that is not the last. Otherwise logits ``[s, b, vocab_size]``, with
@@ -251,9 +239,12 @@ class Transformer(PretrainedModel):
         if self.config.positions == "rotary":
             angles, positions = self._angles(x, positions)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
+        losses = self._losses(aux_scale)
         for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
             self._seed(dropout_seed, number, tokens.device)
-            x = self.layers[number](x, angles, positions=positions, row_positions=row_positions, core_options=options)
+            x = self.layers[number](
+                x, angles, positions=positions, row_positions=row_positions, core_options=options, losses=losses
+            )
         if self.norm is None or (self.stages is not None and stage != self.stages.count - 1):
             return x
         x = self.norm(x)
@@ -266,7 +257,30 @@ class Transformer(PretrainedModel):
             x, head.local_weight(), targets, group=self.group, sequence_parallel=self.sequence_parallel,
             reduction="mean" if count is None else "sum",
         )  # fmt: skip
-        return loss if count is None else self.context.mean(loss, count)
+        loss = loss if count is None else self.context.mean(loss, count)
+        return loss if losses is None or aux_scale is not None else self._with_auxiliary(loss, losses)
+
+    def _losses(self, scale: Tensor | float | None) -> AuxiliaryLosses | None:
+        """Where the layers with experts put their auxiliary losses; ``None`` if there are none."""
+        experts = self.config.experts
+        if experts is None or not (experts.aux_loss or experts.z_loss) or not self.training:
+            return None
+        if scale is None and self.stages is not None and torch.is_grad_enabled():
+            raise ValueError("Transformer: aux_scale must be given for a model with stages and auxiliary losses")
+        return AuxiliaryLosses(
+            experts.aux_loss, experts.z_loss, over_model=experts.aux_loss_over == "model", scale=scale,
+            ranks=self.context.ranks,
+        )  # fmt: skip
+
+    def _with_auxiliary(self, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
+        """The loss with the auxiliary ones, whose gradients the layers compute."""
+        assert self.config.experts is not None
+        if not torch.is_grad_enabled():
+            return loss
+        value = losses.value(self.config.experts.top_k).to(loss)
+        for group in (self.group, self.context.group):
+            value = reduce_from_group(value, group)
+        return losses.follow(loss) + value
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
         if seed is None or not self.training or not (self.config.dropout or self.config.attention_dropout):
@@ -310,7 +324,3 @@ class Transformer(PretrainedModel):
         else:
             logits = F.linear(copy_to_group(x, self.group), weight)
         return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)
-
-
-def _normal(std: float) -> Callable[[Tensor], Tensor]:
-    return functools.partial(nn.init.normal_, std=std)

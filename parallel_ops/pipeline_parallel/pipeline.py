@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallel_ops._internal.gradient_norm import total_norm
 from parallel_ops.comm import ParallelMesh, primitives
 from parallel_ops.comm.errors import publish_failure
 from parallel_ops.pipeline_parallel.cut import Stages
@@ -193,9 +194,6 @@ class Pipeline:
     def total_norm(self) -> Tensor:
         """The 2-norm of all gradients of all stages, a scalar, the same on every rank. A shared table counts once."""
         twice = self.model.tied_weight if self._counted_elsewhere else None
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None and p is not twice]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        device = next(self.model.parameters()).device
-        squares = norm.to(device, torch.float32).square()
+        norm = total_norm(p.grad for p in self.model.parameters() if p.grad is not None and p is not twice)
+        squares = norm.to(next(self.model.parameters()).device).square()
         return primitives.all_reduce(squares, True, self.group.group_name, "gradient norm").sqrt()

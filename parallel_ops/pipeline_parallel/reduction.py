@@ -30,7 +30,11 @@ class Reduction(Observer):
 
     def __init__(self, model: nn.Module, blocks: Mapping[int, Sequence[nn.Module]], zero: int) -> None:
         self._model, self._zero = model, zero
-        self._blocks = {stage: list(own)[::-1] for stage, own in blocks.items()}
+        # Experts are reduced over other ranks than their block, so they are modules of their own.
+        self._blocks = {
+            stage: [part for block in list(own)[::-1] for part in block.modules() if isinstance(part, FSDPModule)]
+            for stage, own in blocks.items()
+        }
         self._managed = isinstance(model, FSDPModule)
 
     def start(self) -> None:

@@ -7,7 +7,7 @@ returns their schema.
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,7 @@ class Settings(Section):
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
             yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
         yield from self._size_problems()
+        yield from self._expert_problems()
         yield from self._pipeline_problems()
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
@@ -147,6 +148,23 @@ class Settings(Section):
         if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
             yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
+    def _expert_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        experts, plan = self.config.experts, self.plan
+        if experts is None:
+            if plan.ep > 1:
+                yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
+            return
+        if experts.num_experts % plan.ep:
+            yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
+        if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
+            yield ("parallel", "zero"), "must be 1 or more with ep and dp_replicate: replicas of experts are shards"
+        if plan.pp > 1 and experts.aux_loss and experts.aux_loss_over == "model":
+            yield (
+                ("parallel", "pp"),
+                "must be 1 with an auxiliary loss over the whole model, as a model's folder has it: a stage knows "
+                'load of its layers alone; or set model.aux_loss_over to "layer"',
+            )
+
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
         if plan.pp == 1 and self.logging.trace is not None:
@@ -177,6 +195,14 @@ class Settings(Section):
     @cached_property
     def config(self) -> TransformerConfig:
         """The configuration of the model."""
+        config, over = self._given_config(), self.model.aux_loss_over
+        if over is None:
+            return config
+        if config.experts is None:
+            raise ValueError("aux_loss_over must be left out for a model without experts")
+        return replace(config, experts=replace(config.experts, aux_loss_over=over))
+
+    def _given_config(self) -> TransformerConfig:
         model, shape = self.model, self.model.shape
         if model.dir is None:
             if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:

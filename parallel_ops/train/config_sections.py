@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling
+from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -61,18 +62,23 @@ class RunSettings(Section):
     timeout: Annotated[float, Field(ge=1, le=86400)] | None = 300.0
 
 
-def _scaling(given: Any) -> Any:
-    """Converts a TOML table."""
-    try:
-        return Llama3Scaling(**given) if isinstance(given, dict) else given
-    except TypeError as error:
-        raise ValueError(str(error).replace(".__init__()", "")) from None
+def _table_of(kind: type) -> BeforeValidator:
+    """Converts a TOML table to a dataclass."""
+
+    def convert(given: Any) -> Any:
+        try:
+            return kind(**given) if isinstance(given, dict) else given
+        except TypeError as error:
+            raise ValueError(str(error).replace(".__init__()", "")) from None
+
+    return BeforeValidator(convert)
 
 
 def _model_fields() -> dict[str, Any]:
     """The fields of ``TransformerConfig``, each optional: a Hugging Face folder defines them too."""
     hints = typing.get_type_hints(TransformerConfig)
-    hints["rotary_scaling"] = Annotated[Llama3Scaling, BeforeValidator(_scaling)]
+    for name, kind in (("rotary_scaling", Llama3Scaling), ("experts", ExpertsConfig)):
+        hints[name] = Annotated[kind, _table_of(kind)]
     return {f.name: (hints[f.name] | None, None) for f in fields(TransformerConfig)}
 
 
@@ -82,10 +88,12 @@ class _ModelSettings(Section):
     Attributes:
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
         overlap: Overlap of communication and products in the linears; see ``all_gather_linear``.
+        aux_loss_over: Replaces that of ``experts``, for a ``dir`` too; see ``ExpertsConfig``.
     """
 
     dir: Folder | None = None
     overlap: Overlap = "auto"
+    aux_loss_over: Literal["layer", "model"] | None = None
 
     @field_validator("window", mode="before", check_fields=False)
     @classmethod

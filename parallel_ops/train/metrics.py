@@ -52,6 +52,7 @@ class Metrics:
         }
         if step.evaluation_loss is not None:
             record["evaluation_loss"] = _finite(step.evaluation_loss)
+        record |= step.experts or {}
         self.records.append(record)
         if self._jsonl is not None:
             try:
@@ -63,6 +64,8 @@ class Metrics:
             for name in ("loss", "grad_norm", "lr", "evaluation_loss"):
                 if (value := getattr(step, name)) is not None:
                     self._board.add_scalar(name, value, step.number)
+            for name, value in (step.experts or {}).items():
+                self._board.add_scalar(name, value, step.number)
             self._board.add_scalar("tokens_per_second", step.tokens / step.seconds, step.number)
 
     def __exit__(

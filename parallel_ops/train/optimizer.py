@@ -3,11 +3,13 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from parallel_ops._internal.gradient_norm import mesh_of
+from parallel_ops._internal.gradient_norm import total_norm as norm_of
 
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import OptimizerSettings
@@ -22,11 +24,14 @@ def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
     torch would allocate it in the first step or when a checkpoint is loaded, and count the latter as a step.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    # Fused, the parameters of a group must be on one mesh, and experts have one of their own.
+    by_kind: dict[Any, list[nn.Parameter]] = {}
+    for parameter in trained:
+        by_kind.setdefault((parameter.dim() <= 1, mesh_of(parameter)), []).append(parameter)
     groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": some, "weight_decay": 0.0 if is_vector else settings.weight_decay}
+        for (is_vector, _), some in by_kind.items()
     ]
-    groups = [group for group in groups if group["params"]]
     # With a rate of 0 and gradients of 0 parameters stay what they are.
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
     for parameter in trained:
@@ -78,12 +83,9 @@ def update(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     most = math.inf if grad_clip is None else grad_clip * scale
-    if total_norm is None:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, most)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    else:
-        norm = total_norm()
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    norm = norm_of(p.grad for p in parameters if p.grad is not None) if total_norm is None else total_norm()
+    for group in optimizer.param_groups:  # each is on one mesh
+        torch.nn.utils.clip_grads_with_norm_(group["params"], most, norm)
     # The interface of torch's GradScaler to fused optimizers.
     optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     if scale != 1.0:

@@ -14,16 +14,19 @@ what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). 
 the shards (HSDP).
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
+from parallel_ops.layers.experts import Experts
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.plan import Plan
@@ -75,7 +78,7 @@ def parallelize(
     if isinstance(model, ModuleChain) and mesh.size("tp") * mesh.size("cp") == 1:
         if plan.pp > 1:
             model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
-    elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") > 1:
+    elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
         model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
     names = _blocks(model, blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
@@ -85,9 +88,19 @@ def parallelize(
     if plan.zero and mesh["fsdp"] is not None:
         _shard(model, names, mesh, plan)
     elif (ranks := mesh["loss"]) is not None:
+        for experts in experts_of(model):
+            replicate(experts, mesh=mesh.expert_shards, mp_policy=_policy(plan, cast_inputs=False))
+            _divide(experts, mesh, shards=1)
         for name in [*names, ""]:
             replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(plan))
     return model
+
+
+def experts_of(model: nn.Module) -> list[Experts]:
+    """The experts of a model that ranks share, layer by layer."""
+    return [
+        module for module in model.modules() if isinstance(module, Experts) and module.ranks > 1 and not module.copies
+    ]
 
 
 def _plan_of(mesh: ParallelMesh) -> Plan:
@@ -99,8 +112,11 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         if mesh.size(name) != getattr(plan, name):
             raise ValueError(f"parallelize: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
-    if mesh.size("ep") > 1:
-        raise ValueError(f"parallelize: ep must be 1, got {mesh.size('ep')}: not there yet")
+    if mesh.size("ep") > 1 and mesh.size("dp_replicate") > 1 and not (plan.zero and mesh["fsdp"] is not None):
+        raise ValueError(
+            "parallelize: with ep, dp_replicate needs zero of 1 or more and dp_shard * cp of 2 or more: experts are "
+            "replicated over dp_replicate as shards"
+        )
     for name, allowed in (("recompute", KINDS), ("dtype", tuple(PRECISIONS))):
         if (value := getattr(plan, name)) not in allowed:
             raise ValueError(f"parallelize: {name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -116,20 +132,22 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     """The same model with tensor and context parallelism over a mesh."""
     if not isinstance(model, Transformer):
         raise ValueError(
-            f"parallelize: tp, cp and pp must be 1 for a {type(model).__name__}: of all models only "
+            f"parallelize: tp, cp, pp and ep must be 1 for a {type(model).__name__}: of all models only "
             "parallel_ops.models.Transformer is built over their ranks here; for pp alone, make it a ModuleChain"
         )
     if model.mesh is not None or model.context.ranks > 1 or any(not p.is_meta for p in model.parameters()):
         raise ValueError(
-            "parallelize: with tp, cp or pp the model must be on the meta device, without a mesh of its own: "
+            "parallelize: with tp, cp, pp or ep the model must be on the meta device, without a mesh of its own: "
             "Transformer(config, device='meta')"
         )
+    if mesh.size("ep") > 1 and model.config.experts is None:
+        raise ValueError("parallelize: ep must be 1 for a model without experts")
     dtype = next(model.parameters()).dtype
     stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
     return Transformer(
         model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
-        context=mesh["cp"], layout=layout, algorithm=algorithm, stages=stages, pp_rank=mesh.rank("pp"), device="meta",
-        dtype=dtype,
+        context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"], stages=stages,
+        pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
 
 
@@ -141,10 +159,12 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
     return names
 
 
-def _policy(plan: Plan) -> MixedPrecisionPolicy:
+def _policy(plan: Plan, *, cast_inputs: bool = True) -> MixedPrecisionPolicy:
     if plan.dtype == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=PRECISIONS[plan.dtype], reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(cast_forward_inputs=cast_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=PRECISIONS[plan.dtype], reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
 
 
 def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, plan: Plan) -> None:
@@ -152,9 +172,36 @@ def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, plan: Plan) -
     pinned = torch.cuda.is_available()  # torch's default, and an error without an accelerator
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if plan.offload != "none" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": over, "mp_policy": _policy(plan), "offload_policy": offload}
+    for experts in experts_of(model):
+        # The weights of rows are fp32.
+        own = {**options, "mesh": mesh.expert_shards, "mp_policy": _policy(plan, cast_inputs=False)}
+        placed = functools.partial(_placement, ranks=mesh.size("efsdp"), held=experts.num_experts // mesh.size("ep"))
+        fully_shard(experts, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed, **own)
+        _divide(experts, mesh, shards=mesh.size("efsdp"))
     for name in names:
         fully_shard(model.get_submodule(name), reshard_after_forward=plan.zero == 3, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+
+
+def _placement(parameter: nn.Parameter, *, ranks: int, held: int) -> Shard:
+    """The dimension of the experts' weights that is sharded: one that divides, experts first."""
+    sizes = (held, *parameter.shape[1:])
+    return Shard(next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0))
+
+
+def _divide(experts: nn.Module, mesh: ParallelMesh, *, shards: int) -> None:
+    """Makes the gradients of experts means over ``loss``, as those of all other parameters are.
+
+    They are sums over all ranks: each expert gets tokens of all ranks of ``ep``, tensor-parallel ones among them.
+
+    Args:
+        shards: ranks over which gradients are reduce-scattered.
+    """
+    assert isinstance(experts, FSDPModule)
+    experts.set_gradient_divide_factor(float(mesh.size("loss")))
+    # gloo cannot divide as it reduces. Where nothing is scattered, FSDP2 divides before, and with this a second time.
+    if shards > 1 and mesh.root.device_type == "cpu":
+        experts.set_force_sum_reduction_for_comms(True)
 
 
 def micro_batch(model: nn.Module, zero: int, *, last: bool) -> None:

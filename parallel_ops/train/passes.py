@@ -83,13 +83,17 @@ class Passes(abc.ABC):
         """Returns the norm of the gradients of all ranks, where that of this rank's parameters is only a part."""
         return None
 
-    def _inputs(self, batch: Batch, count: int, seed: int | None = None) -> dict[str, Any]:
+    def _inputs(
+        self, batch: Batch, count: int, seed: int | None = None, scale: Tensor | float | None = None
+    ) -> dict[str, Any]:
+        """Arguments of the model. ``seed``, ``scale``: of dropout and of gradients, in training."""
         # A micro-batch without targets has weight 0, and a mean over no targets may be NaN: use any targets.
         found: dict[str, Any] = {"tokens": batch.tokens, "targets": batch.targets if count else batch.tokens}
         if self._documents:
             found |= {"positions": batch.positions, "cu_seqlens": batch.cu_seqlens}
         if seed is not None and isinstance(self.model, Transformer):
             found["dropout_seed"] = seed
+            found["aux_scale"] = scale
         return found
 
 
@@ -106,7 +110,7 @@ class WholeModel(Passes):
             micro_batch(self.model, self.plan.zero, last=number == len(batches) - 1)
             part = f"{what}, micro-batch {number + 1} of {len(batches)}"
             self.activity(f"{part}, forward", slow=slow)
-            inputs = self._inputs(batch.to(self.device), count, seed)
+            inputs = self._inputs(batch.to(self.device), count, seed, share * scale)
             tokens, targets = inputs.pop("tokens"), inputs.pop("targets")
             seed_generators(seed, self.device)  # of models that take no seed
             with self.autocast():
@@ -150,8 +154,8 @@ class StagePasses(Passes):
     ) -> Tensor:  # fmt: skip
         self._report.step, self._report.slow = what, slow
         seed_generators(seeds[0], self.device)  # of models that take no seed
-        each = zip(batches, counts, seeds, strict=True)
-        inputs = [self._inputs(batch.to(self.device), count, seed) for batch, count, seed in each]
+        each = zip(batches, counts, seeds, shares, strict=True)
+        inputs = [self._inputs(batch.to(self.device), count, seed, share * scale) for batch, count, seed, share in each]
         losses = self.pipeline.step(inputs, lambda number: shares[number] * scale, around=self.autocast)
         return sum((loss * shares[n] for n, loss in losses.items()), torch.zeros((), device=self.device))
 

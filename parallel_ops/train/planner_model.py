@@ -7,6 +7,15 @@ from parallel_ops.planner.model import Model
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
     """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
     and learned positions beyond the sequence."""
+    experts = {}
+    if config.experts is not None:
+        experts = {
+            "experts": config.experts.num_experts,
+            "experts_per_token": config.experts.top_k,
+            "shared_experts": config.experts.shared_experts,
+            "expert_ffn": config.experts.ffn_hidden_size,
+            "dense_layers": config.experts.dense_layers,
+        }
     biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
     return Model(
         name=name,
@@ -24,4 +33,5 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
         positions=config.positions,
         tied_embeddings=config.tied_embeddings,
         dropout=config.dropout > 0 or config.attention_dropout > 0,
+        **experts,
     )

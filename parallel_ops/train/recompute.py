@@ -28,8 +28,8 @@ _PRODUCTS = (
 )  # fmt: skip
 # This package's products, attention and communication.
 _OURS = (
-    "all_gather_linear", "column_parallel_linear", "linear_reduce_scatter", "flash_attention", "ring_attention",
-    "comm_all_gather", "comm_reduce_scatter", "comm_all_reduce", "comm_all_to_all",
+    "all_gather_linear", "column_parallel_linear", "linear_reduce_scatter", "grouped_linear", "flash_attention",
+    "ring_attention", "comm_all_gather", "comm_reduce_scatter", "comm_all_reduce", "comm_all_to_all",
 )  # fmt: skip
 _SENDING = ("_c10d_functional", "c10d")
 

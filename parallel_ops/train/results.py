@@ -20,6 +20,7 @@ class Step:
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
         evaluation_loss: Of the evaluation after the step, if there was one.
+        experts: How evenly experts were used, by the names of ``expert_use.METRICS``; ``None`` without experts.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Step:
     skipped: bool
     stop: str | None
     evaluation_loss: float | None = None
+    experts: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

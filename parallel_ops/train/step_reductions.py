@@ -1,5 +1,7 @@
 """The parts of a step that concern all ranks: random seed, number of targets, results."""
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -34,18 +36,21 @@ def count_targets(
 
 
 def reduce_results(
-    loss: Tensor, norm: Tensor, asked: str | None, mesh: ParallelMesh
-) -> tuple[float, float, str | None]:
+    loss: Tensor, norm: Tensor, asked: str | None, mesh: ParallelMesh, further: Tensor | None = None
+) -> tuple[Any, ...]:
     """The mean loss, the gradient norm and a stop signal that any rank received: one reduction, one synchronisation.
 
     Args:
         loss: This rank's share of the loss, a scalar. norm: The norm over all ranks, a scalar.
         asked: The stop signal of this rank, if any.
+        further: Values of all ranks, returned behind the others.
     """
     values = torch.stack([loss, *(torch.full_like(loss, asked == name) for name in SIGNALS)])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
-    mean, *came, grad_norm = torch.cat([values, norm.to(values)[None]]).tolist()
+    parts = [values, norm.to(values)[None], *([] if further is None else [further.to(values)])]
+    mean, *rest = torch.cat(parts).tolist()
+    came, (grad_norm, *others) = rest[: len(SIGNALS)], rest[len(SIGNALS) :]
     stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
     # Tensor- and context-parallel ranks have the same loss.
-    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, stop
+    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, stop, *others

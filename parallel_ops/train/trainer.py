@@ -25,6 +25,8 @@ from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.evaluation import Evaluation
+from parallel_ops.train.expert_use import METRICS as EXPERT_METRICS
+from parallel_ops.train.expert_use import expert_use
 from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
@@ -38,7 +40,7 @@ from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
-_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 class Trainer:
@@ -163,7 +165,8 @@ class Trainer:
         self._stepped, self.evaluation_loss = True, None
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
-        found, grad_norm, stop = reduce_results(total, norm, asked(), self.mesh)
+        use = expert_use(self.model, self.device)
+        found, grad_norm, stop, *of_experts = reduce_results(total, norm, asked(), self.mesh, use)
         return Step(
             number=self.global_step,
             loss=found,
@@ -173,6 +176,7 @@ class Trainer:
             lr=rate,
             skipped=not math.isfinite(grad_norm),
             stop=stop,
+            experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )
 
     def evaluate(self) -> float:

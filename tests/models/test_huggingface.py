@@ -5,6 +5,7 @@ The models are tiny ones of transformers, made on the spot, with weights so larg
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.huggingface import loading
-from support import huggingface
+from parallel_ops.planner import Plan
+from support import expert_parallel, huggingface
 from support import transformer as on_rank
 from support.distributed import Raised, ranks
 from support.huggingface import LENGTH, VOCAB
@@ -43,6 +45,16 @@ MODELS = {
     "mistral-whole": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, **WINDOWS, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=5),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[0]
+    ),
+    "qwen3_moe-normed": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **SIZES | {"num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2, pad_token_id=None
+    ),
 }
 
 
@@ -225,7 +237,9 @@ def change_tensors(folder, changes):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
-    "has model_type 'opt'; supported are gpt2, llama, mistral, qwen2, qwen3": {"model_type": "opt"},
+    "has model_type 'opt'; supported are gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe": {
+        "model_type": "opt"
+    },
     "has model_type 'None'": {"model_type": ...},
     "lacks hidden_size": {"hidden_size": ...},
     "has hidden_act 'relu'; supported is 'silu'": {"hidden_act": "relu"},
@@ -367,3 +381,41 @@ def test_memory_is_needed_before_loading(folders):
     model = Transformer(config_from_pretrained(folders / "gpt2"), device="meta")
     with pytest.raises(ValueError, match="the parameters are on the meta device; call to_empty first"):
         model.load_pretrained(folders / "gpt2")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(
+    ("plan", "aux"),
+    [
+        ("dp=1,tp=2,sequence_parallel=true", True),
+        ("dp=1,cp=2,ep=2,zero=1", True),
+        ("dp=4,ep=4,zero=3", False),
+        ("dp=2,tp=2,ep=2,zero=2", False),
+    ],
+)
+def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, aux, folders, tmp_path):
+    """With the auxiliary loss of the whole batch where all ranks share it."""
+    folder = tmp_path / "m"
+    shutil.copytree(folders / name, folder)
+    options = json.loads((folder / loading.CONFIG).read_text()) | {"router_aux_loss_coef": 0.3 if aux else 0.0}
+    (folder / loading.CONFIG).write_text(json.dumps(options))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, output_router_logits=True).train()
+    model.router_aux_loss_coef = options["router_aux_loss_coef"]
+    tokens, targets = torch.randint(VOCAB, (2, LENGTH, 4), generator=torch.Generator().manual_seed(2))
+    result = model(tokens.t(), labels=torch.zeros_like(tokens.t()))
+    loss = torch.nn.functional.cross_entropy(result.logits.flatten(0, 1), targets.t().flatten())
+    loss = loss + options["router_aux_loss_coef"] * result.aux_loss
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    model.save_pretrained(tmp_path / "want")
+    text = f"{plan},global_batch=4,micro_batch={4 // int(plan[3])},dtype=fp32"
+    found = ranks(Plan.parse(text).gpus).run(
+        expert_parallel.folder_gradients, str(folder), text, tokens, targets, str(tmp_path / "g")
+    )
+    torch.testing.assert_close(torch.stack(found).mean(), loss.detach(), rtol=1e-5, atol=0)
+    grads, want = tensors_of(tmp_path / "g"), tensors_of(tmp_path / "want")
+    assert grads.keys() == want.keys()
+    for key, t in want.items():
+        torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")

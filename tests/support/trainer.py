@@ -29,6 +29,14 @@ MODELS = {
         "tied_embeddings": False,
     },
 }  # fmt: skip
+# As DeepSeek's: a first layer without experts, a shared one, groups, and both kinds of balance.
+MODELS["experts"] = MODELS["llama"] | {
+    "experts": {
+        "num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "shared_experts": 1, "dense_layers": 1, "score": "sigmoid",
+        "groups": 4, "top_groups": 2, "selection_bias": True, "balance_rate": 0.01, "scale": 2.0, "aux_loss": 0.05,
+        "z_loss": 0.01,
+    }
+}  # fmt: skip
 
 
 # A run of two ranks as a file, of tokens.bin beside it.
@@ -85,7 +93,7 @@ def settings_of(data: Path, /, **sections: Any) -> Settings:
 
 def trainer_of(settings: Settings, **options: Any) -> Trainer:
     plan = settings.plan
-    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     return Trainer(settings, mesh_of(**sizes) if dist.is_initialized() else None, **options)
 
 

@@ -37,7 +37,7 @@ def data(tmp_path_factory):
     return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
-def drawn(number, processes):
+def drawn(number, processes, kind="gpt"):
     """The sections of a plan over so many ranks."""
     draw = random.Random(f"{number} {processes}")
     layouts = [
@@ -50,6 +50,8 @@ def drawn(number, processes):
     pp, tp, cp, replicate, shard = draw.choice(with_stages if with_stages and draw.random() < 0.5 else layouts)
     dp = replicate * shard
     zero = draw.randint(0, 3) if shard * cp > 1 else 0
+    ep = draw.choice([n for n in (1, 2, 4) if (shard * cp) % n == 0]) if kind == "experts" else 1
+    zero = max(zero, 1) if ep > 1 and replicate > 1 else zero
     kinds = ["1f1b", "gpipe", "zb-h1", "zb-2p"] + ["interleaved", "zb-v", "dualpipe-v"] * (pp == 2)
     schedule = draw.choice(kinds) if pp > 1 else "1f1b"
     even, least = schedule in ("interleaved", "dualpipe-v"), 4 if schedule == "dualpipe-v" else 1
@@ -59,7 +61,7 @@ def drawn(number, processes):
     ]  # fmt: skip
     return {
         "parallel": {
-            "pp": pp, "schedule": schedule, "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate,
+            "pp": pp, "schedule": schedule, "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate, "ep": ep,
             "global_batch": BATCH, "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
             "micro_batch": draw.choice(fitting),
             "sequence_parallel": tp > 1 and draw.random() < 0.5,
@@ -91,8 +93,8 @@ def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
     """Four steps, the last two on another plan than the first two: as one process takes them."""
     for number in range(pytestconfig.getoption("plans")):
         draw = random.Random(number)
-        kind, document_mask = draw.choice(("gpt", "llama")), draw.random() < 0.5
-        first, second = drawn(2 * number, 4), drawn(2 * number + 1, draw.choice((1, 2, 4)))
+        kind, document_mask = draw.choice(("gpt", "llama", "experts")), draw.random() < 0.5
+        first, second = drawn(2 * number, 4, kind), drawn(2 * number + 1, draw.choice((1, 2, 4)), kind)
         folder = tmp_path / str(number)
         common = {"data": {"document_mask": document_mask}, "run": {"steps": 4}}
         common["model"] = {**runs.MODELS[kind], "num_layers": 4}

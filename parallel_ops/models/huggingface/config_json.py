@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.huggingface.families import FAMILIES, Family, Options, listed
+from parallel_ops.models.huggingface.expert_families import FAMILIES
+from parallel_ops.models.huggingface.families import Family, Options, listed
 
 _REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
@@ -75,9 +76,10 @@ def options_of(config: TransformerConfig, loaded: Mapping[str, Any]) -> Options:
     want, reasons = _resolved(config), []
     for name in sorted(FAMILIES, key=lambda name: name != loaded.get("model_type")):
         family = FAMILIES[name]
-        options = {"model_type": name, "architectures": [family.architecture], **family.fixed, **family.write(config)}
-        options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
+        options = {"model_type": name, "architectures": [family.architecture], **family.fixed}
         try:
+            options |= family.write(config)
+            options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
             differing = differences(config_of(options), config)
         except ValueError as error:
             differing = [str(error)]
@@ -105,4 +107,5 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
         window=windows[0] if len(set(windows)) == 1 else windows,
         rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,
         dropout=0.0,
+        experts=None if config.experts is None else config.experts.untrained(),
     )

@@ -1,9 +1,9 @@
 """Hugging Face's names of configuration keys and tensors for each supported family, as tables."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel_ops.models.config import Llama3Scaling, TransformerConfig
 
@@ -17,13 +17,26 @@ class Stored:
     Attributes:
         name: name of the tensor, with {} for the number of the layer.
         transposed: whether it is stored ``[in, out]``.
-        part, parts: the parameter is block ``part`` of ``parts`` equal blocks of rows.
+        part, parts: the parameter is block ``part`` of ``parts`` equal blocks of rows. Of weights of experts, which
+            have a tensor for each, ``name`` has a second {} for the expert, and ``parts`` names, separated by spaces,
+            of the blocks of rows.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
     parts: int = 1
+
+
+class Piece(NamedTuple):
+    """A piece of a parameter, and where it is stored.
+
+    Attributes:
+        stored: the tensor in the files. place: the slices of the parameter that it is, one a dimension.
+    """
+
+    stored: Stored
+    place: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -53,20 +66,38 @@ class Family:
     prefix: str
     constants: str
 
-    def stored(self, parameter: str) -> Stored:
-        """Where ``parameter`` is stored; raises ValueError if the family has no such parameter."""
+    def pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+        """The pieces of ``parameter``, of the whole ``shape``, and where each is stored.
+
+        Raises:
+            ValueError: the family has no such parameter.
+        """
+        stored = self._stored(parameter)
+        if len(shape) < 3:
+            return [Piece(stored, tuple(slice(0, size) for size in shape))]
+        each, found = shape[1] // stored.parts, []
+        for expert in range(shape[0]):
+            for part, name in enumerate(stored.name.split(" ")):
+                rows = slice(part * each, (part + 1) * each)
+                place = (slice(expert, expert + 1), rows, slice(0, shape[2]))
+                found.append(Piece(Stored(name.format(expert), stored.transposed), place))
+        return found
+
+    def _stored(self, parameter: str) -> Stored:
         layer = re.match(r"layers\.(\d+)\.", parameter)
         found = self.tensors.get(parameter if layer is None else "layers.{}." + parameter[layer.end() :])
         if found is None:
             raise ValueError(f"{self.architecture} has no place for {parameter}")
-        return found if layer is None else replace(found, name=found.name.format(layer[1]))
+        if layer is None:
+            return found
+        return replace(found, name=" ".join(name.replace("{}", layer[1], 1) for name in found.name.split(" ")))
 
 
 def listed(names: Iterable[object]) -> str:
     return ", ".join(sorted(map(str, names)))
 
 
-def _read_rotary(options: Options) -> Options:
+def read_rotary(options: Options) -> Options:
     """Rotary options in the format of transformers 5 (``rope_parameters``) or 4 (``rope_theta``, ``rope_scaling``)."""
     given = [options.pop(key, None) for key in ("rope_parameters", "rope_scaling")]
     if all(given):
@@ -92,7 +123,7 @@ def _read_rotary(options: Options) -> Options:
     return {"rotary_base": base, "rotary_scaling": scaling}
 
 
-def _write_rotary(config: TransformerConfig) -> Options:
+def write_rotary(config: TransformerConfig) -> Options:
     scaling = config.rotary_scaling
     if scaling is not None:
         scaled = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
@@ -108,11 +139,11 @@ _LLAMA3 = {
 
 
 def _read_mistral(options: Options) -> Options:
-    return _read_rotary(options) | {"window": options.pop("sliding_window", 4096)}
+    return read_rotary(options) | {"window": options.pop("sliding_window", 4096)}
 
 
 def _write_mistral(config: TransformerConfig) -> Options:
-    return _write_rotary(config) | {"sliding_window": config.windows[0]}
+    return write_rotary(config) | {"sliding_window": config.windows[0]}
 
 
 def _read_qwen(options: Options) -> Options:
@@ -126,12 +157,12 @@ def _read_qwen(options: Options) -> Options:
     if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
         raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
     windows = tuple(window if kind == _KINDS[True] else None for kind in kinds)
-    return _read_rotary(options) | {"window": windows[0] if len(set(windows)) == 1 else windows}
+    return read_rotary(options) | {"window": windows[0] if len(set(windows)) == 1 else windows}
 
 
 def _write_qwen(config: TransformerConfig) -> Options:
     sliding = [window is not None for window in config.windows]
-    return _write_rotary(config) | {
+    return write_rotary(config) | {
         "use_sliding_window": any(sliding),
         "sliding_window": next((window for window in config.windows if window is not None), None),
         "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
@@ -159,7 +190,7 @@ def _write_gpt2(config: TransformerConfig) -> Options:
 
 _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
-_LLAMA_NAMES = {
+LLAMA_NAMES = {
     "vocab_size": "vocab_size",
     "seq_length": "max_position_embeddings",
     "num_layers": "num_hidden_layers",
@@ -173,7 +204,7 @@ _LLAMA_NAMES = {
     "tied_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_LLAMA_DEFAULTS = {
+LLAMA_DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -181,7 +212,7 @@ _LLAMA_DEFAULTS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
 }
-_LLAMA_ALWAYS = {
+LLAMA_ALWAYS = {
     "activation": "swiglu", "norm": "rms_norm", "positions": "rotary", "bias": False, "qkv_bias": False,
 }  # fmt: skip
 _LLAMA_LAYER = {
@@ -197,7 +228,7 @@ _LLAMA_LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_LLAMA_TENSORS = {
+LLAMA_TENSORS = {
     "tokens.weight": Stored("model.embed_tokens.weight"),
     "norm.weight": Stored("model.norm.weight"),
     "head.weight": Stored("lm_head.weight"),
@@ -207,15 +238,15 @@ _LLAMA_TENSORS = {
         for kind in ("weight", "bias")
     },
 }
-_LLAMA = Family(
+LLAMA = Family(
     architecture="LlamaForCausalLM",
-    names=_LLAMA_NAMES,
-    defaults=_LLAMA_DEFAULTS,
+    names=LLAMA_NAMES,
+    defaults=LLAMA_DEFAULTS,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    always=_LLAMA_ALWAYS,
-    read=_read_rotary,
-    write=_write_rotary,
-    tensors=_LLAMA_TENSORS,
+    always=LLAMA_ALWAYS,
+    read=read_rotary,
+    write=write_rotary,
+    tensors=LLAMA_TENSORS,
     prefix="model.",
     constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
@@ -246,7 +277,7 @@ _GPT2_TENSORS = {
 }
 
 # Of several families that have a configuration, the first is written.
-FAMILIES = {
+DENSE = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         names={
@@ -276,30 +307,30 @@ FAMILIES = {
         prefix="transformer.",
         constants=r"h\.\d+\.attn\.(masked_)?bias",
     ),
-    "llama": _LLAMA,
+    "llama": LLAMA,
     "mistral": replace(
-        _LLAMA,
+        LLAMA,
         architecture="MistralForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 8},
+        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 8},
         fixed={"hidden_act": "silu"},
         read=_read_mistral,
         write=_write_mistral,
     ),
     "qwen2": replace(
-        _LLAMA,
+        LLAMA,
         architecture="Qwen2ForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32},
+        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 32},
         fixed={"hidden_act": "silu"},
-        always=_LLAMA_ALWAYS | {"qkv_bias": True},
+        always=LLAMA_ALWAYS | {"qkv_bias": True},
         read=_read_qwen,
         write=_write_qwen,
     ),
     "qwen3": replace(
-        _LLAMA,
+        LLAMA,
         architecture="Qwen3ForCausalLM",
-        defaults=_LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
+        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
         fixed={"hidden_act": "silu", "attention_bias": False},
-        always=_LLAMA_ALWAYS | {"qk_norm": True},
+        always=LLAMA_ALWAYS | {"qk_norm": True},
         read=_read_qwen,
         write=_write_qwen,
     ),

@@ -7,7 +7,7 @@ rank reads only what it keeps, and a folder that does not fit changes nothing.
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from parallel_ops._internal.compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
-from parallel_ops.models.huggingface.families import Family, Stored
+from parallel_ops.models.huggingface.families import Family, Piece
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -152,15 +152,16 @@ class _Files:
             )
         shapes = shapes_of(config)
         wanted: dict[str, list[int]] = {}
-        for parameter, (rows, *columns) in shapes.items():
-            stored = self._stored(parameter)
-            shape = [rows * stored.parts, *columns]
-            wanted[stored.name] = shape[::-1] if stored.transposed else shape
+        for parameter, whole in shapes.items():
+            for stored, place in self._pieces(parameter, whole):
+                rows, *columns = [part.stop - part.start for part in place[-2:]]
+                shape = [rows * stored.parts, *columns]
+                wanted[stored.name] = shape[::-1] if stored.transposed else shape
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
-            if name == self._stored("head.weight").name:  # tied embeddings, stored twice
-                wanted[name] = wanted[self._stored("tokens.weight").name]
+            if name == self._head():  # tied embeddings, stored twice
+                wanted[name] = wanted[self._pieces("tokens.weight", [1])[0].stored.name]
             elif not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
                 raise ValueError(f"{self._folder} has {name}, which the model does not have")
         for name, shape in wanted.items():
@@ -172,24 +173,41 @@ class _Files:
 
     def check_tied_head(self, tokens: Tensor, slices: Slices) -> None:
         """Raises ValueError if the files have an output layer that differs from the embedding it is tied to."""
-        head = self._tensors.get(self._stored("head.weight").name)
+        head = self._tensors.get(self._head())
         if head is not None and not torch.equal(head[slices], self.read("tokens.weight", tokens.shape, slices)):
             raise ValueError(f"{self._folder} has an output layer that differs from the embedding it should be tied to")
 
     def read(self, parameter: str, shape: torch.Size, slices: Slices) -> Tensor:
         """This rank's slices of a parameter, whose whole shape is ``shape``."""
-        stored = self._stored(parameter)
-        first = stored.part * shape[0]
-        rows = slice(first + slices[0].start, first + slices[0].stop)
-        if stored.transposed:
-            index = (*slices[1:], rows)
-            return self._tensors[stored.name][index].t()
-        index = (rows, *slices[1:])
-        return self._tensors[stored.name][index]
+        out: Tensor | None = None
+        for stored, place in self._pieces(parameter, shape):
+            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, place, strict=True)]
+            if any(part.start >= part.stop for part in common):
+                continue
+            # In the file's tensor, a matrix or a vector; then in the result.
+            inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
+            first = stored.part * shape[0]
+            index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
+            tensor = self._tensors[stored.name]
+            found: Tensor = tensor[index[::-1]].t() if stored.transposed else tensor[index]
+            if common == list(slices):
+                return found.view([part.stop - part.start for part in slices])
+            if out is None:
+                out = found.new_empty([part.stop - part.start for part in slices])
+            target = tuple(slice(c.start - s.start, c.stop - s.start) for c, s in zip(common, slices, strict=True))
+            out[target] = found
+        assert out is not None
+        return out
 
-    def _stored(self, parameter: str) -> Stored:
-        stored = self._family.stored(parameter)
-        return replace(stored, name=stored.name.removeprefix(self._family.prefix)) if self._bare else stored
+    def _pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
+        found = self._family.pieces(parameter, shape)
+        if not self._bare:
+            return found
+        prefix = self._family.prefix
+        return [Piece(replace(stored, name=stored.name.removeprefix(prefix)), place) for stored, place in found]
+
+    def _head(self) -> str:
+        return self._pieces("head.weight", [1])[0].stored.name
 
 
 def _local_slices(name: str, t: Tensor) -> Slices:

@@ -6,6 +6,7 @@ other ranks take part in the gathers until then.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from parallel_ops._internal.compat import local_box
 from parallel_ops.models.huggingface.config_json import family_of, options_of
-from parallel_ops.models.huggingface.families import Stored
+from parallel_ops.models.huggingface.families import Piece
 from parallel_ops.models.huggingface.loading import (
     CONFIG,
     INDEX,
@@ -44,13 +46,16 @@ def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes
     if rank != 0 and (mesh is None or 0 not in mesh.mesh):
         return  # another replica is saved
     family = family_of(options)
-    tensors: dict[str, list[tuple[Stored, Tensor]]] = {}  # by name in the files; blocks in order
+    tensors: dict[str, list[tuple[Piece, Tensor]]] = {}  # by name in the files; blocks in order
     for name, t in parameters.items():
-        stored = family.stored(name)
-        tensors.setdefault(stored.name, []).append((stored, t))
+        for piece in family.pieces(name, t.shape):
+            tensors.setdefault(piece.stored.name, []).append((piece, t))
     for blocks in tensors.values():
-        blocks.sort(key=lambda block: block[0].part)
-    sizes = {name: sum(t.numel() * (dtype or t.dtype).itemsize for _, t in blocks) for name, blocks in tensors.items()}
+        blocks.sort(key=lambda block: block[0].stored.part)
+    sizes = {
+        name: sum(_numel(piece) * (dtype or t.dtype).itemsize for piece, t in blocks)
+        for name, blocks in tensors.items()
+    }
     files = _split(sizes, file_bytes)
     writer = _Writer(folder) if rank == 0 else None
     _raise_on_all(mesh, writer)
@@ -101,14 +106,36 @@ class _Writer:
         (self.part / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _gather(blocks: list[tuple[Stored, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
+def _numel(piece: Piece) -> int:
+    return math.prod(part.stop - part.start for part in piece.place)
+
+
+def _gather(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
     """The whole tensor in the layout of the files, in host memory; empty unless ``keep``."""
     whole = []
-    for _, t in blocks:
-        full = (t.full_tensor() if isinstance(t, DTensor) else t).detach()
+    for piece, t in blocks:
+        full = (_whole(piece, t) if isinstance(t, DTensor) else t[piece.place]).detach()
+        full = full.flatten(0, -2) if t.dim() > 2 else full
         whole.append(full.to("cpu", dtype) if keep else full.new_empty(0))
     joined = whole[0] if len(whole) == 1 else torch.cat(whole)
-    return (joined.t() if blocks[0][0].transposed else joined).contiguous()
+    return (joined.t() if blocks[0][0].stored.transposed else joined).contiguous()
+
+
+def _whole(piece: Piece, t: DTensor) -> Tensor:
+    """A piece of a DTensor, on all ranks of its mesh."""
+    if t.dim() < 3:
+        return t.full_tensor()
+    # An expert at a time: all of a layer may be more than a rank can hold.
+    out = torch.zeros([part.stop - part.start for part in piece.place], dtype=t.dtype, device=t.to_local().device)
+    starts, sizes = local_box(t)
+    own = [slice(max(a, p.start), min(a + n, p.stop)) for a, n, p in zip(starts, sizes, piece.place, strict=True)]
+    copies = [dim for dim, placement in enumerate(t.placements) if isinstance(placement, Replicate)]
+    if all(part.start < part.stop for part in own) and all(t.device_mesh.get_local_rank(dim) == 0 for dim in copies):
+        local = t.to_local()[tuple(slice(o.start - a, o.stop - a) for o, a in zip(own, starts, strict=True))]
+        out[tuple(slice(o.start - p.start, o.stop - p.start) for o, p in zip(own, piece.place, strict=True))] = local
+    for dim in range(t.device_mesh.ndim):
+        dist.all_reduce(out, group=t.device_mesh.get_group(dim))
+    return out
 
 
 def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
@@ -127,10 +154,10 @@ def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
 
 
 def _mesh_of(parameters: Any) -> DeviceMesh | None:
-    """The mesh over which the model is sharded; ``None`` on one rank."""
-    meshes = {t.device_mesh for t in parameters if isinstance(t, DTensor)}
-    if len(meshes) > 1:
-        raise ValueError(f"save_pretrained: parameters must be on one mesh, got {', '.join(map(str, meshes))}")
+    """A mesh over which the model is sharded; ``None`` on one rank. Experts may have another one of the same ranks."""
+    meshes = list(dict.fromkeys(t.device_mesh for t in parameters if isinstance(t, DTensor)))
+    if len({tuple(mesh.mesh.flatten().sort().values.tolist()) for mesh in meshes}) > 1:
+        raise ValueError(f"save_pretrained: parameters must be on the same ranks, got {', '.join(map(str, meshes))}")
     return next(iter(meshes), None)
 
 

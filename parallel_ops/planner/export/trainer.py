@@ -17,8 +17,14 @@ from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    if model.experts or model.latent:
-        yield "it has neither experts nor latent attention"
+    if model.latent:
+        yield "it has no latent attention"
+    if model.experts and not model.gated:
+        yield "its experts have gated activations"
+    if model.experts and model.bias != "none":
+        yield "its experts have no biases"
+    if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
+        yield "its experts are replicated as shards; add zero=1"
     if plan.offload != "none" and not plan.zero:
         yield "its trainer offloads what ZeRO shards; add zero=1"
     elif plan.offload != "none" and plan.dp_shard * plan.cp == 1:
@@ -34,6 +40,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000},
         "model": _shape(model),
+        **({"model.experts": _experts(model)} if model.experts else {}),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
         "optimizer": {"lr": 3e-4},
@@ -44,6 +51,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
         "logging": {"jsonl": "metrics.jsonl"},
     }
     notes = {
+        "model.experts": "add score, groups, selection_bias and the rest of the router, or dir in [model]",
         "model": f"{model.name}; rotary_base and norm_eps are not in its shape: add them, or dir in its place",
         "data": "token files, or folders of them",
         "optimizer": "a plan does not choose it: schedule, warmup and the rest have their defaults",
@@ -80,11 +88,21 @@ def _shape(model: Model) -> dict[str, Any]:
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
 
 
+def _experts(model: Model) -> dict[str, Any]:
+    """The fields of ``ExpertsConfig``."""
+    return {
+        "num_experts": model.experts,
+        "top_k": model.experts_per_token,
+        "ffn_hidden_size": model.expert_ffn,
+        "shared_experts": model.shared_experts,
+        "dense_layers": model.dense_layers,
+    }
+
+
 TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={
-        "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),

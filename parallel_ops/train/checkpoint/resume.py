@@ -92,6 +92,8 @@ def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
 
 def shape_of(config: TransformerConfig) -> dict[str, Any]:
     """The description of a model in a checkpoint."""
+    if config.experts is not None:
+        config = dataclasses.replace(config, experts=config.experts.untrained())
     described: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return described
 

@@ -78,7 +78,13 @@ def joined(
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
         mesh = ParallelMesh(
-            pp=plan.pp, dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, timeout=limit
+            pp=plan.pp,
+            dp_replicate=plan.dp_replicate,
+            dp_shard=plan.dp_shard,
+            cp=plan.cp,
+            tp=plan.tp,
+            ep=plan.ep,
+            timeout=limit,
         )
         yield mesh, watch.activity
         watch.activity("ending", slow=True)

@@ -1,0 +1,6 @@
+"""Experts that ranks share: dispatch of tokens to them, and their balance."""
+
+from parallel_ops.expert_parallel.balance import AuxiliaryLosses, update_selection_bias
+from parallel_ops.expert_parallel.dispatch import Dispatch
+
+__all__ = ["AuxiliaryLosses", "Dispatch", "update_selection_bias"]

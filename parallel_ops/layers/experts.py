@@ -1,0 +1,174 @@
+"""The experts of a layer, sharded over a mesh, and the router that chooses among them."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from parallel_ops._internal.compat import resumed_modes
+from parallel_ops._internal.weight_gradients import DeferredWeightGradients, GradientOf
+from parallel_ops.layers.parameters import (
+    InitFn,
+    ShardedModule,
+    empty_parameter,
+    ensure_divisible,
+    init_sharded_,
+    to_local,
+    uniform,
+)
+from parallel_ops.ops import grouped_linear, silu_mul
+from parallel_ops.ops.experts import Routing, route
+
+
+class Router(ShardedModule):
+    """A linear whose outputs choose the experts of each token, in fp32 (fp64 for fp64).
+
+    Args:
+        hidden_size: width of a token. num_experts: number of outputs. top_k: experts of each token.
+        mesh: the ranks that have the same router; ``None`` for one.
+        score, top_k_first, normalize, scale, groups, top_groups: see ``parallel_ops.route``.
+        selection_bias: has a buffer ``selection_bias`` ``[num_experts]`` fp32, zeros at first, that the choice adds to
+            the scores.
+        sequence_parallel: each rank routes its own tokens, so the weight's gradients are summed over the ranks.
+        init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
+        device, dtype: of the weight; ``None`` for torch's defaults.
+
+    Attributes:
+        weight: ``[num_experts, hidden_size]``, whole on every rank.
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        top_k_first: bool = False,
+        normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        selection_bias: bool = False,
+        sequence_parallel: bool = False,
+        init_method: InitFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.sequence_parallel, self.init_method = sequence_parallel, init_method
+        self._options: dict[str, Any] = {
+            "score": score, "top_k_first": top_k_first, "normalize": normalize, "scale": scale, "groups": groups,
+            "top_groups": top_groups,
+        }  # fmt: skip
+        self.weight = empty_parameter((num_experts, hidden_size), Replicate(), self.mesh, device, dtype)
+        zeros = torch.zeros(num_experts, device=self.weight.device) if selection_bias else None
+        self.register_buffer("selection_bias", zeros)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises the weight, independently of the mesh, and sets the selection bias to 0."""
+        init_sharded_(self.weight, self.init_method or uniform(self.hidden_size))
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """The routing of ``x``, ``[t, hidden_size]``.
+
+        Sharding: x replicated, or sharded by tokens with ``sequence_parallel``.
+        """
+        (weight,) = to_local(self, self.weight, partial=(self.sequence_parallel,))
+        assert weight is not None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(wide), weight.to(wide))
+        return route(logits, self.top_k, bias=self.selection_bias, **self._options)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.num_experts} experts, top_k={self.top_k}, {self._options}"
+
+
+class Experts(ShardedModule):
+    """The experts of a layer as grouped products: ``down(silu(gate x) * (up x))`` with each expert's own weights.
+
+    Args:
+        hidden_size: width of input and output. ffn_hidden_size: width after the activation.
+        num_experts: over all ranks.
+        mesh: the ranks that share the experts (``ep``), each with ``num_experts / P`` whole ones; ``None`` for one.
+        copies: the ranks of ``mesh`` have all experts each, and their own tokens: gradients are summed over them.
+        init_method, output_init_method: fill tiles of ``gate_up``, and of ``down``, in place; ``None`` for what
+            ``nn.Linear`` does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
+
+    Attributes:
+        gate_up: ``[num_experts, 2 * ffn_hidden_size, hidden_size]``, gates first. down: ``[num_experts, hidden_size,
+            ffn_hidden_size]``. DTensors S(0) over ``mesh``; replicated with ``copies``.
+        deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
+
+    Raises:
+        ValueError: the ranks do not divide ``num_experts``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        copies: bool = False,
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.copies = copies and self.ranks > 1
+        self.num_experts, self.ffn_hidden_size, self.hidden_size = num_experts, ffn_hidden_size, hidden_size
+        ensure_divisible("Experts", "num_experts", num_experts, 1 if copies else self.ranks)
+        self.init_method, self.output_init_method = init_method, output_init_method
+        placement = Replicate() if copies else Shard(0)
+        shapes = (num_experts, 2 * ffn_hidden_size, hidden_size), (num_experts, hidden_size, ffn_hidden_size)
+        self.gate_up, self.down = (empty_parameter(shape, placement, self.mesh, device, dtype) for shape in shapes)
+        self.deferred: DeferredWeightGradients | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises each expert as ``nn.Linear`` does by default, independently of the mesh."""
+        init_sharded_(self.gate_up, self.init_method or uniform(self.hidden_size))
+        init_sharded_(self.down, self.output_init_method or uniform(self.ffn_hidden_size))
+
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None, modes: Sequence[Any] = ()) -> Tensor:
+        """``[r, hidden_size]`` to the same shape.
+
+        Args:
+            rows: ordered by expert, of this rank's experts. ends: int32 ``[experts of this rank]``, where each ends.
+            weights: ``[r]``, factors of the results; ``None`` for 1.
+            modes: suspended dispatch modes, which see the computation.
+        """
+        with resumed_modes(modes):
+            return self._compute(rows, ends, weights)
+
+    def _compute(self, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+        gate_up, down = to_local(self, self.gate_up, self.down, partial=(self.copies, self.copies))
+        assert gate_up is not None and down is not None
+        both = grouped_linear(rows, gate_up, ends, **self._targets(self.gate_up))
+        gate, up = both.chunk(2, dim=-1)
+        return grouped_linear(silu_mul(gate, up, weights=weights), down, ends, **self._targets(self.down))
+
+    def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Where the gradient of a weight goes if it is deferred."""
+        if self.deferred is None or self.copies:
+            return {}
+        return {"main_grad": GradientOf(parameter), "deferred": self.deferred}
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, {self.hidden_size}, {self.ffn_hidden_size}, ranks={self.ranks}"

@@ -1,0 +1,200 @@
+"""A mixture of experts in the place of an MLP, its experts shared by the ranks of a mesh.
+
+y = sum over the chosen experts e of w_e down_e(silu(gate_e x) * (up_e x)) + shared(x)
+
+The weights are applied with the activation, so what the experts return is not kept for the backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from parallel_ops._internal.compat import in_backward, suspended_modes
+from parallel_ops._internal.groups import group_rank
+from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
+from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
+from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.experts import Experts, Router
+from parallel_ops.layers.mlp import ParallelMLP
+from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
+from parallel_ops.ops import bias_dropout_add
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+
+
+class ParallelMoE(ShardedModule):
+    """A router, experts with SwiGLU, and optionally an MLP that every token uses.
+
+    Args:
+        hidden_size: width of input and output.
+        ffn_hidden_size: width of an expert after its activation.
+        num_experts: experts of the layer; a multiple of the ranks of ``expert_mesh``.
+        top_k: experts of each token.
+        mesh: the tensor-parallel ranks; ``None`` for one. Each sends its own tokens to the experts: without
+            ``sequence_parallel``, a part of those that all have, and the results are gathered.
+        expert_mesh: the ranks that share the experts, ``ParallelMesh(ep=...)["ep"]``; ``None`` for one, or where every
+            rank has all experts.
+        shared_experts: width of the MLP that every token uses, in experts.
+        capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped.
+            ``None`` for no limit.
+        context: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
+        sequence_parallel: input and output are sharded by tokens over ``mesh``.
+        overlap: of the shared MLP's linears; see ``ParallelMLP``.
+        init_method, output_init_method: fill tiles of ``gate`` and ``up``, of the router too, and of ``down``, in
+            place; ``None`` for what ``nn.Linear`` does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
+        routing: further options of ``Router``.
+
+    Attributes:
+        load: int64 ``[num_experts]``, how many of this rank's tokens chose each expert in training since the last
+            ``reset_counts``; ``None`` before the first. dropped: int64, how many choices a capacity has dropped.
+
+    Raises:
+        TypeError, ValueError: sizes that do not fit.
+    """
+
+    load: Tensor | None
+    dropped: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        mesh: DeviceMesh | None,
+        expert_mesh: DeviceMesh | None = None,
+        shared_experts: int = 0,
+        capacity_factor: float | None = None,
+        context: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        overlap: Overlap = "auto",
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **routing: Any,
+    ) -> None:
+        super().__init__(mesh)
+        expert_mesh = check_mesh("ParallelMoE", expert_mesh)
+        self.sequence_parallel, self.capacity_factor = sequence_parallel and self.ranks > 1, capacity_factor
+        self.context = context
+        self.expert_group = None if expert_mesh is None else expert_mesh.get_group()
+        where: dict[str, Any] = {"init_method": init_method, "device": device, "dtype": dtype}
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            top_k,
+            mesh=self.mesh,
+            sequence_parallel=self.ranks > 1,
+            **where,
+            **routing,
+        )
+        where["output_init_method"] = output_init_method
+        self.experts = Experts(
+            hidden_size, ffn_hidden_size, num_experts, mesh=self.mesh if expert_mesh is None else expert_mesh,
+            copies=expert_mesh is None, **where,
+        )  # fmt: skip
+        self.shared = None
+        if shared_experts:
+            self.shared = ParallelMLP(
+                hidden_size, shared_experts * ffn_hidden_size, mesh=self.mesh, activation="swiglu", bias=False,
+                sequence_parallel=self.sequence_parallel, overlap=overlap, **where,
+            )  # fmt: skip
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Counts load and dropped choices anew."""
+        self.load = self.dropped = None
+
+    @propagates_errors
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        dropout: float = 0.0,
+        row_positions: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        losses: AuxiliaryLosses | None = None,
+    ) -> Tensor:
+        """``[s, ..., hidden_size]`` to the same shape; see ``RowParallelLinear.forward`` for the other arguments.
+
+        Args:
+            losses: the auxiliary losses of this forward; ``None`` for none.
+
+        Raises:
+            TypeError, ValueError: x of another shape, dtype or device than the weights need.
+
+        Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
+        """
+        check_input("ParallelMoE", x, self.router.weight)
+        flat, split = x.flatten(0, -2), None
+        if self.ranks > 1 and not self.sequence_parallel:
+            split = shard_sizes(flat.shape[0], self.ranks)
+            flat = scatter_to_group(flat, self.group, sizes=split)
+        routing = self.router(flat)
+        experts, capacity = self.router.num_experts, self._capacity(flat.shape[0])
+        dispatched = Dispatch(
+            flat, routing.experts, routing.load, experts, group=self.expert_group, weights=routing.weights,
+            capacity=capacity,
+        )  # fmt: skip
+        y = dispatched.combine(self._run_experts(dispatched))
+        self._count(routing.load, capacity)
+        if losses is not None and self.training:
+            y = losses.attach(y, routing, self._load_of_all(routing.load))
+        y = y if split is None else gather_from_group(y, self.group, sizes=split)
+        y = y.view(x.shape).to(x.dtype)
+        if self.shared is not None:
+            y = y + self.shared(x, sizes=sizes)
+        if residual is None:
+            return y
+        drops, first = dropout > 0.0 and self.training, 0
+        positions = row_positions if drops else None
+        if drops and self.sequence_parallel:
+            assert self.group is not None
+            lengths = [x.shape[0]] * self.ranks if sizes is None else list(sizes)
+            first = sum(lengths[: group_rank(self.group)])
+            positions = None if positions is None else positions[first : first + x.shape[0]]
+        offset = first * x.shape[1:].numel() if positions is None else 0
+        return bias_dropout_add(
+            y, None, residual, dropout, training=self.training, index_offset=offset, row_positions=positions
+        )
+
+    def _run_experts(self, dispatched: Dispatch) -> Tensor:
+        given = dispatched.rows, dispatched.ends, dispatched.weights
+        y: Tensor
+        if isinstance(self.experts, FSDPModule) and is_in_torch_dispatch_mode():
+            # Selective recomputation must see the products, but not what FSDP2 does before and after them: it keeps
+            # results of communication, and a forward communicates more than its recomputation.
+            with suspended_modes() as modes:
+                y = self.experts(*given, modes=modes)
+        else:
+            y = self.experts(*given)
+        return y
+
+    def _capacity(self, tokens: int) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        return -int(-self.capacity_factor * tokens * self.router.top_k // self.router.num_experts)
+
+    def _load_of_all(self, load: Tensor) -> Tensor:
+        """The load over all ranks that share the micro-batch."""
+        return reduce_from_group(reduce_from_group(load, self.group), self.context)
+
+    @torch.no_grad()
+    def _count(self, load: Tensor, capacity: int | None) -> None:
+        if self.training and not in_backward():  # otherwise this is a recomputation
+            self.load = load.long() if self.load is None else self.load + load
+            if capacity is not None:
+                dropped = (load.long() - capacity).clamp(min=0).sum()
+                self.dropped = dropped if self.dropped is None else self.dropped + dropped
+
+    def extra_repr(self) -> str:
+        return f"capacity_factor={self.capacity_factor}, sequence_parallel={self.sequence_parallel}"

@@ -1,0 +1,87 @@
+"""The configuration of layers with experts."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of the MLP: Mixtral, Qwen3-MoE, OLMoE and DeepSeek are configurations of it.
+
+    Attributes:
+        num_experts: experts of a layer. top_k: experts that each token uses.
+        ffn_hidden_size: width of an expert after its activation.
+        shared_experts: experts that every token uses besides: one MLP of as many times the width.
+        dense_layers: number of first layers that have an MLP instead.
+        score: ``"softmax"`` or ``"sigmoid"`` of the router's logits.
+        top_k_first: choose by the logits; the weights are then the softmax (sigmoid) of the chosen alone.
+        normalize: divide the weights of a token by their sum. scale: of the weights, at the end.
+        groups, top_groups: choose from the experts of the best ``top_groups`` of ``groups`` alone (DeepSeek-V3).
+        selection_bias: a bias of the scores that only the choice sees. balance_rate: what it changes by in a step
+            towards equal loads; 0 for never.
+        aux_loss, z_loss: coefficients of the auxiliary losses. aux_loss_over: ``"layer"`` for their sum over the
+            layers, or ``"model"`` for one of the mean load of all layers, as Hugging Face's models have it.
+        capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped. ``None`` for
+            no limit.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    shared_experts: int = 0
+    dense_layers: int = 0
+    score: str = "softmax"
+    top_k_first: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    selection_bias: bool = False
+    balance_rate: float = 0.0
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    aux_loss_over: str = "layer"
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_experts", 1), ("top_k", 1), ("ffn_hidden_size", 1), ("shared_experts", 0), ("dense_layers", 0),
+            ("groups", 1), ("top_groups", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                self._fail(f"{name} must be an int of at least {least}, got {value!r}")
+        for name, allowed in (("score", ("softmax", "sigmoid")), ("aux_loss_over", ("layer", "model"))):
+            if getattr(self, name) not in allowed:
+                self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+        if self.num_experts % self.groups:
+            self._fail(f"num_experts ({self.num_experts}) must be a multiple of groups ({self.groups})")
+        if self.top_groups > self.groups:
+            self._fail(f"top_groups must be at most groups ({self.groups}), got {self.top_groups}")
+        chosen_from = self.num_experts // self.groups * self.top_groups
+        if self.top_k > chosen_from:
+            self._fail(f"top_k must be at most {chosen_from}, the experts to choose from, got {self.top_k}")
+        for name in ("aux_loss", "z_loss", "balance_rate"):
+            if not getattr(self, name) >= 0:
+                self._fail(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.balance_rate and not self.selection_bias:
+            self._fail("balance_rate needs selection_bias=True")
+        if not self.scale > 0:
+            self._fail(f"scale must be positive, got {self.scale}")
+        if self.capacity_factor is not None and not self.capacity_factor >= 0:
+            self._fail(f"capacity_factor must be at least 0, got {self.capacity_factor}")
+
+    def capacity(self, tokens: int) -> int | None:
+        """Rows of an expert at most, of so many tokens; ``None`` for no limit."""
+        if self.capacity_factor is None:
+            return None
+        return -int(-self.capacity_factor * tokens * self.top_k // self.num_experts)
+
+    def untrained(self) -> "ExpertsConfig":
+        """Without the fields that concern training alone."""
+        return replace(self, aux_loss=0.0, z_loss=0.0, balance_rate=0.0, aux_loss_over="layer", capacity_factor=None)
+
+    def _fail(self, message: str) -> None:
+        raise ValueError(f"ExpertsConfig: {message}")

@@ -1,0 +1,152 @@
+"""Hugging Face's names for the families with experts, and the table of all families."""
+
+from dataclasses import replace
+
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.models.huggingface.families import (
+    DENSE,
+    LLAMA,
+    LLAMA_ALWAYS,
+    LLAMA_DEFAULTS,
+    LLAMA_NAMES,
+    LLAMA_TENSORS,
+    Options,
+    Stored,
+    read_rotary,
+    write_rotary,
+)
+
+
+def _experts_at(mlp: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, Stored]:
+    """Tensors of a layer with experts, whose MLP has this name in the files."""
+    names = {kind: f"model.layers.{{}}.{mlp}.experts.{{}}.{kind}.weight" for kind in (gate, up, down)}
+    return {
+        "layers.{}.mlp.router.weight": Stored(f"model.layers.{{}}.{mlp}.{router}.weight"),
+        "layers.{}.mlp.experts.gate_up": Stored(f"{names[gate]} {names[up]}", parts=2),
+        "layers.{}.mlp.experts.down": Stored(names[down]),
+    }
+
+
+def _balance(options: Options) -> Options:
+    """Fields of the auxiliary loss, which transformers adds where ``output_router_logits`` is set."""
+    options.pop("output_router_logits", None)
+    return {"aux_loss": options.pop("router_aux_loss_coef", 0.001), "aux_loss_over": "model"}
+
+
+def _experts_of(config: TransformerConfig) -> ExpertsConfig:
+    if config.experts is None:
+        raise ValueError("has no experts")
+    return config.experts
+
+
+def _read_mixtral(options: Options) -> Options:
+    experts = ExpertsConfig(
+        num_experts=options.pop("num_local_experts", 8),
+        top_k=options.pop("num_experts_per_tok", 2),
+        ffn_hidden_size=options["intermediate_size"],
+        **_balance(options),
+    )
+    window = options.pop("sliding_window", None)
+    return read_rotary(options) | {"experts": experts, "window": window}
+
+
+def _write_mixtral(config: TransformerConfig) -> Options:
+    experts = _experts_of(config)
+    return write_rotary(config) | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "router_aux_loss_coef": experts.aux_loss,
+        "sliding_window": config.windows[0],
+    }
+
+
+def _read_qwen3_moe(options: Options) -> Options:
+    layers = options["num_hidden_layers"]
+    dense = options.pop("mlp_only_layers", None) or []
+    if options.pop("decoder_sparse_step", 1) != 1 or sorted(dense) != list(range(len(dense))) or len(dense) >= layers:
+        raise ValueError("has layers without experts behind layers with experts, which is not supported")
+    if options.pop("use_sliding_window", False):
+        raise ValueError("has use_sliding_window, which is not supported for this family")
+    options.pop("sliding_window", None)
+    options.pop("max_window_layers", None)
+    count = options.pop("num_local_experts", None)
+    count = options.pop("num_experts", count)
+    experts = ExpertsConfig(
+        num_experts=128 if count is None else count,
+        top_k=options.pop("num_experts_per_tok", 8),
+        ffn_hidden_size=options.pop("moe_intermediate_size", 768),
+        normalize=options.pop("norm_topk_prob", False),
+        dense_layers=len(dense),
+        **_balance(options),
+    )
+    return read_rotary(options) | {"experts": experts}
+
+
+def _write_qwen3_moe(config: TransformerConfig) -> Options:
+    experts = _experts_of(config)
+    return write_rotary(config) | {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.normalize,
+        "mlp_only_layers": list(range(experts.dense_layers)),
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": experts.aux_loss,
+    }
+
+
+def _read_olmoe(options: Options) -> Options:
+    experts = ExpertsConfig(
+        num_experts=options.pop("num_experts", 64),
+        top_k=options.pop("num_experts_per_tok", 8),
+        ffn_hidden_size=options["intermediate_size"],
+        normalize=options.pop("norm_topk_prob", False),
+        **_balance(options),
+    )
+    return read_rotary(options) | {"experts": experts}
+
+
+def _write_olmoe(config: TransformerConfig) -> Options:
+    experts = _experts_of(config)
+    return write_rotary(config) | {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.normalize,
+        "router_aux_loss_coef": experts.aux_loss,
+    }
+
+
+# Of several families that have a configuration, the first is written.
+FAMILIES = DENSE | {
+    "mixtral": replace(
+        LLAMA,
+        architecture="MixtralForCausalLM",
+        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        fixed={"hidden_act": "silu", "router_jitter_noise": 0.0},
+        read=_read_mixtral,
+        write=_write_mixtral,
+        tensors=LLAMA_TENSORS | _experts_at("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "qwen3_moe": replace(
+        LLAMA,
+        architecture="Qwen3MoeForCausalLM",
+        defaults=LLAMA_DEFAULTS | {"num_key_value_heads": 4},
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        always=LLAMA_ALWAYS | {"qk_norm": True},
+        read=_read_qwen3_moe,
+        write=_write_qwen3_moe,
+        tensors=LLAMA_TENSORS | _experts_at("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "olmoe": replace(
+        LLAMA,
+        architecture="OlmoeForCausalLM",
+        names={ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours != "head_dim"},
+        defaults=LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        fixed={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+        always=LLAMA_ALWAYS | {"qk_norm": True, "qk_norm_over": "all_heads"},
+        read=_read_olmoe,
+        write=_write_olmoe,
+        tensors=LLAMA_TENSORS | _experts_at("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+}

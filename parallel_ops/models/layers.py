@@ -1,0 +1,68 @@
+"""The layers of a transformer, built from its configuration."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
+from parallel_ops.layers.core_attention import CoreAttention
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+
+# Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
+_OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss_over")
+
+
+def layer_of(
+    config: TransformerConfig, number: int, *, core_attention: CoreAttention | None, overlap: Overlap,
+    expert_mesh: DeviceMesh | None, context: ProcessGroup | None, **common: Any,
+) -> ParallelTransformerLayer:  # fmt: skip
+    """Layer ``number`` of a model, counted from 0.
+
+    Args:
+        expert_mesh: see ``ParallelMoE``. context: the ranks that share each sequence.
+        common: mesh, ``sequence_parallel``, device and dtype.
+    """
+    # Smaller for projections into the residual stream, so that its sum keeps its scale (GPT-2).
+    init: dict[str, Any] = {
+        "overlap": overlap,
+        "init_method": normal(config.init_std),
+        "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
+    }
+    mlp: ParallelMoE | None = None
+    if config.experts is not None and config.has_experts(number):
+        given = dataclasses.asdict(config.experts)
+        options = {name: value for name, value in given.items() if name not in _OF_THE_MODEL}
+        mlp = ParallelMoE(config.hidden_size, **options, expert_mesh=expert_mesh, context=context, **init, **common)
+    return ParallelTransformerLayer(
+        config.hidden_size,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn_hidden_size=config.resolved_ffn_hidden_size,
+        activation=config.activation,
+        mlp=mlp,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        qk_norm=config.qk_norm,
+        qk_norm_over=config.qk_norm_over,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        bias=config.bias,
+        qkv_bias=config.qkv_bias,
+        window=config.windows[number],
+        core_attention=core_attention,
+        **init,
+        **common,
+    )
+
+
+def normal(std: float) -> Callable[[Tensor], Tensor]:
+    """Fills tensors with a normal distribution of mean 0."""
+    return functools.partial(nn.init.normal_, std=std)

@@ -1,0 +1,48 @@
+"""How evenly the experts of a model were used in a step, and the bias that balances them."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel_ops.expert_parallel import update_selection_bias
+from parallel_ops.layers import ParallelMoE
+from parallel_ops.models import Transformer
+
+# expert_load: the largest load of an expert relative to the mean, in the layer where it is largest.
+# expert_entropy: of the loads, relative to equal ones, mean over the layers. expert_dropped: share of choices that a
+# capacity dropped.
+METRICS = ("expert_load", "expert_entropy", "expert_dropped")
+
+
+@torch.no_grad()
+def expert_use(model: nn.Module, device: torch.device) -> Tensor | None:
+    """The values of ``METRICS`` over all ranks, and a step of the routers' biases; ``None`` without experts.
+
+    All ranks call it after a step; counts begin anew.
+    """
+    if not isinstance(model, Transformer) or (config := model.config.experts) is None:
+        return None
+    layers = model.config.num_layers - config.dense_layers
+    counts = torch.zeros(layers, config.num_experts + 1, dtype=torch.int64, device=device)
+    held: dict[int, ParallelMoE] = {}
+    for number, layer in model.layers.items():
+        moe = next((module for module in layer.modules() if isinstance(module, ParallelMoE)), None)
+        if moe is not None:
+            held[int(number) - config.dense_layers] = moe
+    for row, moe in held.items():
+        if moe.load is not None:
+            counts[row, :-1] = moe.load
+        if moe.dropped is not None:
+            counts[row, -1] = moe.dropped
+        moe.reset_counts()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(counts)  # of ranks in other pipeline stages too, whose rows are 0 here
+    loads = counts[:, :-1]
+    for row, moe in held.items():
+        if config.balance_rate and moe.router.selection_bias is not None:
+            update_selection_bias(moe.router.selection_bias, loads[row], config.balance_rate)
+    total = loads.sum(1, keepdim=True).clamp(min=1).double()
+    shares = loads / total
+    entropy = -torch.xlogy(shares, shares).sum(1) / torch.log(torch.tensor(max(2.0, config.num_experts)))
+    dropped = counts[:, -1].sum() / loads.sum().clamp(min=1)
+    return torch.stack([shares.max() * config.num_experts, entropy.mean(), dropped])

@@ -1,0 +1,73 @@
+"""``ParallelMoE``: on any mesh what one process computes, and that against a loop over the experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel_ops.layers import ParallelMoE
+from support import expert_parallel as on_rank
+from support.distributed import ranks
+
+OPTIONS = [
+    {"num_experts": 4, "top_k": 2},
+    {"num_experts": 8, "top_k": 3, "shared_experts": 2, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5},
+    {"num_experts": 4, "top_k": 2, "capacity_factor": 4.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_process_is_a_loop_over_the_experts(options):
+    torch.manual_seed(0)
+    moe = ParallelMoE(12, 10, mesh=None, init_method=torch.nn.init.normal_, dtype=torch.float64, **options)
+    x = torch.randn(5, 3, 12, dtype=torch.float64)
+    routing = moe.router(x.flatten(0, 1))
+    want = torch.zeros(15, 12, dtype=torch.float64)
+    for token, (experts, weights) in enumerate(zip(routing.experts.tolist(), routing.weights, strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            gate, up = F.linear(x.flatten(0, 1)[token], moe.experts.gate_up[expert]).chunk(2)
+            want[token] += weight * F.linear(F.silu(gate) * up, moe.experts.down[expert])
+    if moe.shared is not None:
+        want += moe.shared(x).flatten(0, 1)
+    torch.testing.assert_close(moe(x), want.view(5, 3, 12))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 2}])
+def test_any_mesh_is_one_process(options, sequence_parallel, sizes):
+    want = on_rank.layer(0, {}, options, False, 3)
+    for got in ranks(sizes["tp"]).run(on_rank.layer, sizes, options, sequence_parallel, 3):
+        part = got["part"]
+        close = {"rtol": 2e-5, "atol": 2e-5}
+        torch.testing.assert_close(got["y"], want["y"][part], **close)
+        torch.testing.assert_close(got["dx"], want["dx"][part], **close)
+        for name, grad in want["grads"].items():
+            torch.testing.assert_close(got["grads"][name], grad, msg=lambda m, name=name: f"{name}: {m}", **close)
+
+
+def test_initialisation_does_not_depend_on_the_mesh():
+    options = {"num_experts": 8, "top_k": 2}
+    want = on_rank.layer(0, {}, options, False, 5)
+    # The same weights give the same loads and the same gradients of weights.
+    got = ranks(4).run(on_rank.layer, {"tp": 4, "ep": 4}, options, True, 5)
+    torch.testing.assert_close(sum(part["load"] for part in got), want["load"])
+
+
+def test_capacity_drops_the_last_tokens_and_counts_them():
+    torch.manual_seed(0)
+    moe = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.5, init_method=torch.nn.init.normal_)
+    x = torch.randn(16, 1, 12, requires_grad=True)
+    moe(x).sum().backward()
+    load = moe.load
+    assert int(moe.dropped) == int((load - 4).clamp(min=0).sum()) > 0
+    none = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.0)
+    y = none(x)
+    y.sum().backward()
+    assert not y.any() and none.experts.down.grad is not None and not none.experts.down.grad.any()
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="x must be"):
+        ParallelMoE(12, 10, 4, 2, mesh=None)(torch.randn(3, 11))
+    for outcome in ranks(4).outcomes(on_rank.layer, {"tp": 4, "ep": 4}, {"num_experts": 6, "top_k": 2}, True, 0):
+        assert "num_experts must be a multiple of the size of the mesh, got 6 for 4 ranks" in outcome.message

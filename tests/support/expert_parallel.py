@@ -1,0 +1,103 @@
+"""What each rank does in the tests of experts."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
+from parallel_ops.layers import ParallelMoE
+from parallel_ops.models import Transformer, config_from_pretrained
+from parallel_ops.planner import Plan
+from parallel_ops.train.parallelize_model import parallelize
+from support.layers import mesh_of
+
+HIDDEN, FFN = 12, 10
+
+
+def sent(rank: int, trial: int, num_experts: int, top_k: int, capacity: int | None) -> dict[str, Tensor]:
+    """Rows, results and gradients of one dispatch over all ranks, whose experts multiply by their number + 1."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    size = 1 if group is None else group.size()
+    generator = torch.Generator().manual_seed(trial)
+    everyone = [tokens_of(generator, trial, number, num_experts, top_k) for number in range(size)]
+    x, experts, weights, grad = everyone[rank]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    load = torch.bincount(experts.flatten(), minlength=num_experts).int()
+    way = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity)
+    held = num_experts // size
+    ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.ends.long(), right=True)
+    y = way.rows * (1 + rank * held + ids[:, None]) * way.weights[:, None]
+    out = way.combine(y)
+    out.backward(grad)
+    return {"x": x.detach(), "experts": experts, "weights": weights.detach(), "grad": grad, "out": out.detach(),
+            "dx": x.grad, "dweights": weights.grad, "rows": torch.tensor(way.rows.shape[0])}  # fmt: skip
+
+
+def tokens_of(
+    generator: torch.Generator, trial: int, rank: int, num_experts: int, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, choices, weights and gradients of a rank: some have none, some choose the same experts."""
+    draw = torch.randint(0, 9, (2,), generator=generator).tolist()
+    count = 0 if draw[0] == 0 else draw[0] + rank
+    scores = torch.rand(count, num_experts, generator=generator)
+    if draw[1] < 2:  # all tokens to the same experts
+        scores[:, :top_k] += 1
+    experts = scores.topk(top_k).indices
+    x, grad = (torch.randn(count, HIDDEN, generator=generator) for _ in range(2))
+    return x, experts, torch.rand(count, top_k, generator=generator), grad
+
+
+def layer(
+    rank: int, sizes: dict[str, int], options: dict[str, Any], sequence_parallel: bool, seed: int
+) -> dict[str, Any]:
+    """A layer's result and gradients for tokens that tensor-parallel ranks share, whole; experts are over ``ep``."""
+    mesh = mesh_of(**sizes) if dist.is_initialized() else None
+    torch.manual_seed(seed)
+    tp = None if mesh is None else mesh["tp"]
+    moe = ParallelMoE(
+        HIDDEN, FFN, mesh=tp, expert_mesh=None if mesh is None else mesh["ep"], sequence_parallel=sequence_parallel,
+        init_method=torch.nn.init.normal_, **options,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    x, grad, residual = (torch.randn(8, 2, HIDDEN, generator=generator) for _ in range(3))
+    part = slice(0, 8)
+    if tp is not None and sequence_parallel:
+        part = slice(rank * 8 // tp.size(), (rank + 1) * 8 // tp.size())
+    own = x[part].clone().requires_grad_()
+    losses = AuxiliaryLosses(0.3, 0.2, scale=2.0)
+    y = moe(own, residual=residual[part], losses=losses)
+    y.backward(grad[part])
+    if mesh is not None and (shards := mesh.expert_shards) is not None:  # as FSDP2 does
+        for p in moe.experts.parameters():
+            dist.all_reduce(p.grad.to_local(), group=shards.get_group())
+    grads = {name: whole(p.grad) for name, p in moe.named_parameters()}
+    return {"y": y.detach(), "dx": own.grad, "part": part, "grads": grads, "load": moe.load}
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def folder_gradients(rank: int, folder: str, text: str, tokens: Tensor, targets: Tensor, save: str) -> Tensor:
+    """The loss of a Hugging Face folder's model under a plan; its gradients are saved as if they were the weights.
+
+    Args:
+        tokens, targets: ``[s, b]``, of which each data-parallel rank takes its part of the columns.
+    """
+    plan = Plan.parse(text)
+    mesh = mesh_of(**{name: getattr(plan, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")})
+    model = parallelize(Transformer(config_from_pretrained(folder), device="meta"), mesh, plan)
+    model.to_empty(device="cpu")
+    model.load_pretrained(folder)  # type: ignore[operator]
+    columns = tokens.shape[1] // plan.dp
+    own = slice(mesh.rank("dp") * columns, (mesh.rank("dp") + 1) * columns)
+    loss = model(tokens[:, own], targets[:, own])
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    model.save_pretrained(save)  # type: ignore[operator]
+    return loss.detach()

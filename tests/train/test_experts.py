@@ -1,0 +1,112 @@
+"""``Trainer`` with experts: the steps of one process under any plan, their balance, and what a run says of them."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+
+from support import trainer as runs
+from support.distributed import ranks
+
+BATCH = 8
+FOUR = {**runs.MODELS["experts"], "num_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+def settings_of(data, parallel, /, experts=None, **sections):
+    model = {**FOUR, "experts": {**FOUR["experts"], **(experts or {})}}
+    return runs.settings_of(
+        data, model=model, parallel={"global_batch": BATCH, **parallel}, **{"run": {"steps": 3}, **sections}
+    )
+
+
+PLANS = [
+    ({"dp": 2, "ep": 2, "micro_batch": 2}, "none"),
+    ({"dp": 4, "ep": 2, "zero": 3}, "full"),
+    ({"dp": 4, "ep": 4, "zero": 2}, "selective"),
+    ({"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, "none"),
+    ({"tp": 2, "dp": 2, "ep": 2, "zero": 1}, "selective"),
+    ({"cp": 2, "dp": 2, "ep": 4, "zero": 3}, "none"),
+    ({"dp": 4, "dp_replicate": 2, "ep": 2, "zero": 1}, "none"),
+    ({"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v"}, "full"),
+    ({"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1"}, "none"),
+    ({"pp": 2, "cp": 2, "ep": 2, "zero": 2, "schedule": "1f1b", "micro_batch": 2}, "selective"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    return {size: runs.steps_of(0, settings_of(data, {"micro_batch": size})) for size in (1, 2)}
+
+
+@pytest.mark.parametrize(("plan", "kind"), PLANS)
+def test_any_plan_takes_the_steps_of_one_process(data, alone, plan, kind):
+    """The auxiliary loss is that of a micro-batch, so its size counts."""
+    settings = settings_of(data, plan, recompute={"kind": kind})
+    want = alone[plan.get("micro_batch", 1)]
+    for got in ranks(settings.plan.gpus).run(runs.steps_of, settings):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=1e-6)
+
+
+def test_metrics_and_a_capacity(data, tmp_path):
+    log = tmp_path / "log.jsonl"
+    settings = settings_of(data, {}, experts={"capacity_factor": 1.0}, logging={"jsonl": str(log)})
+    runs.train(0, settings)
+    plan = {"pp": 2, "dp": 2, "ep": 2, "micro_batch": 1}
+    other = settings_of(data, plan, logging={"jsonl": str(tmp_path / "other.jsonl")})
+    ranks(4).run(runs.train, other)
+    for file, drops in ((log, True), (tmp_path / "other.jsonl", False)):
+        for record in map(json.loads, file.read_text().splitlines()):
+            assert 1 <= record["expert_load"] <= 8
+            assert 0.5 < record["expert_entropy"] <= 1
+            assert (record["expert_dropped"] > 0) == drops
+
+
+def test_the_bias_balances(data):
+    """Without auxiliary losses the loads become more even, and the bias is part of a checkpoint."""
+    own = {"balance_rate": 0.05, "aux_loss": 0.0, "z_loss": 0.0}
+    trainer = runs.trainer_of(settings_of(data, {}, experts=own, run={"steps": 30}))
+    steps = [trainer.step() for _ in range(30)]
+    trainer.loader.close()
+    assert steps[-1].experts["expert_entropy"] > steps[0].experts["expert_entropy"]
+    assert steps[-1].experts["expert_load"] < steps[0].experts["expert_load"]
+    state = trainer.state_dict()["model"]
+    assert state["layers.1.mlp.router.selection_bias"].abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("plan", "experts", "message"),
+    [
+        (
+            {"dp": 8, "ep": 8},
+            {"num_experts": 4, "groups": 2, "top_groups": 2},
+            r"parallel\.ep\s+must divide the model's 4",
+        ),
+        ({"dp": 2, "ep": 2, "dp_replicate": 2}, {}, r"ep must divide dp_shard \* cp \(1\), got 2"),
+        ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.zero\s+must be 1 or more with ep and dp_replicate"),
+        (
+            {"pp": 2},
+            {"aux_loss_over": "model"},
+            r"parallel\.pp\s+must be 1 with an auxiliary loss over the whole model",
+        ),
+        ({}, {"top_k": 9}, "top_k must be at most 4, the experts to choose from, got 9"),
+        ({}, {"topk": 2}, "unexpected keyword argument 'topk'"),
+        ({}, {"dense_layers": 4}, r"experts\.dense_layers must be below num_layers \(4\), got 4"),
+        ({}, {"aux_loss": -1.0}, "aux_loss must be at least 0, got -1.0"),
+        ({}, {"selection_bias": False}, "balance_rate needs selection_bias=True"),
+    ],
+)
+def test_what_does_not_fit(data, plan, experts, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of(data, plan, experts=experts)
+
+
+def test_ep_without_experts(data):
+    with pytest.raises(ValueError, match=r"parallel\.ep\s+must be 1 for a model without experts, got 2"):
+        runs.settings_of(data, parallel={"dp": 2, "ep": 2, "global_batch": 8})
