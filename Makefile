@@ -94,7 +94,7 @@ test-transformers: venv
 		test -d $$folder || $(PIP) --no-deps --target $$folder \
 			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" requests urllib3 idna certifi \
 			charset-normalizer || exit 1; \
-		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface.py || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface*.py || exit 1; \
 	done
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.
