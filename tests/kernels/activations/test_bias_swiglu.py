@@ -22,6 +22,8 @@ def launches(dtype, cols):
         gpt_oss = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
         kernels.forward(*halves, b, None, y, activation="silu", **gpt_oss)
         kernels.backward(y, *halves, b, None, *halves, b, b[:0], activation="silu", **gpt_oss)
+        kernels.forward(x, x, None, w, y, activation="silu", interleaved=True, **gpt_oss)
+        kernels.backward(y, x, x, None, w, x, x, b[:0], w, activation="silu", interleaved=True, **gpt_oss)
     return recorded
 
 
@@ -72,6 +74,29 @@ def test_interpreted(shape, dtype):
     suite.check_numerics(interpreted(), bias_swiglu_reference, [x, None], grad, slack_ulps=2)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     suite.check_numerics(interpreted(), bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (2, 2060), (0, 4)))
+def test_gate_and_up_in_turn(shape, dtype):
+    from parallel_ops.triton_kernels import activations as kernels
+
+    options = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
+
+    def forward(x, weights):
+        y = poisoned((*x.shape[:-1], x.shape[-1] // 2), x)
+        kernels.forward(x, x, None, weights, y, activation="silu", **options)
+        return y
+
+    def backward(grad, x, weights):
+        dx, dweights, none = poisoned(x.shape, x), poisoned(weights.shape, weights), x.new_empty(0)
+        kernels.backward(grad, x, x, None, weights, dx, dx, none, dweights, activation="silu", **options)
+        return dx, dweights
+
+    x, weights = randn(*shape, dtype=dtype), randn(*shape[:-1], dtype=torch.float32, seed=1)
+    grad = randn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2).detach()
+    reference = lambda x, w: bias_swiglu_reference(x, weights=w, **options)  # noqa: E731
+    suite.check_numerics(differentiable(forward, backward), reference, [x, weights], grad, slack_ulps=2)
 
 
 @pytest.mark.executed
