@@ -95,7 +95,7 @@ def _forward_kernel(
     fast: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
     gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
     if GATED:
-        # With a step of 2 both are one tensor, gate and up in turn.
+        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
         up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
     if HAS_BIAS:
         gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
@@ -126,7 +126,7 @@ def _backward_tile(
     grad = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask))
     gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
     if GATED:
-        # With a step of 2 both are one tensor, gate and up in turn.
+        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
         up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
     if HAS_BIAS:
         gate += gate_bias
