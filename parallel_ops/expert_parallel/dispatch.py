@@ -52,14 +52,14 @@ class Dispatch:
         if group is not None:
             table = self._exchange_sizes(load, num_experts, capacity)
             rows = self._to_experts(rows)
-            own = None if own is None else self._to_experts(own[:, None])
+            own = None if own is None else self._to_experts(own)
             # What a rank has received is ordered by sender and expert.
             local = table.shape[1]
             ids = torch.arange(local, device=x.device).repeat(len(self._received))
             ids = ids.repeat_interleave(table.flatten(), output_size=sum(self._received))
             self._regrouped = sort_by_expert(ids[:, None], local)
             rows, self.ends = permute(rows, self._regrouped), self._regrouped.ends
-            own = None if own is None else own[self._regrouped.rows.long(), 0]
+            own = None if own is None else own[self._regrouped.rows.long()]
         self.rows, self.weights = rows, own
 
     def combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
