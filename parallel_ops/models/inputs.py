@@ -72,8 +72,8 @@ def _check_stage(model: Model, tokens: Tensor, stage: int | None, stream: Tensor
 
 
 def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
-    """Cosines and sines of positions ``[n]``: ``[n, head_dim / 2]`` each, fp32."""
-    size, scaling = config.resolved_head_dim, config.rotary_scaling
+    """Cosines and sines of positions ``[n]``: ``[n, rotary_dim / 2]`` each, fp32."""
+    size, scaling = config.rotary_dim, config.rotary_scaling
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     frequencies = 1.0 / config.rotary_base**exponents
     if scaling is not None:

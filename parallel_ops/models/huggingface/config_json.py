@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.huggingface.expert_families import FAMILIES
+from parallel_ops.models.huggingface.expert_families import FAMILIES, deepseek
 from parallel_ops.models.huggingface.families import Family, Options, listed
 
 _REQUIRED = object()
@@ -34,7 +34,24 @@ def family_of(options: Mapping[str, Any]) -> Family:
     name = str(options.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"has model_type {name!r}; supported are {listed(FAMILIES)}")
+    if name == "deepseek_v3" and options.get("q_lora_rank", True) is None:
+        return deepseek(compressed=False)
     return FAMILIES[name]
+
+
+def scale_block(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in tensors of 8 bits; ``None`` for a folder without.
+
+    Raises:
+        ValueError: another quantization than that of DeepSeek-V3.
+    """
+    given = options.get("quantization_config")
+    if given is None:
+        return None
+    block = given.get("weight_block_size") if isinstance(given, dict) and given.get("quant_method") == "fp8" else None
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ValueError(f"has quantization_config {given!r}; supported is fp8 with a weight_block_size")
+    return block[0], block[1]
 
 
 def config_of(options: Mapping[str, Any]) -> TransformerConfig:
@@ -44,6 +61,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         ValueError: an unknown family, a missing key, or an unsupported option.
     """
     family, rest = family_of(options), dict(options)
+    scale_block(options)
+    rest.pop("quantization_config", None)
     for key in family.names.values():
         if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
             raise ValueError(f"lacks {key}")
@@ -100,8 +119,8 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
     windows = config.windows
     return replace(
         config,
-        num_kv_heads=config.resolved_num_kv_heads,
-        head_dim=config.resolved_head_dim,
+        num_kv_heads=None if config.latent else config.resolved_num_kv_heads,
+        head_dim=None if config.latent else config.resolved_head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
         qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
         window=windows[0] if len(set(windows)) == 1 else windows,

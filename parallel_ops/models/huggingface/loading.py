@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
-from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
-from parallel_ops.models.huggingface.families import Family, Piece
+from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
+from parallel_ops.models.huggingface.families import Piece
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FLOATING = ("F64", "F32", "F16", "BF16")
+_FLOATING, _FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
+# End of the names of scales: of each block of a tensor in 8 bits, which the values are multiplied with.
+SCALE = "_scale_inv"
 # Fields in which a model may differ from the config.json of its weights: they do not change what the weights are.
 _OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
 Slices = tuple[slice, ...]
@@ -75,7 +77,7 @@ def check(config: TransformerConfig, folder: Path, shapes_of: ShapesOf) -> None:
         FileNotFoundError, ValueError: as ``PretrainedModel.load_pretrained``.
     """
     with contextlib.ExitStack() as stack:
-        _Files(folder, family_of(_read_json(folder / CONFIG)), stack).check(config, shapes_of)
+        _Files(folder, _read_json(folder / CONFIG), stack).check(config, shapes_of)
 
 
 def load(model: Loadable, folder: Path, *, strict: bool) -> None:
@@ -86,7 +88,7 @@ def load(model: Loadable, folder: Path, *, strict: bool) -> None:
     if strict and differing:
         raise ValueError(f"{folder / CONFIG} differs from the model's configuration in {', '.join(differing)}")
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, family_of(options), stack)
+        files = _Files(folder, options, stack)
         files.check(model.config, model.global_shapes)
         parameters = parameters_of(model)
         slices = {name: _local_slices(name, t) for name, t in parameters.items()}
@@ -126,8 +128,9 @@ class _Files:
         FileNotFoundError, ValueError: files that are missing, truncated, or differ from their index.
     """
 
-    def __init__(self, folder: Path, family: Family, stack: contextlib.ExitStack) -> None:
-        self._folder, self._family = folder, family
+    def __init__(self, folder: Path, options: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+        self._folder, self._family = folder, family_of(options)
+        self._block = scale_block(options)
         self._tensors: dict[str, Any] = {}  # safetensors' slices
         index = None if (folder / SINGLE).exists() else _read_index(folder)
         for file in [SINGLE] if index is None else sorted(set(index.values())):
@@ -141,7 +144,7 @@ class _Files:
                 self._tensors[name] = opened.get_slice(name)
         if index is not None and (absent := index.keys() - self._tensors.keys()):
             raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
-        self._bare = not any(name.startswith(family.prefix) for name in self._tensors)
+        self._bare = not any(name.startswith(self._family.prefix) for name in self._tensors)
 
     def check(self, config: TransformerConfig, shapes_of: ShapesOf) -> None:
         """Raises ValueError if the tensors are not those of a model of this configuration."""
@@ -160,16 +163,31 @@ class _Files:
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
-            if name == self._head():  # tied embeddings, stored twice
-                wanted[name] = wanted[self._pieces("tokens.weight", [1])[0].stored.name]
-            elif not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
-                raise ValueError(f"{self._folder} has {name}, which the model does not have")
+            if (shape_of_more := self._shape_of_more(name, wanted, config)) is not None:
+                wanted[name] = shape_of_more
         for name, shape in wanted.items():
             got, dtype = self._tensors[name].get_shape(), self._tensors[name].get_dtype()
             if got != shape:
                 raise ValueError(f"{self._folder}: {name} must be {shape}, got {got}")
+            if dtype == _FP8 and name + SCALE in self._tensors:
+                continue
             if dtype not in _FLOATING:
                 raise ValueError(f"{self._folder}: {name} must be one of {', '.join(_FLOATING)}, got {dtype}")
+
+    def _shape_of_more(self, name: str, wanted: Mapping[str, list[int]], config: TransformerConfig) -> list[int] | None:
+        """The shape of a tensor that is no parameter; ``None`` for one that can be computed. Raises for any other."""
+        if name == self._head():  # tied embeddings, stored twice
+            return wanted[self._pieces("tokens.weight", [1])[0].stored.name]
+        if name.endswith(SCALE) and self._block is not None and name.removesuffix(SCALE) in wanted:
+            return [-(-size // n) for size, n in zip(wanted[name.removesuffix(SCALE)], self._block, strict=True)]
+        if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.num_layers:
+            raise ValueError(
+                f"{self._folder} has {name}, but the model has {config.num_layers} layers: layers that predict "
+                "further tokens (MTP) are not supported; leave them out of the files"
+            )
+        if not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
+            raise ValueError(f"{self._folder} has {name}, which the model does not have")
+        return None
 
     def check_tied_head(self, tokens: Tensor, slices: Slices) -> None:
         """Raises ValueError if the files have an output layer that differs from the embedding it is tied to."""
@@ -188,8 +206,8 @@ class _Files:
             inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
             first = stored.part * shape[0]
             index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
-            tensor = self._tensors[stored.name]
-            found: Tensor = tensor[index[::-1]].t() if stored.transposed else tensor[index]
+            found = self._values(stored.name, index[::-1] if stored.transposed else index)
+            found = found.t() if stored.transposed else found
             if common == list(slices):
                 return found.view([part.stop - part.start for part in slices])
             if out is None:
@@ -198,6 +216,17 @@ class _Files:
             out[target] = found
         assert out is not None
         return out
+
+    def _values(self, name: str, index: Slices) -> Tensor:
+        """A part of a tensor, multiplied with its scales if it is stored in 8 bits."""
+        found: Tensor = self._tensors[name][index]
+        if (scales := self._tensors.get(name + SCALE)) is None or self._block is None:
+            return found
+        blocks = tuple(slice(i.start // n, -(-i.stop // n)) for i, n in zip(index, self._block, strict=True))
+        factors: Tensor = scales[blocks].to(torch.float32)
+        for dim, (part, n) in enumerate(zip(index, self._block, strict=True)):
+            factors = factors.repeat_interleave(n, dim).narrow(dim, part.start % n, part.stop - part.start)
+        return found.to(torch.float32) * factors
 
     def _pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
         found = self._family.pieces(parameter, shape)
