@@ -219,5 +219,8 @@ def test_a_sensible_plan_breaks_no_rule():
 
 def test_tensor_parallelism_across_nodes_breaks_a_rule():
     plan = Plan(tp=16, dp=4, global_batch=4)
-    assert RULES["tensor_parallel_inside_node"](LLAMA, A100, plan) == "TP 16 leaves the node of 8 GPUs"
-    assert RULES["tensor_parallel_inside_node"](LLAMA, presets.cluster("tpu-v4x64"), plan) is None
+    assert (
+        RULES["tensor_parallel_inside_node"](LLAMA, A100, plan, efficiency("ampere"))
+        == "TP 16 leaves the node of 8 GPUs"
+    )
+    assert RULES["tensor_parallel_inside_node"](LLAMA, presets.cluster("tpu-v4x64"), plan, efficiency("ampere")) is None

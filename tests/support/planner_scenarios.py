@@ -172,7 +172,7 @@ def validation() -> str:
         promise = PROMISES[found.table] if found.quantity == "step time" else None
         rows.append(
             [
-                f"{SHORT[found.source[:12]]} {found.table}".strip(),
+                f"{SHORT.get(found.source[:12], '')} {found.table}".strip(),
                 found.quantity,
                 str(found.rows),
                 str(found.fitted),

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.feasibility import pipeline_problems
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
@@ -84,6 +84,8 @@ TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
     limits={
+        **PLAIN_STATES,
+        **PLAIN_EXPERTS,
         "ep": ((1,), "its trainer has no expert parallelism yet"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
@@ -97,5 +99,6 @@ TRAINER = ExportTarget(
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
     problems=_problems,
+    software="parallel_ops",
     own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},
 )

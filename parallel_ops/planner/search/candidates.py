@@ -190,8 +190,8 @@ def _replica_problem(plan: Plan, replicas: int) -> Problem | None:
         reason = f"ZeRO-0 has no shards to have {replicas} replicas of"
     elif plan.dp % replicas:
         reason = f"{replicas} replicas do not divide DP {plan.dp}"
-    elif (plan.dp // replicas * plan.cp) % plan.ep:
-        reason = f"EP {plan.ep} does not divide the {plan.dp // replicas * plan.cp} shards of a replica"
+    elif (ranks := plan.dp // replicas * plan.cp * plan.tp // plan.expert_shards) % plan.ep:
+        reason = f"EP {plan.ep} does not divide the {ranks} shards of a replica"
     return Problem("replicas", reason) if reason else None
 
 
