@@ -181,12 +181,14 @@ def refits(values: Values) -> dict[str, dict[str, float]]:
     }
 
 
+def band_keys(row: Measurement) -> tuple[str, ...]:
+    """Keys of a row in ``presets/error_bands.json``: those of rows like it, and the kernels alone."""
+    return (*keys(row.cluster, row.plan, row.software, row.model.experts > 0), era(row.software).kernels)
+
+
 def write_bands() -> None:
     """Writes ``presets/error_bands.json`` from the errors of fits without each row's table."""
-    errors = [
-        (keys(row.cluster, row.plan, row.software, row.model.experts > 0), seconds / row.seconds - 1)
-        for row, seconds in without_own_table()
-    ]
+    errors = [(band_keys(row), seconds / row.seconds - 1) for row, seconds in without_own_table()]
     path = Path(presets.__file__).parent / "error_bands.json"
     text = json.loads(path.read_text(encoding="utf-8"))
     text["bands"] = bands(errors, text["memory"]) | {"any": text["bands"]["any"]}

@@ -20,7 +20,7 @@ from parallel_ops.planner.compute.software import era, parts, with_parts
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
 
-STEPS = (0.2, 0.05, 0.02)
+STEPS = (0.2, 0.1, 0.05, 0.02)
 # How much a constant may leave its start: it costs PRIOR per factor of e. Without it, a constant that few rows depend
 # on would follow the last of them.
 PRIOR = 0.006

@@ -52,7 +52,7 @@ def test_without_a_barrier_zero_bubble_schedules_gain_and_others_do_not():
     for kind, gains in (("1f1b", False), ("zb-h1", False), ("zb-v", True), ("zb-2p", True)):
         plan = replace(PLAN, schedule=kind, virtual_stages=chunks(kind))
         with_barrier, without = (estimate(GPT3, A100, replace(plan, optimizer_barrier=on)).step for on in (True, False))
-        assert (without < with_barrier * 0.995) == gains, kind
+        assert (without < with_barrier * 0.994) == gains, kind
 
 
 def test_recomputation_costs_a_forward_pass():

@@ -2,10 +2,11 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_fit import OWN, SHARED, bands, loss, sample, start
+from benchmarks.planner_fit import OWN, SHARED, band_keys, bands, loss, sample, start
 from parallel_ops.planner import error_band
 from parallel_ops.planner.error_band import keys
 from parallel_ops.planner.validation import Promise, Report, validate
@@ -83,6 +84,22 @@ def test_formulas_agree_with_the_papers(report):
     assert len(report.select("model states")) == 54
 
 
+def test_the_figures_of_the_readme_are_those_of_the_report(report):
+    text = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+    steps, recent = report.select("step time"), {row.table for row in published_runs()}
+    over_sources = [mean_error(tuple(row for row in steps if row.table == name)) for name in recent]
+    without = [abs(seconds / row.seconds - 1) for row, seconds in without_own_table()]
+    for figure in (
+        f"{len(steps):,} published step times",
+        f"the mean error is {mean_error(steps):.1%}",
+        f"on the {len(recent)} sources of 2024 to 2026",
+        f"{sum(over_sources) / len(over_sources):.1%}, and with constants",
+        f"without a row's own table {sum(without) / len(without):.1%}",
+        f"{mean_error(report.select('memory')):.0%}, never more than 6%",
+    ):
+        assert figure in text, figure
+
+
 def test_layer_times_and_gains(report):
     assert mean_error(report.select("layer time")) < 0.10
     assert mean_error(report.select("gain")) < 0.10
@@ -105,10 +122,7 @@ def test_every_row_names_its_source(report):
 
 
 def test_bands_are_those_of_the_residuals():
-    errors = [
-        (keys(row.cluster, row.plan, row.software, row.model.experts > 0), seconds / row.seconds - 1)
-        for row, seconds in without_own_table()
-    ]
+    errors = [(band_keys(row), seconds / row.seconds - 1) for row, seconds in without_own_table()]
     found = bands(errors, memory={"": 0.08, "hugging-face": 0.45})
     assert len(found) > 12
     for row in measurements()[::7]:

@@ -9,6 +9,12 @@ from typing import Any
 from parallel_ops.planner.checks import check_figures
 from parallel_ops.planner.hashing import hashed_once
 
+# Bytes/s per GPU of PCIe 4.0 x16. Assumed.
+HOST_LINK = 25e9
+# Bytes/s per GPU of an optimizer on the host: DeepSpeed's on a node of eight A800 (presets/software.json) reaches
+# 1.8e9, PyTorch's on one of 16 V100 1.4e9 (arXiv:2101.06840, table 4).
+HOST_MEMORY = 1.8e9
+
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class Efficiency:
     tp_overlap: float = 0.0
     grouped: float = 1.0
     elementwise: float = 1.0
-    host_memory: float = 25e9
+    host_memory: float = HOST_MEMORY
     host: float = 0.0
     collective: float = 0.0
     expert_host: float = 0.0
@@ -74,9 +80,6 @@ SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *R
 # Those that only software has; the others have values for each GPU generation.
 SOFTWARE = (*OPTIONAL, *RATES, "grouped", "expert_host", "expert_sync")
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
-
-# Bytes/s per GPU of PCIe 4.0 x16. Assumed.
-HOST_LINK = 25e9
 
 
 @functools.cache

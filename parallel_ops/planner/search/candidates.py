@@ -81,7 +81,10 @@ class Candidates:
 
     def _shardings(self, placed: Plan) -> Iterator[Plan]:
         """ZeRO stages, and replicas of their shards, of one placement."""
+        alone = placed.dp * placed.cp == 1 and not self.system and 0 in self.options.zero
         for zero in self.options.zero:
+            if zero and alone:
+                continue  # nobody to share with: the same as ZeRO-0
             plan = self._as_target_does(unchecked(placed, zero=zero))
             for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
                 found = _replica_problem(plan, replicas)

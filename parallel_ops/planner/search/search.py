@@ -11,8 +11,10 @@
 Recomputation and offload only cost time, so a plan that fits without them is not tried with them.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_ops.planner.checks import check_counts
@@ -78,14 +80,12 @@ def search(
     timed = [(step_seconds(model, cluster, plan, constants), plan) for plan in feasible]
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
-    known = _known(model, cluster, ranking, options)
-    plans = [
-        estimate(model, cluster, plan, constants=constants, software=software) for plan in _distinct(known, given.keep)
-    ]
+    estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
+    plans = [estimated(plan) for plan in _distinct(_known(model, cluster, ranking, options), given.keep)]
     plans.sort(key=lambda found: (found.tight, found.step))
     if plans and plans[0].tight:
         # All of the fastest only just fit: the fastest of those that have room comes first.
-        more = (estimate(model, cluster, plan, constants=constants, software=software) for plan in known[:MOST_TIGHT])
+        more = map(estimated, itertools.islice(_known(model, cluster, ranking, options), MOST_TIGHT))
         plans[:0] = next(([found] for found in more if not found.tight), [])
     return SearchResult(
         model=model,
@@ -116,14 +116,15 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     return 0
 
 
-def _known(model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], options: SearchOptions) -> list[Plan]:
-    """The first plans of a ranking that at least one system runs; with ``any_system``, or a target, all."""
-    if options.any_system or options.target:
-        return [plan for plan, _ in ranking]
-    return [plan for plan, _ in ranking if systems(model, cluster, plan)]
+def _known(
+    model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], options: SearchOptions
+) -> Iterator[Plan]:
+    """The plans of a ranking that at least one system runs; with ``any_system``, or a target, all."""
+    all_run = options.any_system or bool(options.target)
+    return (plan for plan, _ in ranking if all_run or systems(model, cluster, plan))
 
 
-def _distinct(plans: Sequence[Plan], count: int) -> list[Plan]:
+def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
     """The first ``count`` plans, without near-twins (``family``)."""
     chosen: dict[object, Plan] = {}
     for plan in plans:
