@@ -19,6 +19,7 @@ from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS, TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
+from parallel_ops.planner.export.launcher import LAUNCHERS, script
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
@@ -71,6 +72,10 @@ SoftwareName = Annotated[
     ),
 ]
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
 
@@ -109,6 +114,7 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option(help="Write the best plan for the system of --for; run.toml is for `train`.")
     ] = None,
+    launcher: Launcher = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
@@ -121,7 +127,9 @@ def plan_command(
     best, shown = result.best, result.plans[:top]
     _save_page(html, shown, result)
     if output is not None:
-        output.write_text(export_plan(system or "", shape, machine, best.plan), encoding="utf-8")
+        text = export_plan(system or "", shape, machine, best.plan)
+        text = script(find_target(system or ""), text, machine, best.plan, launcher) if launcher else text
+        output.write_text(text, encoding="utf-8")
     if json:
         _print_json(tables.search_data(result, shown))
         return
@@ -242,6 +250,7 @@ def export_command(
     seq: Sequence = None,
     plan: PlanText = None,
     output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
+    launcher: Launcher = None,
     json: Json = False,
 ) -> None:
     """Writes a plan, or the fastest that the system can run, as a config of DeepSpeed, torchtitan or this package's
@@ -257,6 +266,7 @@ def export_command(
     else:
         written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), system)
     text = export_plan(format, shape, machine, written)
+    text = script(system, text, machine, written, launcher) if launcher else text
     problem = quick_memory_problem(shape, machine, written)
     if output is not None:
         output.write_text(text, encoding="utf-8")

@@ -62,6 +62,8 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 DEEPSPEED = ExportTarget(
     name="deepspeed",
     write=_write,
+    command=("train.py", "--deepspeed_config", "deepspeed.json"),
+    config="deepspeed.json",
     limits={
         **PLAIN_STATES,
         **PLAIN_EXPERTS,

@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM's ``pretrain_gpt.py``, one option per line.
 
 On GPUs before Blackwell, Megatron-LM requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment for tensor or
-context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3).
+context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3): ``launcher.py`` sets it.
 
 Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16.
 """
@@ -192,9 +192,18 @@ def _modules(model: Model, plan: Plan) -> Iterator[str]:
     yield from ["mla_up_proj"] if model.latent else []
 
 
+def _environment(cluster: Cluster, plan: Plan) -> dict[str, str]:
+    """Before Blackwell, kernels of tensor and context parallelism must start in order; Megatron-FSDP needs the opposite."""
+    if cluster.gpu.generation == "blackwell" or plan.tp * plan.cp == 1:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if plan.zero > 1 else "1"}
+
+
 MEGATRON = ExportTarget(
     name="megatron",
     write=_write,
+    command=("pretrain_gpt.py",),
+    environment=_environment,
     limits={
         "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
         "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),

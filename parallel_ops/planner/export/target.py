@@ -41,12 +41,18 @@ class ExportTarget:
         write: returns the text of a config file or command for a plan that the system can run.
         limits: for some fields of ``Plan``, the supported values and a sentence about them.
         problems: yields reasons beyond ``limits`` why the system cannot run a plan.
+        command: the program that torchrun starts, with its arguments; empty if the export is a command itself.
+        config: name of the file that the export is; empty if it is arguments of ``command``.
+        environment: returns variables that the program needs.
         software: era whose efficiencies a search for this system uses (``compute.software``).
         own: returns the system's defaults, as changes to fields of a plan that a user leaves open.
     """
 
     name: str
     write: Callable[[Model, Cluster, Plan], str]
+    command: tuple[str, ...] = ()
+    config: str = ""
+    environment: Callable[[Cluster, Plan], dict[str, str]] = lambda cluster, plan: {}
     software: str = CURRENT
     limits: Limits = field(default_factory=dict)
     problems: Callable[[Model, Cluster, Plan], Iterator[str]] = _any_plan

@@ -197,6 +197,9 @@ def _literal(value: Any) -> str:
 TORCHTITAN = ExportTarget(
     name="torchtitan",
     write=_write,
+    command=("-m", "torchtitan.train", "--module", "plan", "--config", "planned"),
+    config="plan.py",
+    environment=lambda cluster, plan: {"PYTHONPATH": '"$PWD${PYTHONPATH:+:$PYTHONPATH}"'},
     limits={
         **PLAIN_STATES,
         **PLAIN_EXPERTS,

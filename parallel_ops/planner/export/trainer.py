@@ -83,6 +83,8 @@ def _shape(model: Model) -> dict[str, Any]:
 TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
+    command=("-m", "parallel_ops", "train", "run.toml"),
+    config="run.toml",
     limits={
         **PLAIN_STATES,
         **PLAIN_EXPERTS,
