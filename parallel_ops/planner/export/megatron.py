@@ -193,7 +193,7 @@ def _modules(model: Model, plan: Plan) -> Iterator[str]:
 
 
 def _environment(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """Before Blackwell, kernels of tensor and context parallelism must start in order; Megatron-FSDP needs the opposite."""
+    """Kernels of tensor and context parallelism must start in order before Blackwell, but not with Megatron-FSDP."""
     if cluster.gpu.generation == "blackwell" or plan.tp * plan.cp == 1:
         return {}
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if plan.zero > 1 else "1"}
