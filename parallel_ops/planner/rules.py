@@ -42,6 +42,8 @@ def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan, constan
     """Model parallelism is just large enough: with half of it and twice the data parallelism the plan does not fit."""
     for name in ("pp", "tp"):
         size = getattr(plan, name)
+        if name == "tp" and plan.expert_tp > size // 2:
+            continue
         if size % 2 or plan.global_batch % (2 * plan.dp * plan.micro_batch):
             continue
         changes = {name: size // 2, "dp": 2 * plan.dp}

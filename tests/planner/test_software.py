@@ -126,6 +126,26 @@ def test_experts_may_be_spread_over_tensor_parallel_ranks():
         replace(plan, expert_tp=3)
 
 
+def test_a_search_spreads_experts_over_tensor_parallel_ranks_on_request():
+    model, cluster = presets.model("qwen3-30b-a3b"), presets.cluster("h100x16")
+    few = SearchOptions(
+        schedules=("1f1b",),
+        micro_batches=(1,),
+        zero=(1,),
+        tp=(1, 4),
+        pp=(1,),
+        cp=(1,),
+        base=Plan(expert_tp=1, fused_loss=True),
+    )
+    found = search(model, cluster, batch=64, options=few)
+    assert max(plan.ep for plan, _ in found.ranking if plan.tp == 4) == 16
+    split = search(model, cluster, batch=64, options=replace(few, base=Plan(fused_loss=True)))
+    assert max(plan.ep for plan, _ in split.ranking if plan.tp == 4) == 4
+    # Experts in four parts fit no tensor parallelism of 1.
+    four = search(model, cluster, batch=64, options=replace(few, base=Plan(tp=4, dp=4, expert_tp=4, global_batch=4)))
+    assert {plan.tp for plan, _ in four.ranking} == {4}
+
+
 def test_a_token_is_sent_to_as_many_nodes_as_its_experts_are_on():
     model, cluster = presets.model("kimi-k2"), presets.cluster("h100x256")
     plan = Plan(dp=32, pp=8, ep=32, zero=1, global_batch=256)

@@ -275,6 +275,8 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
         "error_band": dataclasses.asdict(estimate.error_band),
+        "tight": estimate.tight,
+        "systems": systems(estimate.model, estimate.cluster, estimate.plan),
     }
     return data
 
@@ -284,6 +286,7 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
     return {
         "plans": [estimate_data(found) for found in shown],
         "ties": result.ties,
+        "simplest": dataclasses.asdict(result.simplest.plan),
         "misses": [
             {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
             for miss in result.misses

@@ -61,15 +61,15 @@ class Candidates:
         for tp, pp, cp in itertools.product(*sizes):
             if gpus % (tp * pp * cp) or (cp > longest and not options.cp):
                 continue
-            dp = gpus // (tp * pp * cp)
-            if options.dp and dp not in options.dp:
+            dp, shards = gpus // (tp * pp * cp), options.base.expert_tp or tp
+            if tp % shards or (options.dp and dp not in options.dp):
                 continue
             if self.batch % dp:
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, global_batch=dp)
                 reason = f"DP {dp} does not divide the batch of {self.batch}"
                 self._reject(plan, Problem("batch does not divide", reason))
                 continue
-            for ep in _expert_sizes(model, dp * cp):
+            for ep in _expert_sizes(model, dp * cp * tp // shards):
                 if options.ep and ep not in options.ep:
                     continue
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, global_batch=self.batch)
