@@ -28,7 +28,7 @@ class Software:
     """One era.
 
     Attributes:
-        name: ``"megatron-2025"``.
+        name: ``"megatron-bridge-2025"``.
         about: what it stands for, in one line.
         kernels, runtime: names of its parts.
     """
@@ -69,7 +69,7 @@ def efficiency(generation: str, software: str = CURRENT) -> Efficiency:
 
 
 def parts() -> Parts:
-    """Values of the constants of each part by generation ("all" for every one): ``{"te-fp8": {"hopper": {...}}}``."""
+    """Values of the constants of each part by generation ("all" for every one): ``{"eager": {"hopper": {...}}}``."""
     data = _file()
     return {
         name: {generation: {key: entry["value"] for key, entry in found.items()} for generation, found in part.items()}

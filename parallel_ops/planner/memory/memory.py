@@ -223,16 +223,8 @@ class PlanMemory:
 
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
-        plan = self.plan
-        shard = plan.tp if plan.sequence_parallel else 1
-        form = plan.tp, shard, plan.flash_attention
-        found = _both_layers(self.model, *form, recompute, plan.dtype, plan.activation_dtype)
-        if recompute != "none" and (share := recomputed_share(self.model, plan.recompute_layers)) < 1:
-            whole = _both_layers(self.model, *form, "none", plan.dtype, plan.activation_dtype)
-            dense, sparse = (share * part + (1 - share) * kept for part, kept in zip(found, whole, strict=True))
-            found = dense, sparse
-        self._layers[recompute] = found
-        return found
+        self._layers[recompute] = _some_layers(self.model, self.plan, recompute)
+        return self._layers[recompute]
 
 
 def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
@@ -327,9 +319,18 @@ def _both_layers(
 
 def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
     """Bytes per token that one layer keeps for the backward pass, on one GPU."""
-    shard = plan.tp if plan.sequence_parallel else 1
-    form = plan.tp, shard, plan.flash_attention
-    return _both_layers(model, *form, plan.recompute, plan.dtype, plan.activation_dtype)[sparse]
+    return _some_layers(model, plan, plan.recompute)[sparse]
+
+
+def _some_layers(model: Model, plan: Plan, recompute: str) -> tuple[float, float]:
+    """``layer_activations`` of a dense and of a sparse layer under ``recompute``, on average if some layers have it."""
+    form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention
+    found = _both_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
+    share = recomputed_share(model, plan.recompute_layers)
+    if recompute == "none" or share == 1:
+        return found
+    whole = _both_layers(model, *form, "none", plan.dtype, plan.activation_dtype)
+    return share * found[0] + (1 - share) * whole[0], share * found[1] + (1 - share) * whole[1]
 
 
 def deepest_stages(layout: StageLayout) -> tuple[int, ...]:
