@@ -67,13 +67,13 @@ class _System(NamedTuple):
 _FP8 = {"activation_dtype": "fp8", "grad_dtype": "fp8"}
 # By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
 # off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
-# loss.
+# loss, and XLA reduces gradients as the products make them.
 _SYSTEMS = {
     "DeepSpeed": _System("deepspeed-2024", {"fsdp": False}),
     "fms-fsdp": _System("fsdp-2023", {"grad_dtype": "bf16"}),
     "fms-fsdp A100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
     "fms-fsdp H100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
-    "MaxText": _System("maxtext-2024", {"fused_loss": True}),
+    "MaxText": _System("maxtext-2024", {"fused_loss": True, "grad_dtype": "bf16"}),
     "Megatron-Bridge": _System(
         "megatron-bridge-2025", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
     ),
