@@ -145,7 +145,9 @@ class StepTime:
         """Parameters that one GPU of the slowest stage updates."""
         plan, ranks = self.plan, group_size(self.plan, "dp")
         dense, expert = parameters_of(self.model, self.layout, plan, self.slowest)
-        return dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
+        if not plan.zero:
+            return dense + expert
+        return dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
 
     def optimizer(self) -> float:
         """Adam: gradients are read for the norm and for the update; two moments and the master weights are read and

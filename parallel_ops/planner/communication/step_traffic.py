@@ -69,7 +69,7 @@ class StepTraffic:
             group_link(cluster, plan, "dp", efficiency),
             layers * start_seconds(efficiency, max(2, ranks)),
         )
-        shared = (dense, ranks), (expert, expert_replicas(plan))
+        shared = ((dense, ranks), (expert, expert_replicas(plan))) if expert else ((dense, ranks),)
         self._reductions = _reductions(plan, shared, self._width, gradient, self._link, self._launches)
         self.each, self.once = _by_pass(plan, self._reductions)
         self._summed = None

@@ -97,7 +97,7 @@ def state_memory(
     ``zero``. ``layout``: that of the plan, if known."""
     dense, expert = parameters_of(model, layout or stage_layout(plan), plan, stage)
     ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
-    whole, owned = dense + expert, dense / ranks + expert / expert_replicas(plan)
+    whole, owned = dense + expert, dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
     parameters = parameter * (owned if zero >= 3 else whole)
     if plan.fsdp and plan.dp * plan.cp > 1:
         if plan.dtype == "fp32" and (zero < 3 or ranks == 1):

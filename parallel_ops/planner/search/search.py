@@ -34,6 +34,8 @@ from parallel_ops.planner.step import StepTime, step_seconds
 
 # A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.
 NEAR, FASTER = 0.1, 0.01
+# The fastest plans whose order the sensitivity to constants is about.
+MOST_COMPARED = 60
 # Plans among which one with room for an error of the memory is looked for.
 MOST_TIGHT = 300
 # Near misses that are timed, the least excess first, and that are returned.
@@ -94,7 +96,7 @@ def search(
         ranking=ranking,
         rejected=tuple(rejected),
         misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
-        sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:100]], constants),
+        sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
     )
 
