@@ -41,7 +41,6 @@ CASES = [
     (EXPERTS, "dp=4,ep=2,global_batch=8", "bf16", "none"),
     (EXPERTS, "dp=4,ep=4,zero=1,global_batch=8", "fp32", "none"),
     (EXPERTS, "dp=4,ep=2,zero=3,global_batch=8", "bf16", "full"),
-    (EXPERTS, "tp=2,dp=2,ep=4,zero=2,sequence_parallel=true,global_batch=4", "bf16", "none"),
     (EXPERTS, "dp=4,dp_replicate=2,ep=2,zero=2,global_batch=8", "bf16", "none"),
 ]
 IDS = [f"{plan} {dtype} {recompute}" for _, plan, dtype, recompute in CASES]
