@@ -23,7 +23,7 @@ from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
-from parallel_ops.ops import bias_dropout_add
+from parallel_ops.layers.residual import add_residual
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
@@ -156,16 +156,12 @@ class ParallelMoE(ShardedModule):
             y = y + shared
         if residual is None:
             return y
-        drops, first = dropout > 0.0 and self.training, 0
-        positions = row_positions if drops else None
-        if drops and self.sequence_parallel:
-            assert self.group is not None
+        first = 0
+        if self.sequence_parallel:
             lengths = [x.shape[0]] * self.ranks if sizes is None else list(sizes)
             first = sum(lengths[: group_rank(self.group)])
-            positions = None if positions is None else positions[first : first + x.shape[0]]
-        offset = first * x.shape[1:].numel() if positions is None else 0
-        return bias_dropout_add(
-            y, None, residual, dropout, training=self.training, index_offset=offset, row_positions=positions
+        return add_residual(
+            y, None, residual, dropout, training=self.training, first=first, row_positions=row_positions
         )
 
     def _run_experts(self, given: Arrived) -> Tensor:

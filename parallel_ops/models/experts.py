@@ -73,12 +73,6 @@ class ExpertsConfig:
         if self.capacity_factor is not None and not self.capacity_factor >= 0:
             self._fail(f"capacity_factor must be at least 0, got {self.capacity_factor}")
 
-    def capacity(self, tokens: int) -> int | None:
-        """Rows of an expert at most, of so many tokens; ``None`` for no limit."""
-        if self.capacity_factor is None:
-            return None
-        return -int(-self.capacity_factor * tokens * self.top_k // self.num_experts)
-
     def untrained(self) -> "ExpertsConfig":
         """Without the fields that concern training alone."""
         return replace(self, aux_loss=0.0, z_loss=0.0, balance_rate=0.0, aux_loss_over="layer", capacity_factor=None)
