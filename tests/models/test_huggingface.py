@@ -33,7 +33,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 16,
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
 MODELS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES),
     "gpt2-untied": lambda: transformers.GPT2Config(
@@ -41,6 +50,9 @@ MODELS = {
     ),
     "llama2": lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3), head_dim=12),
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **SIZES, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
     "mistral-whole": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, **WINDOWS, tie_word_embeddings=True),
@@ -55,7 +67,14 @@ MODELS = {
     "olmoe": lambda: transformers.OlmoeConfig(
         **SIZES | {"num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2, pad_token_id=None
     ),
-}
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **GPT_OSS, rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}
+    ),
+    "gpt_oss-yarn": lambda: transformers.GptOssConfig(
+        **SIZES, **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +94,7 @@ def make(name):
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
-            if p.dim() == 1:
+            if p.dim() == 1 or parameter_name.endswith("bias"):
                 p.normal_(0.0 if parameter_name.endswith("bias") else 1.0, 0.3)
     return model
 
@@ -237,26 +256,32 @@ def change_tensors(folder, changes):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
-    "has model_type 'opt'; supported are gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe": {
+    "has model_type 'opt'; supported are gpt2, gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe": {
         "model_type": "opt"
     },
     "has model_type 'None'": {"model_type": ...},
     "lacks hidden_size": {"hidden_size": ...},
     "has hidden_act 'relu'; supported is 'silu'": {"hidden_act": "relu"},
     "has attention_bias True; supported is False": {"attention_bias": True},
-    "has rope_type 'yarn'; supported are 'default' and 'llama3'": {
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0}
+    "has rope_type 'longrope'; supported are 'default', 'llama3' and 'yarn'": {
+        "rope_parameters": {"rope_type": "longrope", "factor": 4.0}
     },
+    "lacks factor in its rope_scaling": {"rope_parameters": {"rope_type": "yarn"}},
+    "YarnScaling: factor must be at least 1, got 0.5": {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
     "lacks low_freq_factor in its rope_scaling": {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
     "has mscale in its rope_scaling, which is not supported": {
         "rope_parameters": {"rope_type": "default", "mscale": 1}
     },
     "has both rope_parameters and rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "has a partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    "has logit_softcap, quantization_config, which is not supported": {
-        "quantization_config": {"bits": 4},
+    "has attn_logit_softcapping, logit_softcap, which is not supported": {
+        "attn_logit_softcapping": 50.0,
         "logit_softcap": 30.0,
     },
+    "has a quantization_config of method 'mxfp4', and quantized weights are not supported; save the model without it": {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    },
+    "has a quantization_config of method 'gptq', and": {"quantization_config": {"quant_method": "gptq"}},
     "has a value of a wrong type": {"rms_norm_eps": "small"},
     "num_heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
     "differs from the model's configuration in window": {"model_type": "mistral", "sliding_window": 3},
@@ -383,7 +408,7 @@ def test_memory_is_needed_before_loading(folders):
         model.load_pretrained(folders / "gpt2")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
 @pytest.mark.parametrize(
     ("plan", "aux"),
     [

@@ -9,7 +9,8 @@ from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.expert_families import FAMILIES
-from parallel_ops.models.huggingface.families import Family, Options, listed
+from parallel_ops.models.huggingface.families import Family
+from parallel_ops.models.huggingface.rotary import Options, listed
 
 _REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
@@ -44,6 +45,14 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         ValueError: an unknown family, a missing key, or an unsupported option.
     """
     family, rest = family_of(options), dict(options)
+    if quantized := rest.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        how = "quantization_config=Mxfp4Config(dequantize=True), " if method == "mxfp4" else ""
+        raise ValueError(
+            f"has a quantization_config of method {method!r}, and quantized weights are not supported; save the model "
+            f"without it first, with transformers: AutoModelForCausalLM.from_pretrained(folder, {how}dtype='bfloat16')"
+            ".save_pretrained(other)" + ("" if how else ", after its dequantize()")
+        )
     for key in family.names.values():
         if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
             raise ValueError(f"lacks {key}")
@@ -103,7 +112,8 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
         num_kv_heads=config.resolved_num_kv_heads,
         head_dim=config.resolved_head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
-        qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        attention_bias=config.resolved_attention_bias,
+        qkv_bias=config.resolved_qkv_bias,
         window=windows[0] if len(set(windows)) == 1 else windows,
         rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,
         dropout=0.0,

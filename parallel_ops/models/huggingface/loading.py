@@ -153,10 +153,8 @@ class _Files:
         shapes = shapes_of(config)
         wanted: dict[str, list[int]] = {}
         for parameter, whole in shapes.items():
-            for stored, place in self._pieces(parameter, whole):
-                rows, *columns = [part.stop - part.start for part in place[-2:]]
-                shape = [rows * stored.parts, *columns]
-                wanted[stored.name] = shape[::-1] if stored.transposed else shape
+            for piece in self._pieces(parameter, whole):
+                wanted[piece.stored.name] = piece.file_shape(whole)
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
@@ -180,16 +178,12 @@ class _Files:
     def read(self, parameter: str, shape: torch.Size, slices: Slices) -> Tensor:
         """This rank's slices of a parameter, whose whole shape is ``shape``."""
         out: Tensor | None = None
-        for stored, place in self._pieces(parameter, shape):
+        for piece in self._pieces(parameter, shape):
+            stored, place = piece
             common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, place, strict=True)]
             if any(part.start >= part.stop for part in common):
                 continue
-            # In the file's tensor, a matrix or a vector; then in the result.
-            inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
-            first = stored.part * shape[0]
-            index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
-            tensor = self._tensors[stored.name]
-            found: Tensor = tensor[index[::-1]].t() if stored.transposed else tensor[index]
+            found = _read_piece(self._tensors[stored.name], piece, common, shape)
             if common == list(slices):
                 return found.view([part.stop - part.start for part in slices])
             if out is None:
@@ -208,6 +202,34 @@ class _Files:
 
     def _head(self) -> str:
         return self._pieces("head.weight", [1])[0].stored.name
+
+
+def _read_piece(tensor: Any, piece: Piece, common: list[slice], shape: Sequence[int]) -> Tensor:
+    """The slices ``common`` of a parameter of the whole ``shape``, all of them in one piece.
+
+    Args:
+        tensor: the tensor in the files, not read yet.
+    """
+    found: Tensor
+    stored, place = piece
+    if stored.stacked:
+        experts, rows, *columns = common
+        order = torch.arange(rows.start, rows.stop)
+        if stored.interleaved:
+            half = shape[1] // 2
+            order = order % half * 2 + order // half
+            rows = slice(int(order.min()), int(order.max()) + 1)
+        matrix = (rows, *columns)
+        index = (experts, *(matrix[::-1] if stored.transposed else matrix))
+        found = tensor[index]
+        found = found.transpose(1, 2) if stored.transposed else found
+        return found[:, order - rows.start] if stored.interleaved else found
+    # A matrix or a vector in the files.
+    inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
+    first = stored.part * shape[0]
+    index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
+    found = tensor[index[::-1]].t() if stored.transposed else tensor[index]
+    return found
 
 
 def _local_slices(name: str, t: Tensor) -> Slices:
