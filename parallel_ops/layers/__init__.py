@@ -3,6 +3,7 @@
 from parallel_ops.layers import core_attention as core_attention
 from parallel_ops.layers.attention import ParallelSelfAttention
 from parallel_ops.layers.embedding import VocabParallelEmbedding
+from parallel_ops.layers.latent_attention import ParallelLatentAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
@@ -12,6 +13,7 @@ from parallel_ops.layers.transformer import ParallelTransformerLayer
 __all__ = [
     "ColumnParallelLinear",
     "Norm",
+    "ParallelLatentAttention",
     "ParallelMLP",
     "ParallelMoE",
     "ParallelSelfAttention",

@@ -23,6 +23,7 @@ from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers.attention import Angles, ParallelSelfAttention
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.core_attention import CoreAttention
+from parallel_ops.layers.latent_attention import ParallelLatentAttention
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
@@ -37,6 +38,7 @@ class ParallelTransformerLayer(ShardedModule):
         hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, sink, window: see
             ``ParallelSelfAttention``.
         core_attention, attention_dropout: see ``ParallelSelfAttention``.
+        attention: in the place of ``ParallelSelfAttention``, such as ``ParallelLatentAttention`` over the same mesh.
         ffn_hidden_size, activation: see ``ParallelMLP``. mlp: in its place, such as a ``ParallelMoE`` over the same
             mesh.
         mesh: the ranks that share the weights; ``None`` for one.
@@ -65,6 +67,7 @@ class ParallelTransformerLayer(ShardedModule):
         head_dim: int | None = None,
         ffn_hidden_size: int | None = None,
         activation: str = "gelu",
+        attention: ParallelSelfAttention | ParallelLatentAttention | None = None,
         mlp: ParallelMLP | ParallelMoE | None = None,
         norm: str = "layer_norm",
         norm_eps: float = 1e-5,
@@ -94,7 +97,7 @@ class ParallelTransformerLayer(ShardedModule):
             "overlap": overlap, "bias": bias, "init_method": init_method, "output_init_method": output_init_method
         }  # fmt: skip
         self.norm_attention = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
-        self.attention = ParallelSelfAttention(
+        self.attention = attention or ParallelSelfAttention(
             hidden_size,
             num_heads,
             num_kv_heads=num_kv_heads,

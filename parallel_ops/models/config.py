@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.models.latent import LatentAttentionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,8 @@ class TransformerConfig:
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
         attention_dropout: probability, on the attention weights.
         tied_embeddings: the output layer shares the token embedding's weight.
+        latent: latent attention in the place of separate keys and values; see ``LatentAttentionConfig``. ``None`` for
+            none. ``num_kv_heads``, ``head_dim`` and norms of queries and keys are then left out.
         experts: layers with experts in the place of the MLP; see ``ExpertsConfig``. ``None`` for none.
         init_std: standard deviation of the initial weights; ``init_std / sqrt(2 num_layers)`` for output projections.
 
@@ -161,11 +164,14 @@ class TransformerConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     tied_embeddings: bool = True
+    latent: LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        if self.latent is not None:
+            self._check_latent()
         if self.experts is not None:
             self._check_experts(self.experts)
         self._check_choices()
@@ -175,7 +181,7 @@ class TransformerConfig:
             self._check_count(name, getattr(self, name))
         for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
             self._check_count(name, getattr(self, name), optional=True)
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.head_dim is None and self.latent is None and self.hidden_size % self.num_heads:
             self._fail(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}) unless head_dim "
                 "is given"
@@ -199,8 +205,8 @@ class TransformerConfig:
         ):
             if getattr(self, name) not in allowed:
                 self._fail(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
-        if self.positions == "rotary" and self.resolved_head_dim % 2:
-            self._fail(f"rotary positions need an even head size, got {self.resolved_head_dim}")
+        if self.positions == "rotary" and self.rotary_dim % 2:
+            self._fail(f"rotary positions need an even head size, got {self.rotary_dim}")
         for name in ("rotary_base", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
@@ -208,6 +214,15 @@ class TransformerConfig:
             self._fail("rotary_scaling needs positions='rotary'")
         if isinstance(self.rotary_scaling, YarnScaling) and self.rotary_base <= 1:
             self._fail(f"rotary_base must be above 1 with YarnScaling, got {self.rotary_base}")
+
+    def _check_latent(self) -> None:
+        for name, value in (("num_kv_heads", self.num_kv_heads), ("head_dim", self.head_dim)):
+            if value is not None:
+                self._fail(f"{name} must be left out with latent attention, got {value}")
+        if self.positions != "rotary" or self.resolved_attention_bias or self.resolved_qkv_bias or self.qk_norm:
+            self._fail("latent attention needs positions='rotary', and neither biases nor qk_norm")
+        if self.attention_sinks:
+            self._fail("attention_sinks must be False with latent attention")
 
     def _check_experts(self, experts: ExpertsConfig) -> None:
         if experts.dense_layers >= self.num_layers:
@@ -221,6 +236,11 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.resolved_head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
     def resolved_head_dim(self) -> int:

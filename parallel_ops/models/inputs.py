@@ -72,9 +72,9 @@ def _check_stage(model: Model, tokens: Tensor, stage: int | None, stream: Tensor
 
 
 def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
-    """Cosines and sines of positions ``[n]``: ``[n, head_dim / 2]`` each, fp32."""
+    """Cosines and sines of positions ``[n]``: ``[n, rotary_dim / 2]`` each, fp32."""
     scaling = config.rotary_scaling
-    frequencies = _frequencies(config.resolved_head_dim, config.rotary_base, scaling, positions.device)
+    frequencies = _frequencies(config.rotary_dim, config.rotary_base, scaling, positions.device)
     angles = positions.to(torch.float32)[:, None] * frequencies
     if isinstance(scaling, YarnScaling):
         return angles.cos() * scaling.rotary_factor, angles.sin() * scaling.rotary_factor
@@ -82,7 +82,7 @@ def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
 
 
 def _frequencies(size: int, base: float, scaling: Llama3Scaling | YarnScaling | None, device: torch.device) -> Tensor:
-    """Radians a position of each pair of a head of ``size``, ``[size / 2]`` fp32."""
+    """Radians a position of each pair of ``size`` dimensions of a head, ``[size / 2]`` fp32."""
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     frequencies = 1.0 / base**exponents
     if scaling is None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
+from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
-from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.config import TransformerConfig, YarnScaling
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
@@ -35,6 +35,16 @@ def layer_of(
         "init_method": normal(config.init_std),
         "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
     }
+    attention: ParallelLatentAttention | None = None
+    if config.latent is not None:
+        scale, scaling = (
+            (config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim) ** -0.5,
+            config.rotary_scaling,
+        )
+        attention = ParallelLatentAttention(
+            config.hidden_size, config.num_heads, **dataclasses.asdict(config.latent), window=config.windows[number],
+            scale=scale * scaling.softmax_factor if isinstance(scaling, YarnScaling) else None, core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
+        )  # fmt: skip
     mlp: ParallelMoE | None = None
     if config.experts is not None and config.has_experts(number):
         given = dataclasses.asdict(config.experts)
@@ -47,6 +57,7 @@ def layer_of(
         head_dim=config.head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
         activation=config.activation,
+        attention=attention,
         mlp=mlp,
         norm=config.norm,
         norm_eps=config.norm_eps,

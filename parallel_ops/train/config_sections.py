@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -80,8 +81,12 @@ def _table_of(*kinds: type) -> BeforeValidator:
 def _model_fields() -> dict[str, Any]:
     """The fields of ``TransformerConfig``, each optional: a Hugging Face folder defines them too."""
     hints = typing.get_type_hints(TransformerConfig)
-    hints["rotary_scaling"] = Annotated[Llama3Scaling | YarnScaling, _table_of(Llama3Scaling, YarnScaling)]
-    hints["experts"] = Annotated[ExpertsConfig, _table_of(ExpertsConfig)]
+    for name, kind in (
+        ("rotary_scaling", Llama3Scaling | YarnScaling),
+        ("latent", LatentAttentionConfig),
+        ("experts", ExpertsConfig),
+    ):
+        hints[name] = Annotated[kind, _table_of(*(typing.get_args(kind) or [kind]))]
     return {f.name: (hints[f.name] | None, None) for f in fields(TransformerConfig)}
 
 

@@ -1,7 +1,7 @@
 """The planner's model of a transformer."""
 
 from parallel_ops.models import TransformerConfig
-from parallel_ops.planner.model import Model
+from parallel_ops.planner.model import LatentAttention, Model
 
 
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
@@ -16,6 +16,16 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
             "expert_ffn": config.experts.ffn_hidden_size,
             "dense_layers": config.experts.dense_layers,
         }
+    latent = None
+    if config.latent is not None:
+        latent = LatentAttention(
+            # Without compression the product is that with the hidden size.
+            query_rank=config.latent.q_lora_rank or config.hidden_size,
+            key_value_rank=config.latent.kv_lora_rank,
+            head=config.latent.qk_nope_head_dim,
+            rope_head=config.latent.qk_rope_head_dim,
+            value_head=config.latent.v_head_dim,
+        )
     return Model(
         name=name,
         num_layers=config.num_layers,
@@ -24,7 +34,8 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
         vocab_size=config.vocab_size,
         seq_length=sequence,
         num_kv_heads=config.resolved_num_kv_heads,
-        head_dim=config.resolved_head_dim,
+        head_dim=config.resolved_head_dim if latent is None else config.latent.v_head_dim,  # type: ignore[union-attr]
+        latent=latent,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
         gated=config.activation == "swiglu",
         bias="all" if config.bias else "qkv" if config.resolved_qkv_bias else "none",

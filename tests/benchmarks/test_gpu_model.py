@@ -213,6 +213,22 @@ def test_backward_without_a_bias_is_one_launch_on_a_flat_grid(op):
     )
 
 
+@pytest.mark.parametrize("shape", [(32768, 4096, 6), (8192, 7168, 8)])
+def test_permute_moves_each_row_once(shape):
+    """A token's row is not read again for each of its experts."""
+    for prediction in model("permute", shape).values():
+        assert prediction.bytes <= 1.05 * prediction.least
+        assert prediction.share >= 0.85
+
+
+@pytest.mark.parametrize("shape", [(32768, 64, 6), (8192, 256, 8)])
+def test_route_moves_little_but_logits(shape):
+    """Its programs' sums for each expert are few. Choosing costs more than moving: see docs/gpu_model.md."""
+    for prediction in model("route", shape).values():
+        assert prediction.bytes <= 1.11 * prediction.least
+        assert not any(x.facts.spills for x in prediction.launches)
+
+
 @pytest.mark.aot(smoke=False)
 def test_a_loss_that_makes_its_gradient_in_the_forward_passes_twice_over_the_logits():
     bench, shape, device = benchmark("vocab_parallel_cross_entropy"), (8192, 131072), GPUS["H200"]

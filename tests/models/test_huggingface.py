@@ -43,6 +43,11 @@ YARN = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 20, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 16,
+}  # fmt: skip
 MODELS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES),
     "gpt2-untied": lambda: transformers.GPT2Config(
@@ -63,6 +68,13 @@ MODELS = {
     ),
     "qwen3_moe-normed": lambda: transformers.Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
+    "deepseek_v3-yarn": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.5}
+    ),
+    "deepseek_v3-plain": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2, "first_k_dense_replace": 0}
     ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **SIZES | {"num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2, pad_token_id=None
@@ -256,7 +268,7 @@ def change_tensors(folder, changes):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
-    "has model_type 'opt'; supported are gpt2, gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe": {
+    "has model_type 'opt'; supported are deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, olmoe, qwen2": {
         "model_type": "opt"
     },
     "has model_type 'None'": {"model_type": ...},
@@ -278,10 +290,10 @@ BAD_OPTIONS = {
         "attn_logit_softcapping": 50.0,
         "logit_softcap": 30.0,
     },
-    "has a quantization_config of method 'mxfp4', and quantized weights are not supported; save the model without it": {
+    "has quantization_config {'bits': 4}; supported is fp8": {"quantization_config": {"bits": 4}},
+    "has weights quantized by mxfp4, which are not supported; save them in bfloat16 first, with transformers: ": {
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     },
-    "has a quantization_config of method 'gptq', and": {"quantization_config": {"quant_method": "gptq"}},
     "has a value of a wrong type": {"rms_norm_eps": "small"},
     "num_heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
     "differs from the model's configuration in window": {"model_type": "mistral", "sliding_window": 3},
@@ -408,7 +420,7 @@ def test_memory_is_needed_before_loading(folders):
         model.load_pretrained(folders / "gpt2")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize(
     ("plan", "aux"),
     [
@@ -422,14 +434,16 @@ def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, a
     """With the auxiliary loss of the whole batch where all ranks share it."""
     folder = tmp_path / "m"
     shutil.copytree(folders / name, folder)
-    options = json.loads((folder / loading.CONFIG).read_text()) | {"router_aux_loss_coef": 0.3 if aux else 0.0}
+    factor = 0.3 if aux and name != "deepseek_v3" else 0.0
+    options = json.loads((folder / loading.CONFIG).read_text())
+    options |= {"router_aux_loss_coef": factor} if name != "deepseek_v3" else {}
     (folder / loading.CONFIG).write_text(json.dumps(options))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, output_router_logits=True).train()
-    model.router_aux_loss_coef = options["router_aux_loss_coef"]
+    model.router_aux_loss_coef = factor
     tokens, targets = torch.randint(VOCAB, (2, LENGTH, 4), generator=torch.Generator().manual_seed(2))
     result = model(tokens.t(), labels=torch.zeros_like(tokens.t()))
     loss = torch.nn.functional.cross_entropy(result.logits.flatten(0, 1), targets.t().flatten())
-    loss = loss + options["router_aux_loss_coef"] * result.aux_loss
+    loss = loss + factor * result.aux_loss if factor else loss
     loss.backward()
     with torch.no_grad():
         for p in model.parameters():
@@ -444,3 +458,49 @@ def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, a
     assert grads.keys() == want.keys()
     for key, t in want.items():
         torch.testing.assert_close(grads[key], t, rtol=1e-3, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_weights_in_8_bits_are_multiplied_with_their_scales(folders, tokens, tmp_path):
+    """As DeepSeek-V3's files have them: matrices of the layers in blocks, of which the last are cut off."""
+    plain, scaled = tmp_path / "plain", tmp_path / "scaled"
+    for folder in (plain, scaled):
+        shutil.copytree(folders / "deepseek_v3", folder)
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        (folder / loading.INDEX).unlink(missing_ok=True)
+    stored, undone = {}, {}
+    for key, t in tensors_of(folders / "deepseek_v3").items():
+        stored[key] = undone[key] = t
+        if t.dim() == 2 and "_proj" in key:
+            rows, columns = -(-t.shape[0] // 7), -(-t.shape[1] // 5)
+            scales = torch.rand(rows, columns, generator=torch.Generator().manual_seed(t.numel())) + 0.5
+            each = scales.repeat_interleave(7, 0).repeat_interleave(5, 1)[: t.shape[0], : t.shape[1]]
+            stored[key] = (t / each).to(torch.float8_e4m3fn)
+            stored[f"{key}{loading.SCALE}"] = scales
+            undone[key] = stored[key].float() * each
+    save_file(stored, scaled / loading.SINGLE)
+    save_file(undone, plain / loading.SINGLE)
+    options = json.loads((scaled / loading.CONFIG).read_text())
+    options["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [7, 5], "fmt": "e4m3"}
+    (scaled / loading.CONFIG).write_text(json.dumps(options))
+    want = Transformer.from_pretrained(plain).eval()(tokens)
+    results = ranks(4).run(on_rank.loaded, str(scaled), tokens, str(tmp_path / "again"))
+    for logits in [Transformer.from_pretrained(scaled).eval()(tokens), *results[0]["logits"]]:
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)
+    assert "quantization_config" not in json.loads((tmp_path / "again" / loading.CONFIG).read_text())
+    options["quantization_config"] = {"quant_method": "gptq"}
+    (scaled / loading.CONFIG).write_text(json.dumps(options))
+    with pytest.raises(ValueError, match=r"has quantization_config .*; supported is fp8 with a weight_block_size"):
+        Transformer.from_pretrained(scaled)
+
+
+def test_layers_that_predict_further_tokens_are_refused(folders, tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(folders / "deepseek_v3-plain", folder)
+    extra = {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / loading.INDEX).unlink(missing_ok=True)
+    save_file(tensors_of(folders / "deepseek_v3-plain") | extra, folder / loading.SINGLE)
+    with pytest.raises(ValueError, match=r"has model\.layers\.3\.eh_proj\.weight, .* \(MTP\) are not supported"):
+        Transformer.from_pretrained(folder)

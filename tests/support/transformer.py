@@ -131,7 +131,7 @@ def loaded(rank: int, folder: str, tokens: Tensor, save: str | None) -> dict[str
         model = Transformer.from_pretrained(folder, mesh=mesh()).eval()
     finally:
         loading._Files.read = original  # type: ignore[method-assign]
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.state_dict().values())
     with torch.no_grad():
         logits = [model(tokens)]
         if dist.is_initialized():

@@ -39,6 +39,28 @@ template <class T>
 PARALLEL_OPS_INLINE void scale_loop(const T* __restrict x, acc_t<T> weight, int64_t n, T* __restrict y) {
   for (int64_t i = 0; i < n; ++i) y[i] = from_acc<T>(weight * to_acc(x[i]));
 }
+// Both in one pass over x: y = weight x, and the sum of x z, whose element i goes to lane i % kLanes as in sum_lanes.
+template <class T>
+PARALLEL_OPS_INLINE acc_t<T> scale_and_dot_loop(const T* __restrict x, acc_t<T> weight, const T* __restrict z,
+                                                int64_t n, T* __restrict y) {
+  using A = acc_t<T>;
+  A lane[kLanes<A>] = {};
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) {
+    for (int64_t l = 0; l < kLanes<A>; ++l) {
+      const A wide = to_acc(x[i + l]);
+      lane[l] += wide * to_acc(z[i + l]);
+      y[i + l] = from_acc<T>(weight * wide);
+    }
+  }
+  for (int64_t l = 0; i + l < n; ++l) {
+    const A wide = to_acc(x[i + l]);
+    lane[l] += wide * to_acc(z[i + l]);
+    y[i + l] = from_acc<T>(weight * wide);
+  }
+  return sum_of_lanes<kLanes<A>>(lane);
+}
+
 #define DEFINE_LOOPS(T)                                                                                            \
   PARALLEL_OPS_MULTIVERSION void sum_rows(const T* const* rows, const acc_t<T>* weights, int64_t terms, int64_t n, \
                                           T* out) {                                                                \
@@ -49,6 +71,9 @@ PARALLEL_OPS_INLINE void scale_loop(const T* __restrict x, acc_t<T> weight, int6
   }                                                                                                                \
   PARALLEL_OPS_MULTIVERSION acc_t<T> dot_row(const T* x, const T* y, int64_t n) {                                  \
     return sum_lanes<acc_t<T>>(n, [&](int64_t i) PARALLEL_OPS_LAMBDA { return to_acc(x[i]) * to_acc(y[i]); });     \
+  }                                                                                                                \
+  PARALLEL_OPS_MULTIVERSION acc_t<T> scale_and_dot_row(const T* x, acc_t<T> weight, const T* z, int64_t n, T* y) { \
+    return scale_and_dot_loop(x, weight, z, n, y);                                                                 \
   }
 PARALLEL_OPS_FOR_EACH_DTYPE(DEFINE_LOOPS)
 #undef DEFINE_LOOPS
@@ -210,10 +235,14 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const std::opt
         for (int64_t col = 0; col < cols; col += kTileCols) {
           const int64_t n = std::min(kTileCols, cols - col);
           const T* g = grads.tile(slot / choices, col, n, grad_scratch.data);
-          if (needs_y) scale_row(g, weight, n, to + row * cols + col);
-          if (needs_weights) {
-            dots[static_cast<size_t>(slot)] += dot_row(g, ys->tile(row, col, n, y_scratch.data), n);
+          T* dy_row = needs_y ? to + row * cols + col : nullptr;
+          if (!needs_weights) {
+            if (needs_y) scale_row(g, weight, n, dy_row);
+            continue;
           }
+          const T* y_row = ys->tile(row, col, n, y_scratch.data);
+          dots[static_cast<size_t>(slot)] +=
+              needs_y ? scale_and_dot_row(g, weight, y_row, n, dy_row) : dot_row(g, y_row, n);
         }
       }
     });

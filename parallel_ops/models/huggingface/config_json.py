@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
-from parallel_ops.models.huggingface.expert_families import FAMILIES
+from parallel_ops.models.huggingface.expert_families import FAMILIES, deepseek
 from parallel_ops.models.huggingface.families import Family
 from parallel_ops.models.huggingface.rotary import Options, listed
 
@@ -35,7 +35,30 @@ def family_of(options: Mapping[str, Any]) -> Family:
     name = str(options.get("model_type"))
     if name not in FAMILIES:
         raise ValueError(f"has model_type {name!r}; supported are {listed(FAMILIES)}")
+    if name == "deepseek_v3" and options.get("q_lora_rank", True) is None:
+        return deepseek(compressed=False)
     return FAMILIES[name]
+
+
+def scale_block(options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in tensors of 8 bits; ``None`` for a folder without.
+
+    Raises:
+        ValueError: another quantization than that of DeepSeek-V3.
+    """
+    given = options.get("quantization_config")
+    if given is None:
+        return None
+    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+        raise ValueError(
+            "has weights quantized by mxfp4, which are not supported; save them in bfloat16 first, with transformers: "
+            "GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), "
+            "dtype='bfloat16').save_pretrained(other)"
+        )
+    block = given.get("weight_block_size") if isinstance(given, dict) and given.get("quant_method") == "fp8" else None
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ValueError(f"has quantization_config {given!r}; supported is fp8 with a weight_block_size")
+    return block[0], block[1]
 
 
 def config_of(options: Mapping[str, Any]) -> TransformerConfig:
@@ -45,14 +68,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         ValueError: an unknown family, a missing key, or an unsupported option.
     """
     family, rest = family_of(options), dict(options)
-    if quantized := rest.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        how = "quantization_config=Mxfp4Config(dequantize=True), " if method == "mxfp4" else ""
-        raise ValueError(
-            f"has a quantization_config of method {method!r}, and quantized weights are not supported; save the model "
-            f"without it first, with transformers: AutoModelForCausalLM.from_pretrained(folder, {how}dtype='bfloat16')"
-            ".save_pretrained(other)" + ("" if how else ", after its dequantize()")
-        )
+    scale_block(options)
+    rest.pop("quantization_config", None)
     for key in family.names.values():
         if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
             raise ValueError(f"lacks {key}")
@@ -109,8 +126,8 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
     windows = config.windows
     return replace(
         config,
-        num_kv_heads=config.resolved_num_kv_heads,
-        head_dim=config.resolved_head_dim,
+        num_kv_heads=None if config.latent else config.resolved_num_kv_heads,
+        head_dim=None if config.latent else config.resolved_head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
         attention_bias=config.resolved_attention_bias,
         qkv_bias=config.resolved_qkv_bias,

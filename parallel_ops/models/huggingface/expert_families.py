@@ -11,11 +11,13 @@ from parallel_ops.models.huggingface.families import (
     LLAMA_DEFAULTS,
     LLAMA_NAMES,
     LLAMA_TENSORS,
+    Family,
     Stored,
     kinds_of,
     windows_of,
 )
 from parallel_ops.models.huggingface.rotary import Options, read_rotary, write_rotary
+from parallel_ops.models.latent import LatentAttentionConfig
 
 
 def _experts_at(mlp: str, gate: str, up: str, down: str, router: str = "gate") -> dict[str, Stored]:
@@ -175,6 +177,106 @@ _GPT_OSS_TENSORS = {
     "mlp.experts.down_bias": Stored("mlp.experts.down_proj_bias", stacked=True),
 }
 
+
+def _read_deepseek(options: Options) -> Options:
+    heads = options["num_attention_heads"]
+    if (count := options.pop("num_key_value_heads", heads)) != heads:
+        raise ValueError(f"has num_key_value_heads {count!r}; latent attention has as many as num_attention_heads")
+    if options.pop("scoring_func", "sigmoid") != "sigmoid" or options.pop("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError("has a scoring_func or topk_method that is not DeepSeek-V3's")
+    if options.pop("moe_layer_freq", 1) != 1:
+        raise ValueError("has layers without experts behind layers with experts, which is not supported")
+    latent = LatentAttentionConfig(
+        q_lora_rank=options.pop("q_lora_rank", 1536),
+        kv_lora_rank=options.pop("kv_lora_rank", 512),
+        qk_nope_head_dim=options.pop("qk_nope_head_dim", 128),
+        qk_rope_head_dim=options.pop("qk_rope_head_dim", 64),
+        v_head_dim=options.pop("v_head_dim", 128),
+        interleaved=options.pop("rope_interleave", True),
+    )
+    dense = options.pop("first_k_dense_replace", 3)
+    experts = ExpertsConfig(
+        num_experts=options.pop("n_routed_experts", 256),
+        top_k=options.pop("num_experts_per_tok", 8),
+        ffn_hidden_size=options.pop("moe_intermediate_size", 2048),
+        shared_experts=options.pop("n_shared_experts", 1),
+        dense_layers=dense,
+        score="sigmoid",
+        normalize=options.pop("norm_topk_prob", True),
+        scale=options.pop("routed_scaling_factor", 2.5),
+        groups=options.pop("n_group", 8),
+        top_groups=options.pop("topk_group", 4),
+        selection_bias=True,
+    )
+    # Layers behind the last that predict further tokens; the files may have them.
+    for key in ("num_nextn_predict_layers", "head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"):
+        options.pop(key, None)
+    options.pop("output_router_logits", None)
+    return read_rotary(options) | {"latent": latent, "experts": experts}
+
+
+def _write_deepseek(config: TransformerConfig) -> Options:
+    experts, latent = _experts_of(config), config.latent
+    if latent is None:
+        raise ValueError("has no latent attention")
+    return write_rotary(config) | {
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_nope_head_dim": latent.qk_nope_head_dim,
+        "qk_rope_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rope_interleave": latent.interleaved,
+        "num_key_value_heads": config.num_heads,
+        "first_k_dense_replace": experts.dense_layers,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "n_shared_experts": experts.shared_experts,
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups,
+        "topk_group": experts.top_groups,
+    }
+
+
+_DEEPSEEK_LAYER = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+_DEEPSEEK_TENSORS = (
+    LLAMA_TENSORS
+    | _experts_at("mlp", "gate_proj", "up_proj", "down_proj")
+    | {
+        f"layers.{{}}.{ours}.weight": Stored(f"model.layers.{{}}.{theirs}.weight")
+        for ours, theirs in _DEEPSEEK_LAYER.items()
+    }
+    | {"layers.{}.mlp.router.selection_bias": Stored("model.layers.{}.mlp.gate.e_score_correction_bias")}
+)
+
+
+def deepseek(compressed: bool) -> Family:
+    """DeepSeek-V3, whose queries are compressed in most models."""
+    q = "self_attn.q_b_proj" if compressed else "self_attn.q_proj"
+    return replace(
+        LLAMA,
+        architecture="DeepseekV3ForCausalLM",
+        names={ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in ("head_dim", "num_kv_heads")},
+        defaults=LLAMA_DEFAULTS,
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        always=LLAMA_ALWAYS,
+        read=_read_deepseek,
+        write=_write_deepseek,
+        tensors=_DEEPSEEK_TENSORS | {"layers.{}.attention.q.weight": Stored(f"model.layers.{{}}.{q}.weight")},
+        constants=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    )
+
+
 # Of several families that have a configuration, the first is written.
 FAMILIES = DENSE | {
     "mixtral": replace(
@@ -196,6 +298,7 @@ FAMILIES = DENSE | {
         write=_write_qwen3_moe,
         tensors=LLAMA_TENSORS | _experts_at("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    "deepseek_v3": deepseek(compressed=True),
     "olmoe": replace(
         LLAMA,
         architecture="OlmoeForCausalLM",

@@ -19,12 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
-from parallel_ops.models.huggingface.config_json import config_of, differences, family_of
-from parallel_ops.models.huggingface.families import Family, Piece
+from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
+from parallel_ops.models.huggingface.families import Piece, Stored
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FLOATING = ("F64", "F32", "F16", "BF16")
+_FLOATING, _FP8 = ("F64", "F32", "F16", "BF16"), "F8_E4M3"
+# End of the names of scales: of each block of a tensor in 8 bits, which the values are multiplied with.
+SCALE = "_scale_inv"
 # Fields in which a model may differ from the config.json of its weights: they do not change what the weights are.
 _OF_TRAINING = ("seq_length", "attention_dropout", "init_std")
 Slices = tuple[slice, ...]
@@ -75,7 +77,7 @@ def check(config: TransformerConfig, folder: Path, shapes_of: ShapesOf) -> None:
         FileNotFoundError, ValueError: as ``PretrainedModel.load_pretrained``.
     """
     with contextlib.ExitStack() as stack:
-        _Files(folder, family_of(_read_json(folder / CONFIG)), stack).check(config, shapes_of)
+        _Files(folder, _read_json(folder / CONFIG), stack).check(config, shapes_of)
 
 
 def load(model: Loadable, folder: Path, *, strict: bool) -> None:
@@ -86,7 +88,7 @@ def load(model: Loadable, folder: Path, *, strict: bool) -> None:
     if strict and differing:
         raise ValueError(f"{folder / CONFIG} differs from the model's configuration in {', '.join(differing)}")
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, family_of(options), stack)
+        files = _Files(folder, options, stack)
         files.check(model.config, model.global_shapes)
         parameters = parameters_of(model)
         slices = {name: _local_slices(name, t) for name, t in parameters.items()}
@@ -126,8 +128,9 @@ class _Files:
         FileNotFoundError, ValueError: files that are missing, truncated, or differ from their index.
     """
 
-    def __init__(self, folder: Path, family: Family, stack: contextlib.ExitStack) -> None:
-        self._folder, self._family = folder, family
+    def __init__(self, folder: Path, options: Mapping[str, Any], stack: contextlib.ExitStack) -> None:
+        self._folder, self._family = folder, family_of(options)
+        self._block = scale_block(options)
         self._tensors: dict[str, Any] = {}  # safetensors' slices
         index = None if (folder / SINGLE).exists() else _read_index(folder)
         for file in [SINGLE] if index is None else sorted(set(index.values())):
@@ -141,7 +144,7 @@ class _Files:
                 self._tensors[name] = opened.get_slice(name)
         if index is not None and (absent := index.keys() - self._tensors.keys()):
             raise ValueError(f"{folder} lacks {some(absent)}, which {INDEX} lists")
-        self._bare = not any(name.startswith(family.prefix) for name in self._tensors)
+        self._bare = not any(name.startswith(self._family.prefix) for name in self._tensors)
 
     def check(self, config: TransformerConfig, shapes_of: ShapesOf) -> None:
         """Raises ValueError if the tensors are not those of a model of this configuration."""
@@ -158,16 +161,32 @@ class _Files:
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
-            if name == self._head():  # tied embeddings, stored twice
-                wanted[name] = wanted[self._pieces("tokens.weight", [1])[0].stored.name]
-            elif not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
-                raise ValueError(f"{self._folder} has {name}, which the model does not have")
+            if (shape_of_more := self._shape_of_more(name, wanted, config)) is not None:
+                wanted[name] = shape_of_more
         for name, shape in wanted.items():
             got, dtype = self._tensors[name].get_shape(), self._tensors[name].get_dtype()
             if got != shape:
                 raise ValueError(f"{self._folder}: {name} must be {shape}, got {got}")
+            if dtype == _FP8 and name + SCALE in self._tensors:
+                continue
             if dtype not in _FLOATING:
                 raise ValueError(f"{self._folder}: {name} must be one of {', '.join(_FLOATING)}, got {dtype}")
+
+    def _shape_of_more(self, name: str, wanted: Mapping[str, list[int]], config: TransformerConfig) -> list[int] | None:
+        """The shape of a tensor that is no parameter; ``None`` for one that can be computed. Raises for any other."""
+        if name == self._head():  # tied embeddings, stored twice
+            return wanted[self._pieces("tokens.weight", [1])[0].stored.name]
+        of = wanted.get(name.removesuffix(SCALE), [])
+        if name.endswith(SCALE) and self._block is not None and len(of) == 2:
+            return [-(-size // n) for size, n in zip(of, self._block, strict=True)]
+        if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.num_layers:
+            raise ValueError(
+                f"{self._folder} has {name}, but the model has {config.num_layers} layers: layers that predict "
+                "further tokens (MTP) are not supported; leave them out of the files"
+            )
+        if not re.fullmatch(self._family.constants, name.removeprefix(self._family.prefix)):
+            raise ValueError(f"{self._folder} has {name}, which the model does not have")
+        return None
 
     def check_tied_head(self, tokens: Tensor, slices: Slices) -> None:
         """Raises ValueError if the files have an output layer that differs from the embedding it is tied to."""
@@ -179,12 +198,12 @@ class _Files:
         """This rank's slices of a parameter, whose whole shape is ``shape``."""
         out: Tensor | None = None
         for piece in self._pieces(parameter, shape):
-            stored, place = piece
-            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, place, strict=True)]
+            both = zip(slices, piece.place, strict=True)
+            common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
             if any(part.start >= part.stop for part in common):
                 continue
-            found = _read_piece(self._tensors[stored.name], piece, common, shape)
-            if common == list(slices):
+            found = self._read_piece(piece, common, shape)
+            if common == tuple(slices):
                 return found.view([part.stop - part.start for part in slices])
             if out is None:
                 out = found.new_empty([part.stop - part.start for part in slices])
@@ -192,6 +211,43 @@ class _Files:
             out[target] = found
         assert out is not None
         return out
+
+    def _read_piece(self, piece: Piece, common: Slices, shape: Sequence[int]) -> Tensor:
+        """The slices ``common`` of a parameter of the whole ``shape``, which are all in one piece."""
+        stored, place = piece
+        if stored.stacked:
+            return self._read_stack(stored, common, shape)
+        # In the file's tensor, a matrix or a vector.
+        inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
+        first = stored.part * shape[0]
+        index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
+        found = self._values(stored.name, index[::-1] if stored.transposed else index)
+        return found.t() if stored.transposed else found
+
+    def _read_stack(self, stored: Stored, common: Slices, shape: Sequence[int]) -> Tensor:
+        """The same of a parameter of experts that are one tensor in the files."""
+        experts, rows, *columns = common
+        order = torch.arange(rows.start, rows.stop)
+        if stored.interleaved:
+            half = shape[1] // 2
+            order = order % half * 2 + order // half
+            rows = slice(int(order.min()), int(order.max()) + 1)
+        matrix = (rows, *columns)
+        index = (experts, *(matrix[::-1] if stored.transposed else matrix))
+        found: Tensor = self._tensors[stored.name][index]
+        found = found.transpose(1, 2) if stored.transposed else found
+        return found[:, order - rows.start] if stored.interleaved else found
+
+    def _values(self, name: str, index: Slices) -> Tensor:
+        """A part of a tensor, multiplied with its scales if it is stored in 8 bits."""
+        found: Tensor = self._tensors[name][index]
+        if (scales := self._tensors.get(name + SCALE)) is None or self._block is None:
+            return found
+        blocks = tuple(slice(i.start // n, -(-i.stop // n)) for i, n in zip(index, self._block, strict=True))
+        factors: Tensor = scales[blocks].to(torch.float32)
+        for dim, (part, n) in enumerate(zip(index, self._block, strict=True)):
+            factors = factors.repeat_interleave(n, dim).narrow(dim, part.start % n, part.stop - part.start)
+        return found.to(torch.float32) * factors
 
     def _pieces(self, parameter: str, shape: Sequence[int]) -> list[Piece]:
         found = self._family.pieces(parameter, shape)
@@ -202,34 +258,6 @@ class _Files:
 
     def _head(self) -> str:
         return self._pieces("head.weight", [1])[0].stored.name
-
-
-def _read_piece(tensor: Any, piece: Piece, common: list[slice], shape: Sequence[int]) -> Tensor:
-    """The slices ``common`` of a parameter of the whole ``shape``, all of them in one piece.
-
-    Args:
-        tensor: the tensor in the files, not read yet.
-    """
-    found: Tensor
-    stored, place = piece
-    if stored.stacked:
-        experts, rows, *columns = common
-        order = torch.arange(rows.start, rows.stop)
-        if stored.interleaved:
-            half = shape[1] // 2
-            order = order % half * 2 + order // half
-            rows = slice(int(order.min()), int(order.max()) + 1)
-        matrix = (rows, *columns)
-        index = (experts, *(matrix[::-1] if stored.transposed else matrix))
-        found = tensor[index]
-        found = found.transpose(1, 2) if stored.transposed else found
-        return found[:, order - rows.start] if stored.interleaved else found
-    # A matrix or a vector in the files.
-    inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
-    first = stored.part * shape[0]
-    index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
-    found = tensor[index[::-1]].t() if stored.transposed else tensor[index]
-    return found
 
 
 def _local_slices(name: str, t: Tensor) -> Slices:

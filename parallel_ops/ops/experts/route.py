@@ -2,7 +2,7 @@
 
     p        = softmax(x)                                    x = one token's logits, n of them
     s        = p, or sigmoid(x)
-    chosen   = the k largest of s + bias                     s in the k best experts' order, ties by lower index
+    chosen   = the k largest of s + bias                     in descending order, ties by lower index
     w_j      = scale * s_j / (sum over chosen of s + 1e-20)  without normalize: scale * s_j
     score_sums_e = sum over tokens of p_e                    with sigmoid: of s_e / sum of s
     z_sum    = sum over tokens of logsumexp(x)^2
@@ -156,7 +156,7 @@ def load_balancing_loss(load: Tensor, score_sums: Tensor, tokens: int | Tensor, 
     Raises:
         TypeError, ValueError: dtypes and shapes that ``route`` does not return, tokens or top_k below 1.
 
-    Sharding: linear in neither input, so reduce load and score_sums over the ranks first.
+    Sharding: the loss is a product of the two, so sum load, score_sums and tokens over the ranks first.
     """
     check_floating("load_balancing_loss", "score_sums", score_sums)
     if not isinstance(load, Tensor):

@@ -1,0 +1,226 @@
+"""Multi-head latent attention: queries, keys and values pass through narrow projections that all heads share.
+
+    c_q       = norm(W_qa x)        q   = W_qb c_q              by head: a part without position, and a rotary one
+    c_kv, k_r = W_kva x             k, v = W_kvb norm(c_kv)     by head; the rotary part k_r is that of all heads
+    y         = W_o core_attention([q, rotated], [k, k_r rotated], v)
+
+The narrow projections are whole on every rank, and computed for this rank's tokens; the wide ones are sharded by heads.
+With sequence parallelism the narrow vectors are gathered, not the residual stream. Source: DeepSeek-AI,
+arXiv:2405.04434, section 2.1.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from parallel_ops._internal.groups import group_rank
+from parallel_ops.comm import all_gather, copy_to_group
+from parallel_ops.layers.attention import Angles
+from parallel_ops.layers.checks import check_input, propagates_errors
+from parallel_ops.layers.core_attention import CoreAttention, flash
+from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
+from parallel_ops.layers.linear_base import LinearOptions
+from parallel_ops.layers.norm import Norm
+from parallel_ops.layers.parameters import (
+    InitFn,
+    ShardedModule,
+    empty_parameter,
+    ensure_divisible,
+    init_sharded_,
+    to_local,
+    uniform,
+)
+from parallel_ops.ops import rotary_embedding
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+
+# Of the norms of the narrow vectors, whatever that of the others is.
+_NORM_EPS = 1e-6
+
+
+class ReplicatedLinear(ShardedModule):
+    """``nn.Linear`` without a bias, whole on every rank.
+
+    Args:
+        in_features, out_features: of the weight.
+        mesh: the ranks; ``None`` for one.
+        sequence_parallel: each rank has its own tokens, so the weight's gradients are summed over the ranks.
+        init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
+        device, dtype: of the weight; ``None`` for torch's defaults.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        mesh: DeviceMesh | None,
+        sequence_parallel: bool = False,
+        init_method: InitFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.sequence_parallel, self.init_method = sequence_parallel, init_method
+        self.weight = empty_parameter((out_features, in_features), Replicate(), self.mesh, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises the weight, independently of the mesh."""
+        init_sharded_(self.weight, self.init_method or uniform(self.weight.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        (weight,) = to_local(self, self.weight, partial=(self.sequence_parallel,))
+        assert weight is not None
+        return F.linear(x, weight)
+
+
+class ParallelLatentAttention(ShardedModule):
+    """Causal multi-head latent attention, in the place of ``ParallelSelfAttention``.
+
+    Args:
+        hidden_size: width of input and output.
+        num_heads: heads; a multiple of the mesh's size.
+        kv_lora_rank: width of the vector that keys and values are made of.
+        qk_nope_head_dim, qk_rope_head_dim: widths of the parts of a query and key head without position, and rotary.
+        v_head_dim: width of a value head.
+        mesh: the ranks that share the heads; ``None`` for one.
+        q_lora_rank: the same for queries; ``None`` for one projection.
+        scale: of the scores; ``None`` for 1 / sqrt of the width of a query head.
+        interleaved: which dimensions of the rotary parts are a pair; see ``rotary_embedding``.
+        window, core_attention, attention_dropout, sequence_parallel, overlap: see ``ParallelSelfAttention``.
+        init_method, output_init_method: fill tiles of the projections, and of ``out``, in place; ``None`` for what
+            ``nn.Linear`` does.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
+
+    Raises:
+        TypeError, ValueError: sizes that do not fit each other or the mesh.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        mesh: DeviceMesh | None,
+        q_lora_rank: int | None = None,
+        scale: float | None = None,
+        interleaved: bool = True,
+        window: int | None = None,
+        core_attention: CoreAttention | None = None,
+        attention_dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        overlap: Overlap = "auto",
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.local_heads = ensure_divisible("ParallelLatentAttention", "num_heads", num_heads, self.ranks)
+        if qk_rope_head_dim % 2:
+            raise ValueError(f"ParallelLatentAttention: qk_rope_head_dim must be even, got {qk_rope_head_dim}")
+        self.nope, self.rope, self.v_head_dim, self.kv_lora_rank = (
+            qk_nope_head_dim, qk_rope_head_dim, v_head_dim, kv_lora_rank,
+        )  # fmt: skip
+        self.scale = (self.nope + self.rope) ** -0.5 if scale is None else scale
+        self.interleaved, self.window, self.attention_dropout = interleaved, window, attention_dropout
+        self.sequence_parallel = sequence_parallel and self.ranks > 1
+        self.core_attention: CoreAttention = flash if core_attention is None else core_attention
+        self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
+        where: dict[str, Any] = {
+            "mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
+        }  # fmt: skip
+        options = LinearOptions(overlap=overlap, **where)
+
+        def narrow(width: int) -> ReplicatedLinear:
+            return ReplicatedLinear(hidden_size, width, init_method=init_method, **where)
+
+        def wide(rank: int, width: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(rank, num_heads * width, bias=False, init_method=init_method, **options)
+
+        self.q_down = None if q_lora_rank is None else narrow(q_lora_rank)
+        self.q_norm = None if q_lora_rank is None else Norm(q_lora_rank, "rms_norm", _NORM_EPS, **where)
+        self.q = wide(hidden_size if q_lora_rank is None else q_lora_rank, self.nope + self.rope)
+        self.kv_down = narrow(kv_lora_rank + self.rope)
+        self.kv_norm = Norm(kv_lora_rank, "rms_norm", _NORM_EPS, **where)
+        self.kv = wide(kv_lora_rank, self.nope + v_head_dim)
+        self.out = RowParallelLinear(
+            num_heads * v_head_dim, hidden_size, bias=False, init_method=output_init_method, **options
+        )
+
+    @propagates_errors
+    def forward(
+        self,
+        x: Tensor,
+        angles: Angles | None = None,
+        mask: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        residual: Tensor | None = None,
+        dropout: float = 0.0,
+        row_positions: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+        core_options: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """``[s, b, hidden_size]`` to the same shape; see ``ParallelSelfAttention.forward``.
+
+        Args:
+            angles: cosines and sines, ``[positions, qk_rope_head_dim / 2]`` each.
+            mask: must be ``None``.
+
+        Raises:
+            TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask, options
+                that the core attention does not take, angles or positions that do not fit.
+
+        Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
+        """
+        check_input("ParallelLatentAttention", x, self.kv_down.weight, "[s, b, {}]")
+        given = dict(core_options or {})
+        if mask is not None or not self._core_takes.issuperset(given):
+            wrong = "mask" if mask is not None else next(name for name in given if name not in self._core_takes)
+            raise TypeError(f"ParallelLatentAttention: {wrong} must be None for this core_attention")
+        latent = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
+        (q,), _ = column_linears(latent, [self.q], sizes=sizes)
+        latent, k_rope = self.kv_down(x).split([self.kv_lora_rank, self.rope], dim=-1)
+        (kv,), _ = column_linears(self.kv_norm(latent), [self.kv], sizes=sizes)
+        q, kv = (t.unflatten(-1, (self.local_heads, -1)) for t in (q, kv))
+        k_rope = self._of_all_tokens(k_rope, sizes).unsqueeze(2)
+        q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
+        k_nope, v = kv.split([self.nope, self.v_head_dim], dim=-1)
+        if angles is not None:
+            q_rope, k_rope = (
+                rotary_embedding(t, *angles, positions=positions, interleaved=self.interleaved)
+                for t in (q_rope, k_rope)
+            )
+        q = torch.cat([q_nope, q_rope], dim=-1)
+        k = torch.cat([k_nope, k_rope.expand(-1, -1, self.local_heads, -1)], dim=-1)
+        dropout_p = self.attention_dropout if self.training else 0.0
+        if dropout_p and "first_head" in self._core_takes:
+            given["first_head"] = self.local_heads * group_rank(self.group)
+        y = self.core_attention(
+            q, k, v, causal=True, scale=self.scale, window=self.window, dropout_p=dropout_p, **given
+        )  # fmt: skip
+        out: Tensor = self.out(
+            y.flatten(2), residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes
+        )
+        return out
+
+    def _of_all_tokens(self, k_rope: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        """The rotary part of the keys of all tokens. Each rank's heads give it a part of its gradient."""
+        if self.sequence_parallel:
+            return all_gather(k_rope, self.group, sizes=sizes)
+        return copy_to_group(k_rope, self.group)
+
+    def extra_repr(self) -> str:
+        return f"local_heads={self.local_heads}, q and k {self.nope} + {self.rope}, v {self.v_head_dim}"

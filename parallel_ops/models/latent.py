@@ -1,0 +1,35 @@
+"""The configuration of multi-head latent attention."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Queries, keys and values that are made of narrow vectors; see ``layers.latent_attention``.
+
+    Attributes:
+        q_lora_rank, kv_lora_rank: widths of these vectors; without ``q_lora_rank`` queries are made of the token.
+        qk_nope_head_dim, qk_rope_head_dim: widths of the parts of a query and key head without position, and rotary.
+        v_head_dim: width of a value head.
+        interleaved: pairs of the rotary part are neighbours; otherwise ``i`` and ``i + qk_rope_head_dim / 2``.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+            value = getattr(self, name)
+            if value is None and name == "q_lora_rank":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"LatentAttentionConfig: {name} must be an int of at least 1, got {value!r}")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"LatentAttentionConfig: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}")
