@@ -36,14 +36,13 @@ def layer_of(
         "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
     }
     attention: ParallelLatentAttention | None = None
-    if config.latent is not None:
-        scale, scaling = (
-            (config.latent.qk_nope_head_dim + config.latent.qk_rope_head_dim) ** -0.5,
-            config.rotary_scaling,
-        )
+    if (latent := config.latent) is not None:
+        scale, scaling = None, config.rotary_scaling
+        if isinstance(scaling, YarnScaling):
+            scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5 * scaling.softmax_factor
         attention = ParallelLatentAttention(
-            config.hidden_size, config.num_heads, **dataclasses.asdict(config.latent), window=config.windows[number],
-            scale=scale * scaling.softmax_factor if isinstance(scaling, YarnScaling) else None, core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
+            config.hidden_size, config.num_heads, **dataclasses.asdict(latent), window=config.windows[number],
+            scale=scale, core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
         )  # fmt: skip
     mlp: ParallelMoE | None = None
     if config.experts is not None and config.has_experts(number):
