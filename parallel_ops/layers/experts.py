@@ -20,7 +20,7 @@ from parallel_ops.layers.parameters import (
     to_local,
     uniform,
 )
-from parallel_ops.ops import grouped_linear, silu_mul
+from parallel_ops.ops import bias_swiglu, grouped_linear
 from parallel_ops.ops.experts import Routing, route
 
 
@@ -110,7 +110,7 @@ class Experts(ShardedModule):
         num_experts: over all ranks.
         mesh: the ranks that share the experts (``ep``), each with ``num_experts / P`` whole ones; ``None`` for one.
         bias: whether the linears have biases.
-        swiglu_alpha, swiglu_limit, swiglu_up_offset: ``alpha``, ``limit`` and ``up_offset`` of ``silu_mul``.
+        swiglu_alpha, swiglu_limit, swiglu_up_offset: ``alpha``, ``limit`` and ``up_offset`` of ``bias_swiglu``.
         copies: the ranks of ``mesh`` have all experts each, and their own tokens: gradients are summed over them.
         init_method, output_init_method: fill tiles of ``gate_up``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
@@ -185,8 +185,7 @@ class Experts(ShardedModule):
         down, down_bias = to_local(self, self.down, self.down_bias, partial=partial)
         assert gate_up is not None and down is not None
         both = grouped_linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
-        gate, up = both.chunk(2, dim=-1)
-        y = silu_mul(gate, up, weights=weights, **self._swiglu)
+        y = bias_swiglu(both, weights=weights, **self._swiglu)
         return grouped_linear(y, down, ends, bias=down_bias, **self._targets(self.down))
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:

@@ -11,14 +11,14 @@ from typing import Any
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.export.target import ExportTarget
 from parallel_ops.planner.feasibility import pipeline_problems
-from parallel_ops.planner.model import Model
+from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    if model.latent:
-        yield "it has no latent attention"
+    if model.latent and (model.bias != "none" or model.positions != "rotary"):
+        yield "its latent attention has rotary positions and no biases"
     if model.experts and not model.gated:
         yield "its experts have gated activations"
     if model.experts and model.bias != "none":
@@ -40,6 +40,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000},
         "model": _shape(model),
+        **({"model.latent": _latent(model.latent)} if model.latent else {}),
         **({"model.experts": _experts(model)} if model.experts else {}),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
@@ -85,7 +86,20 @@ def _shape(model: Model) -> dict[str, Any]:
         "positions": model.positions,
         "tied_embeddings": model.tied_embeddings,
     }
+    if model.latent:
+        del shape["num_kv_heads"], shape["head_dim"]
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
+
+
+def _latent(latent: LatentAttention) -> dict[str, Any]:
+    """The fields of ``LatentAttentionConfig``."""
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.head,
+        "qk_rope_head_dim": latent.rope_head,
+        "v_head_dim": latent.value_head,
+    }
 
 
 def _experts(model: Model) -> dict[str, Any]:
