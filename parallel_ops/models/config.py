@@ -105,7 +105,8 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen and Mistral are configurations of it.
+    """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen, Mistral, GPT-OSS and
+    DeepSeek are configurations of it.
 
     Attributes:
         vocab_size, seq_length, num_layers, hidden_size, num_heads: positive. ``seq_length`` is the length of the
