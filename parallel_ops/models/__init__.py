@@ -1,4 +1,4 @@
-"""One transformer for any number of ranks; GPT-2, Llama, Qwen, Mistral, GPT-OSS and DeepSeek are configurations of it."""
+"""One transformer for any number of ranks: GPT-2, Llama, Qwen, Mistral, GPT-OSS and DeepSeek by its configuration."""
 
 from parallel_ops.models.config import Llama3Scaling, TransformerConfig, YarnScaling
 from parallel_ops.models.huggingface import config_from_pretrained

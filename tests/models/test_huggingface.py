@@ -443,6 +443,34 @@ def test_a_published_gpt_oss_folder_is_read(tmp_path):
             config_from_pretrained(tmp_path)
 
 
+def test_quantized_gpt_oss_is_read_after_what_its_error_says(tokens, tmp_path):
+    """Blocks of 32 numbers of 4 bits with a scale: transformers makes them bfloat16, we read that."""
+    torch.manual_seed(0)
+    folder, other = tmp_path / "mxfp4", tmp_path / "bf16"
+    sizes = SIZES | GPT_OSS | {"hidden_size": 64, "intermediate_size": 64}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, rope_parameters=dict(YARN)))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+    save_file(tensors, folder / loading.SINGLE, metadata={"format": "pt"})
+    options = json.loads((folder / loading.CONFIG).read_text())
+    options["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "embed_tokens", "lm_head"],
+    }
+    (folder / loading.CONFIG).write_text(json.dumps(options))
+    with pytest.raises(ValueError, match="weights quantized by mxfp4, which are not supported") as raised:
+        Transformer.from_pretrained(folder)
+    command = str(raised.value).rpartition("with transformers: ")[2]
+    names = {name: getattr(transformers, name) for name in ("GptOssForCausalLM", "Mxfp4Config")}
+    exec(command, names | {"folder": folder, "other": other})
+    want = logits_of(opened(other).float(), tokens)
+    torch.testing.assert_close(Transformer.from_pretrained(other).float().eval()(tokens), want, rtol=1e-4, atol=1e-4)
+
+
 def test_other_families_name_their_options(folders, tmp_path):
     cases = [
         ("gpt2", {"activation_function": "relu"}, "has activation_function 'relu'; supported are gelu, gelu_new"),

@@ -53,7 +53,7 @@ def scale_block(options: Mapping[str, Any]) -> tuple[int, int] | None:
         raise ValueError(
             "has weights quantized by mxfp4, which are not supported; save them in bfloat16 first, with transformers: "
             "GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), "
-            "dtype='bfloat16').save_pretrained(other)"
+            "dtype='bfloat16').save_pretrained(other, save_original_format=False)"
         )
     block = given.get("weight_block_size") if isinstance(given, dict) and given.get("quant_method") == "fp8" else None
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
