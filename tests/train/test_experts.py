@@ -33,6 +33,8 @@ PLANS = [
     ({"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}, "none"),
     ({"tp": 2, "dp": 2, "ep": 2, "zero": 1}, "selective"),
     ({"cp": 2, "dp": 2, "ep": 4, "zero": 3}, "none"),
+    ({"tp": 2, "dp": 2, "ep": 4, "zero": 3, "sequence_parallel": True}, "none"),
+    ({"tp": 4, "ep": 4}, "full"),
     ({"dp": 4, "dp_replicate": 2, "ep": 2, "zero": 1}, "none"),
     ({"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v"}, "full"),
     ({"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1"}, "none"),
@@ -124,6 +126,12 @@ def test_the_bias_balances(data):
             r"parallel\.ep\s+must divide the model's 4",
         ),
         ({"dp": 2, "ep": 2, "dp_replicate": 2}, {}, r"ep must divide dp_shard \* cp \(1\), got 2"),
+        ({"tp": 4, "ep": 2}, {}, r"parallel\.ep\s+must be tp \(4\) where dp_shard and cp are 1, got 2"),
+        (
+            {"tp": 2, "dp": 2, "expert_tp": 2},
+            {},
+            r"parallel\.expert_tp\s+must be 0 or 1, got 2: its experts are not split",
+        ),
         ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.zero\s+must be 1 or more with ep and dp_replicate"),
         (
             {"pp": 2},
