@@ -169,7 +169,7 @@ class Transformer(PretrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases, norms of one. Each module's seed is made of its name and torch's seed."""
+        """Normal weights and sinks, zero biases, norms of one; a module's seed is made of its name and torch's seed."""
         base = int(torch.randint(2**62, ()))
         state = torch.get_rng_state()
         for name, module in self.named_modules():
@@ -178,8 +178,9 @@ class Transformer(PretrainedModel):
             key = hashlib.blake2b(f"{base} {plain_name(name)}".encode(), digest_size=7).digest()
             torch.default_generator.manual_seed(int.from_bytes(key, "little"))
             module.reset_parameters()
-            if module._parameters.get("bias") is not None:
-                nn.init.zeros_(module._parameters["bias"])
+            for own, parameter in module._parameters.items():
+                if own.endswith("bias") and parameter is not None:
+                    nn.init.zeros_(parameter)
         torch.set_rng_state(state)
 
     def forward(
