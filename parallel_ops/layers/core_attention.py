@@ -5,8 +5,8 @@
 ``core_attention(q, k, v, *, causal, scale, window, dropout_p)`` takes q ``[s, b, heads, d]``, k and v
 ``[t, b, kv_heads, d]``, any strides, and returns ``[s, b, heads, d]``. Grouped queries (Ainslie et al.,
 arXiv:2305.13245) share a key and a value. It may take further keywords: ``first_head``, the index of q's first head
-among the heads of all ranks, which the layer passes with dropout, and whatever the layer gets as ``core_options``, such
-as ``cu_seqlens``.
+among the heads of all ranks, which the layer passes with dropout; ``sink``, one more logit of each head, which a layer
+with ``sink=True`` passes; and whatever the layer gets as ``core_options``, such as ``cu_seqlens``.
 """
 
 import math
@@ -49,8 +49,9 @@ def flash(
     dropout_p: float = 0.0,
     first_head: int = 0,
     cu_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """``flash_attention``; on a GPU torch's ``sdpa`` for calls without window, documents and dropout.
+    """``flash_attention``; on a GPU torch's ``sdpa`` for calls without window, documents, sinks and dropout.
 
     On CPUs ``flash_attention`` is the faster of the two; on GPUs they have not been compared yet.
 
@@ -59,11 +60,12 @@ def flash(
         dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
         first_head: index of the first head among the heads of all ranks.
         cu_seqlens: starts of documents; see ``flash_attention``.
+        sink: ``[heads]``, one more logit of every row, without a value.
     """
-    if q.is_cuda and window is None and cu_seqlens is None and not dropout_p:
+    if q.is_cuda and window is None and cu_seqlens is None and sink is None and not dropout_p:
         return sdpa(q, k, v, causal=causal, scale=scale)
     return flash_attention(
-        q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
+        q, k, v, causal=causal, scale=scale, window=window, sink=sink, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
         first_head=first_head,
     )  # fmt: skip
 

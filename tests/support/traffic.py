@@ -113,7 +113,8 @@ def _kind(kind: str) -> str:
         file, function = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
         if file == "consistency.py":
             return "agreement"
-        if (file, function) == ("primitives.py", "all_to_all") and frame.f_locals["x"].dim() == 1:
+        sends_rows = (file, function) in (("primitives.py", "all_to_all"), ("exchange.py", "send"))
+        if sends_rows and frame.f_locals["x"].dim() == 1:
             return "weights"  # of rows for experts, which travel in a message of their own
         found = _SOURCES.get((file, None)) or _SOURCES.get((file, function)) or found
         frame = frame.f_back

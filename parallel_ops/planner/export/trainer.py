@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.feasibility import pipeline_problems
 from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
@@ -23,6 +23,10 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its experts have gated activations"
     if model.experts and model.bias != "none":
         yield "its experts have no biases"
+    if model.experts and plan.expert_shards > 1:
+        yield "its experts are not split by tensor parallelism; add expert_tp=1"
+    if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
+        yield "without dp_shard and cp, ep is the tensor-parallel ranks"
     if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
         yield "its experts are replicated as shards; add zero=1"
     if plan.offload != "none" and not plan.zero:
@@ -116,7 +120,12 @@ def _experts(model: Model) -> dict[str, Any]:
 TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
+    command=("-m", "parallel_ops", "train", "run.toml"),
+    config="run.toml",
     limits={
+        **PLAIN_STATES,
+        **PLAIN_EXPERTS,
+        "expert_tp": ((0, 1), "its experts are not split by tensor parallelism"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
@@ -129,5 +138,6 @@ TRAINER = ExportTarget(
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
     problems=_problems,
+    software="parallel_ops",
     own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},
 )
