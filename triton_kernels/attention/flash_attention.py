@@ -16,6 +16,7 @@ from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel, _rows_kernel
 from parallel_ops.triton_kernels.attention.forward import _forward_kernel
+from parallel_ops.triton_kernels.attention.merge import _merge_kernel
 from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles, tiles
 
 _LOG2_E = 1.4426950408889634
@@ -205,4 +206,23 @@ def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tenso
         grad_out, out, statistics, rows, queries, heads, blocks, *strides, *statistics.stride()[:3], *rows.stride()[:3],
         DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, FAST=grad_out.dtype is not torch.float32,
         **_hints(strides), num_warps=8,
+    )  # fmt: skip
+
+
+def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> None:
+    """Merges ``block`` ``[s, b, heads, d]`` and its ``logsumexp`` ``[b, heads, s]`` into ``out`` and ``statistics``."""
+    if block.numel() == 0:
+        return
+    queries, batch, heads, dims = block.shape
+    if block.stride(3) != 1 and dims > 1:
+        block = block.contiguous()
+    block_dims = next_power_of_2(dims)
+    block_queries = max(16, 4096 // block_dims)  # 16 elements of each a thread
+    blocks = cdiv(queries, block_queries)
+    strides = _strides(block, out)
+    launch(
+        _merge_kernel, (blocks * heads * batch,),
+        block, logsumexp, out, statistics, queries, heads, blocks, *strides, *logsumexp.stride()[:2],
+        *statistics.stride()[:3], DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block_queries, **_hints(strides),
+        num_warps=8,
     )  # fmt: skip
