@@ -38,7 +38,7 @@ NAMES: tuple[str, ...] = get_args(BackendName)
 logger = logging.getLogger("parallel_ops.attention")
 
 _HALF = (torch.float16, torch.bfloat16)
-_OF_TORCH = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}  # type: ignore[call-overload]
+_OF_TORCH = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}
 
 
 class Call(NamedTuple):
