@@ -1,7 +1,8 @@
 """Fits the planner's constants to the measured step times that are marked as fitted.
 
-``python -m benchmarks.planner_fit`` (minutes) writes ``presets/efficiency.json`` and ``presets/error_bands.json`` of
-``parallel_ops/planner``, and prints the error on rows that were held out.
+``python -m benchmarks.planner_fit`` (ten minutes) writes ``presets/efficiency.json`` and ``validation/refits.json`` of
+``parallel_ops/planner``, and prints the error on rows that were held out. ``benchmarks.planner_fit_software`` then
+fits the constants of software, and writes the error bands.
 """
 
 import json
@@ -10,14 +11,15 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from parallel_ops.planner import presets
+from parallel_ops.planner import presets, validation
 from parallel_ops.planner.compute.efficiency import Efficiency, table
-from parallel_ops.planner.error_band import ErrorBand, keys
+from parallel_ops.planner.compute.software import era
+from parallel_ops.planner.error_band import keys
 from parallel_ops.planner.validation.measurement import Measurement
 from parallel_ops.planner.validation.published import measurements
+from parallel_ops.planner.validation.refits import without_own_table
 
 GENERATIONS = ("ampere", "hopper")
 # Of each generation, and of all: the rest of a machine differs less than its matrix units do.
@@ -28,8 +30,11 @@ FLASH_BACKWARD = 63 / 73
 # Weight of a table's bias beside its mean error, so that errors of both signs are preferred.
 BIAS = 0.25
 STEPS = (0.1, 0.03, 0.01)
-# The share of rows whose error a band holds, and the fewest rows that make a band.
-HELD, FEWEST = 0.8, 4
+# Weight of what constants have moved in a fit without one table.
+PRIOR = 0.005
+# The share of rows whose error a band holds, the fewest rows that make a band, and the number below which a band is at
+# least as wide as that of less similar rows.
+HELD, FEWEST, FEW = 0.8, 5, 10
 # Limits that keep the fit quick.
 MOST_ROWS, MOST_PASSES = 180, 1000
 MOST_COLUMNS = 100
@@ -67,7 +72,7 @@ def sample() -> list[Measurement]:
     """The rows to fit; of a table with more than ``MOST_ROWS``, evenly spaced ones."""
     tables: dict[str, list[Measurement]] = defaultdict(list)
     for row in measurements():
-        if row.fitted:
+        if row.fitted and era(row.software).kernels == "eager":
             tables[row.table].append(row)
     return [row for rows in tables.values() for row in rows[:: math.ceil(len(rows) / MOST_ROWS)]]
 
@@ -83,9 +88,14 @@ def loss(values: Values, rows: Sequence[Measurement]) -> float:
     return sum(weights[name] * each[name] for name in errors) / sum(weights.values())
 
 
-def improved(values: Values, rows: Sequence[Measurement], step: float) -> Values:
-    """``values`` after coordinate descent with relative steps of ``step``."""
-    best, least, moved = dict(values), loss(values, rows), True
+def improved(values: Values, rows: Sequence[Measurement], step: float, near: Values | None = None) -> Values:
+    """``values`` after coordinate descent with relative steps of ``step``. ``near``: see ``fit``."""
+
+    def cost(tried: Values) -> float:
+        left = sum(abs(math.log(tried[key] / near[key])) for key in tried) if near else 0.0
+        return loss(tried, rows) + PRIOR * left
+
+    best, least, moved = dict(values), cost(values), True
     while moved:
         moved = False
         for key in values:
@@ -93,19 +103,25 @@ def improved(values: Values, rows: Sequence[Measurement], step: float) -> Values
                 value = min(1.0, float(f"{best[key] * factor:.3g}"))
                 if value == best[key]:
                     continue
-                if (found := loss(best | {key: value}, rows)) < least - 1e-7:
+                if (found := cost(best | {key: value})) < least - 1e-7:
                     best[key], least, moved = value, found, True
     return best
 
 
 def fit(
-    rows: Sequence[Measurement] | None = None, steps: Sequence[float] = STEPS, begin: Values | None = None
+    rows: Sequence[Measurement] | None = None,
+    steps: Sequence[float] = STEPS,
+    begin: Values | None = None,
+    near: Values | None = None,
 ) -> Values:
-    """The constants with the smallest ``loss`` of ``rows``; ``None`` for ``sample()``."""
+    """The constants with the smallest ``loss`` of ``rows``; ``None`` for ``sample()``.
+
+    ``near``: constants that leaving costs ``PRIOR`` per factor of e, so that those that the rows do not determine stay.
+    """
     rows = sample() if rows is None else rows
     values = start() if begin is None else begin
     for step in steps:
-        values = improved(values, rows, step)
+        values = improved(values, rows, step, near)
     return values
 
 
@@ -121,45 +137,79 @@ def held_out_error(seed: int, steps: Sequence[float] = STEPS[:2]) -> tuple[float
     return fit_error, held_out_mean
 
 
-def bands(errors: Sequence[tuple[tuple[str, ...], float]], memory: float) -> dict[str, dict[str, float]]:
+def bands(errors: Sequence[tuple[tuple[str, ...], float]], memory: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The bands of ``presets/error_bands.json``.
 
     Args:
-        errors: keys of a row (``error_band.keys``) and its relative error; a band holds ``HELD`` of the errors of a key
-        memory: the band of memory, for every key.
+        errors: keys of a row (``error_band.keys``) and its relative error. Of n errors of a key, a band holds the
+            smallest ``HELD`` (n + 1), so that it also holds that share of further rows like them (split conformal
+            prediction, arXiv:1604.04173).
+        memory: the band of memory, by the start of a key; "" for the others.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for names, error in errors:
         for name in names:
             found[name].append(abs(error))
-    made = {}
-    for name, each in sorted(found.items()):
+    made: dict[str, dict[str, float]] = {}
+    for name, each in sorted(found.items()):  # "a" before "a, b"
         if len(each) >= FEWEST:
-            held = sorted(each)[math.ceil(HELD * len(each)) - 1]
-            made[name] = asdict(ErrorBand(time=round(held, 2), memory=memory, rows=len(each), like=name))
-            del made[name]["like"]
+            held = sorted(each)[min(len(each), math.ceil(HELD * (len(each) + 1))) - 1]
+            time = math.ceil(held * 100) / 100
+            above = made.get(name.rpartition(", ")[0])
+            if above and len(each) < FEW:
+                time = max(time, above["time"])
+            space = memory[max((start for start in memory if name.startswith(start)), key=len)]
+            made[name] = {"time": time, "memory": space, "rows": len(each)}
     return made
+
+
+def named(values: Values) -> dict[str, float]:
+    """The constants of ``values`` for ``validation/refits.json``: ``{"hopper/matmul": 0.65, ...}``."""
+    return {
+        f"{generation}/{name}": float(f"{getattr(efficiency, name):.4g}")
+        for generation, efficiency in constants(values).items()
+        for name in (*OWN, *SHARED, "fp8", "flash_backward")
+    }
+
+
+def refits(values: Values) -> dict[str, dict[str, float]]:
+    """For each fitted table, the constants of a fit to the others that starts from ``values``."""
+    rows = sample()
+    return {
+        table: named(fit([row for row in rows if row.table != table], STEPS[1:], values, values))
+        for table in dict.fromkeys(row.table for row in rows)
+    }
+
+
+def band_keys(row: Measurement) -> tuple[str, ...]:
+    """Keys of a row in ``presets/error_bands.json``: those of rows like it, and the kernels alone."""
+    return (*keys(row.cluster, row.plan, row.software, row.model.experts > 0), era(row.software).kernels)
+
+
+def write_bands() -> None:
+    """Writes ``presets/error_bands.json`` from the errors of fits without each row's table."""
+    errors = [(band_keys(row), seconds / row.seconds - 1) for row, seconds in without_own_table()]
+    path = Path(presets.__file__).parent / "error_bands.json"
+    text = json.loads(path.read_text(encoding="utf-8"))
+    text["bands"] = bands(errors, text["memory"]) | {"any": text["bands"]["any"]}
+    path.write_text(written(text), encoding="utf-8")
 
 
 def main() -> None:
     values = fit()
-    made = constants(values)
     folder = Path(presets.__file__).parent
     known = json.loads((folder / "efficiency.json").read_text(encoding="utf-8"))
-    for generation, efficiency in made.items():
+    for generation, efficiency in constants(values).items():
         for name, entry in known["generations"][generation].items():
             entry["value"] = float(f"{getattr(efficiency, name):.3g}")
-    (folder / "efficiency.json").write_text(_written(known), encoding="utf-8")
-    errors = [(keys(row.cluster, row.plan), predicted(row, made) / row.seconds - 1) for row in measurements()]
-    text = json.loads((folder / "error_bands.json").read_text(encoding="utf-8"))
-    text["bands"] = bands(errors, text["memory"]) | {"any": text["bands"]["any"]}
-    (folder / "error_bands.json").write_text(_written(text), encoding="utf-8")
+    (folder / "efficiency.json").write_text(written(known), encoding="utf-8")
+    (Path(validation.__file__).parent / "refits.json").write_text(written(refits(values)), encoding="utf-8")
     print(f"loss {loss(values, sample()):.4f}")
     for seed in range(2):
         print("mean error on the half that was fitted, and on the other: {:.1%}, {:.1%}".format(*held_out_error(seed)))
 
 
-def _written(data: object) -> str:
+def written(data: object) -> str:
     """JSON with the short ones of the innermost dictionaries on one line."""
 
     def short(found: re.Match[str]) -> str:

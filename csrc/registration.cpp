@@ -16,10 +16,12 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
   m.def(
       "bias_dropout_add_backward(Tensor grad, ScalarType dtype, ScalarType? bias_dtype, float p, Tensor? seed, "
       "SymInt index_offset, Tensor? row_positions) -> (Tensor, Tensor)");
-  m.def("bias_swiglu(Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
+  m.def(
+      "bias_swiglu(Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float up_offset, bool "
+      "interleaved=False) -> Tensor");
   m.def(
       "bias_swiglu_backward(Tensor grad, Tensor x, Tensor? bias, Tensor? weights, float alpha, float? limit, float "
-      "up_offset) -> (Tensor, Tensor, Tensor)");
+      "up_offset, bool interleaved=False) -> (Tensor, Tensor, Tensor)");
   m.def("silu_mul(Tensor gate, Tensor up, Tensor? weights, float alpha, float? limit, float up_offset) -> Tensor");
   m.def(
       "silu_mul_backward(Tensor grad, Tensor gate, Tensor up, Tensor? weights, float alpha, float? limit, float "

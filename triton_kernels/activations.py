@@ -83,7 +83,7 @@ def _activate(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constex
 def _forward_kernel(
     gate_ptr, up_ptr, bias_ptr, weights_ptr, y_ptr, rows, cols, col_blocks, gate_stride, up_stride,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
@@ -93,9 +93,10 @@ def _forward_kernel(
     in_cols = col < cols
     mask = (row < rows) & in_cols
     fast: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
-    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col, mask=mask))
+    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
     if GATED:
-        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
+        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
+        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
     if HAS_BIAS:
         gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
     if LIMIT is not None:
@@ -117,15 +118,16 @@ def _backward_tile(
     grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
     grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Writes the tile's gradients and returns those of gate and up, zero outside of the tensor."""
     mask = (row < rows) & (col < cols)
     fast: tl.constexpr = dgate_ptr.dtype.element_ty.primitive_bitwidth == 16
     grad = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask))
-    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col, mask=mask))
+    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
     if GATED:
-        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col, mask=mask))
+        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
+        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
     if HAS_BIAS:
         gate += gate_bias
     if LIMIT is not None:
@@ -151,10 +153,10 @@ def _backward_tile(
     else:
         dup = 0.0
         dgate = grad * slope
-    offsets = row * aligned(dx_stride, UNIT) + col
+    offsets = row * aligned(dx_stride, UNIT) + col * STEP
     tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if GATED:
-        tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+        tl.store(dup_ptr + offsets + (STEP - 1), dup.to(dup_ptr.dtype.element_ty), mask=mask)
     if HAS_BIAS:
         dgate = tl.where(mask, dgate, 0.0)
         if GATED:
@@ -167,7 +169,7 @@ def _backward_kernel(
     grad_ptr, gate_ptr, up_ptr, bias_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_ptr, dweights_ptr,
     rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, UNIT: tl.constexpr,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
@@ -189,7 +191,7 @@ def _backward_kernel(
             dgate, dup = _backward_tile(
                 grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
                 grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
-                ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+                ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
             )  # fmt: skip
             gate_total += sum_within_threads(dgate, GROUPS)
             if GATED:
@@ -203,18 +205,18 @@ def _backward_kernel(
         _backward_tile(
             grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
             grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, UNIT,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
         )  # fmt: skip
 
 
 def forward(
     gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, y: Tensor, *, activation: str,
-    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0,
+    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
 ) -> None:  # fmt: skip
     """``y``, contiguous.
 
     Args:
-        gate, up: of the shape of ``y``.
+        gate, up: of the shape of ``y``; one tensor twice as wide with ``interleaved``.
         bias: of ``gate``, or of ``gate`` and ``up`` one after the other.
         weights: one for each row.
         activation: ``"silu"``, ``"gelu tanh"`` or ``"gelu"``.
@@ -222,8 +224,9 @@ def forward(
     """
     if y.numel() == 0:
         return
-    gate, rows, cols, gate_stride = as_rows(gate)
+    gate, rows, _, gate_stride = as_rows(gate)
     up, _, _, up_stride = (None, 0, 0, 0) if up is None else as_rows(up)
+    cols = y.shape[-1]
     block_rows = FORWARD_ROWS if up is None else GATED_ROWS
     block_cols = vector_cols(y.dtype, NUM_WARPS)
     col_blocks = cdiv(cols, block_cols)
@@ -231,7 +234,7 @@ def forward(
         _forward_kernel, (cdiv(rows, block_rows) * col_blocks,),
         gate, up, _contiguous(bias), _contiguous(weights), y, rows, cols, col_blocks, gate_stride, up_stride,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
-        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, STEP=2 if interleaved else 1,
         UNIT=unit_of(cols, gate_stride, up_stride), BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -239,9 +242,10 @@ def forward(
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None,
     dgate: Tensor, dup: Tensor | None, dbias: Tensor, dweights: Tensor, *, activation: str,
-    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0,
+    alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """``dgate`` and ``dup``, with unit column stride and equal row strides in both, and the sums.
+    """``dgate`` and ``dup``, with unit column stride and equal row strides in both, and the sums. With ``interleaved``
+    both are one tensor, as gate and up are.
 
     ``dbias`` and ``dweights`` are written where ``bias`` and ``weights`` are given.
     """
@@ -249,8 +253,8 @@ def backward(
         dbias.zero_()
         dweights.zero_()
         return
-    gate, rows, cols, gate_stride = as_rows(gate)
-    grad, _, _, grad_stride = as_rows(grad)
+    gate, _, _, gate_stride = as_rows(gate)
+    grad, rows, cols, grad_stride = as_rows(grad)
     up, _, _, up_stride = (None, 0, 0, 0) if up is None else as_rows(up)
     dgate, _, _, dx_stride = as_rows(dgate)
     widest = vector_cols(dgate.dtype, NUM_WARPS)
@@ -266,7 +270,7 @@ def backward(
         grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
         rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
-        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+        GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, STEP=2 if interleaved else 1,
         UNIT=unit_of(cols, grad_stride, gate_stride, up_stride, dx_stride),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -9,16 +9,33 @@ micro-batch, as an all-to-all of uneven sizes needs them. With a capacity all si
 reads nothing. Gradients take the same ways back.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import all_to_all
+from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.ops.experts import ExpertOrder, permute, sort_by_expert, unpermute
 
 
+class Arrived(NamedTuple):
+    """The rows of this rank's experts.
+
+    Attributes:
+        rows: ``[r, h]``, ordered by expert, then by sending rank, then by token.
+        ends: ``[num_experts / P]`` int32, the end of each expert's rows.
+        weights: ``[r]``, the weight of each row, or ``None``.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    weights: Tensor | None
+
+
 class Dispatch:
-    """Tokens on their way to the experts of all ranks.
+    """Tokens on their way to the experts of all ranks: ``arrive`` waits for them.
 
     Args:
         x: ``[t, h]``, this rank's tokens; ``t`` may differ between ranks, and be 0.
@@ -29,11 +46,6 @@ class Dispatch:
         weights: ``[t, k]``, sent with the rows; ``None`` for nothing.
         capacity: rows of each expert from each rank at most; further ones are dropped, in the order of the tokens.
             ``None`` for no limit.
-
-    Attributes:
-        rows: ``[r, h]``, the rows of this rank's experts, ordered by expert, then by sending rank, then by token.
-        weights: ``[r]``, the weight of each row, or ``None``.
-        ends: ``[num_experts / P]`` int32, the end of each expert's rows.
 
     Sharding: x S(0) over group; gradients are complete.
     """
@@ -48,19 +60,25 @@ class Dispatch:
         self._received: list[int] = []
         self._regrouped: ExpertOrder | None = None
         rows, own = permute(x, self._order), None if weights is None else _of_rows(weights, self._order.rows)
-        self.ends = self._order.ends
+        self._parts = [rows] if own is None else [rows, own]
+        self._leaving: list[Exchange] = []
         if group is not None:
             table = self._exchange_sizes(load, num_experts, capacity)
-            rows = self._to_experts(rows)
-            own = None if own is None else self._to_experts(own[:, None])
-            # What a rank has received is ordered by sender and expert.
+            self._leaving = [Exchange(part, self._sent, self._received, group) for part in self._parts]
+            # What a rank will have received is ordered by sender and expert.
             local = table.shape[1]
             ids = torch.arange(local, device=x.device).repeat(len(self._received))
             ids = ids.repeat_interleave(table.flatten(), output_size=sum(self._received))
             self._regrouped = sort_by_expert(ids[:, None], local)
-            rows, self.ends = permute(rows, self._regrouped), self._regrouped.ends
-            own = None if own is None else own[self._regrouped.rows.long(), 0]
-        self.rows, self.weights = rows, own
+
+    def arrive(self) -> Arrived:
+        """The rows of this rank's experts. Called once, before ``combine``."""
+        if self._regrouped is None:
+            return Arrived(self._parts[0], self._order.ends, self._parts[1] if len(self._parts) > 1 else None)
+        # The last that was sent first, as a backward goes through them.
+        parts = [exchange.finish() for exchange in reversed(self._leaving)][::-1]
+        weights = parts[1][self._regrouped.rows.long()] if len(parts) > 1 else None
+        return Arrived(permute(parts[0], self._regrouped), self._regrouped.ends, weights)
 
     def combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
         """What the experts have computed of ``rows``, ``[r, h]``, summed for each token in fp32: ``[t, h]``.
@@ -70,7 +88,8 @@ class Dispatch:
         """
         if self._regrouped is not None:
             y = unpermute(y, self._regrouped)
-            y = all_to_all(y, self._group, split_sizes=self._received, concat_sizes=self._sent)
+            assert self._group is not None
+            y = Exchange(y, self._received, self._sent, self._group).finish()
         return unpermute(y, self._order, weights)
 
     def _exchange_sizes(self, load: Tensor, num_experts: int, capacity: int | None) -> Tensor:
@@ -85,9 +104,6 @@ class Dispatch:
         both = torch.stack([load.view(shape).sum(1), table.sum(1)]).tolist()  # the host waits for these
         self._sent, self._received = both
         return table
-
-    def _to_experts(self, rows: Tensor) -> Tensor:
-        return all_to_all(rows, self._group, split_sizes=self._sent, concat_sizes=self._received)
 
 
 def _of_rows(weights: Tensor, slots: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from parallel_ops.layers.parameters import (
     to_local,
     uniform,
 )
-from parallel_ops.ops import grouped_linear, silu_mul
+from parallel_ops.ops import bias_swiglu, grouped_linear
 from parallel_ops.ops.experts import Routing, route
 
 
@@ -161,8 +161,7 @@ class Experts(ShardedModule):
         gate_up, down = to_local(self, self.gate_up, self.down, partial=(self.copies, self.copies))
         assert gate_up is not None and down is not None
         both = grouped_linear(rows, gate_up, ends, **self._targets(self.gate_up))
-        gate, up = both.chunk(2, dim=-1)
-        return grouped_linear(silu_mul(gate, up, weights=weights), down, ends, **self._targets(self.down))
+        return grouped_linear(bias_swiglu(both, weights=weights), down, ends, **self._targets(self.down))
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Where the gradient of a weight goes if it is deferred."""

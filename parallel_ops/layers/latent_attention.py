@@ -141,7 +141,9 @@ class ParallelLatentAttention(ShardedModule):
         where: dict[str, Any] = {
             "mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
         }  # fmt: skip
-        options = LinearOptions(overlap=overlap, **where)
+        options = LinearOptions(
+            mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, device=device, dtype=dtype
+        )
 
         def narrow(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(hidden_size, width, init_method=init_method, **where)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.compat import in_backward, suspended_modes
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
-from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
+from parallel_ops.expert_parallel import Arrived, AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
@@ -145,14 +145,15 @@ class ParallelMoE(ShardedModule):
             flat, routing.experts, routing.load, experts, group=self.expert_group, weights=routing.weights,
             capacity=capacity,
         )  # fmt: skip
-        y = dispatched.combine(self._run_experts(dispatched))
+        shared = None if self.shared is None else self.shared(x, sizes=sizes)  # while the rows are under way
+        y = dispatched.combine(self._run_experts(dispatched.arrive()))
         self._count(routing.load, capacity)
         if losses is not None and self.training:
             y = losses.attach(y, routing, self._load_of_all(routing.load))
         y = y if split is None else gather_from_group(y, self.group, sizes=split)
         y = y.view(x.shape).to(x.dtype)
-        if self.shared is not None:
-            y = y + self.shared(x, sizes=sizes)
+        if shared is not None:
+            y = y + shared
         if residual is None:
             return y
         drops, first = dropout > 0.0 and self.training, 0
@@ -167,8 +168,7 @@ class ParallelMoE(ShardedModule):
             y, None, residual, dropout, training=self.training, index_offset=offset, row_positions=positions
         )
 
-    def _run_experts(self, dispatched: Dispatch) -> Tensor:
-        given = dispatched.rows, dispatched.ends, dispatched.weights
+    def _run_experts(self, given: Arrived) -> Tensor:
         y: Tensor
         if isinstance(self.experts, FSDPModule) and is_in_torch_dispatch_mode():
             # Selective recomputation must see the products, but not what FSDP2 does before and after them: it keeps

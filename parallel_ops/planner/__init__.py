@@ -6,7 +6,8 @@ Needs neither torch nor a GPU.
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect, Part
-from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.error_band import ErrorBand, error_band
 from parallel_ops.planner.estimate import communication, estimate
 from parallel_ops.planner.memory.memory import memory

@@ -5,10 +5,12 @@ MFU = FLOPs of the model without recomputation / (step * GPUs * peak)           
 """
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.software import CURRENT, efficiency
 from parallel_ops.planner.feasibility import check
-from parallel_ops.planner.memory.memory import memory
+from parallel_ops.planner.memory.memory import memory, process_memory
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Estimate, Transfer
 from parallel_ops.planner.rules import broken_rules
@@ -22,6 +24,7 @@ def estimate(
     plan: Plan,
     *,
     constants: Efficiency | None = None,
+    software: str = CURRENT,
 ) -> Estimate:
     """Step time, throughput, utilisation, memory and traffic of a plan.
 
@@ -29,13 +32,15 @@ def estimate(
         model: the model; ``seq_length`` is the length of a training sequence.
         cluster: the cluster, with as many GPUs as ``plan``.
         plan: the plan. It need not fit in memory: compare ``Estimate.peak_memory`` with the GPU's.
-        constants: efficiencies of the hardware; ``None`` for those of the GPU's generation.
+        constants: efficiencies of the hardware; ``None`` for those of the GPU's generation and ``software``.
+        software: name of an era (``parallel_ops.planner.compute.software.eras``).
 
     Raises:
         ValueError: the plan cannot run on this cluster, with the reason.
     """
     check(model, cluster, plan)
-    step = StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation))
+    constants = constants or efficiency(cluster.gpu.generation, software)
+    step = StepTime(model, cluster, plan, constants)
     compute, waits = (part.total * plan.micro_batches for part in step.passes)
     pipeline, gathers, optimizer = step.pipeline(), step.gathers(), step.optimizer()
     outside = step.data_parallel() + step.host()
@@ -50,7 +55,7 @@ def estimate(
         model=model,
         cluster=cluster,
         plan=plan,
-        memory=memory(model, plan),
+        memory=memory(model, plan, **process_memory(cluster.gpu)),
         transfers=step.transfers(),
         step=seconds,
         compute=compute,
@@ -63,35 +68,39 @@ def estimate(
         hardware_flops=hardware_flops,
         mfu=model_flops / seconds / peak,
         hfu=hardware_flops / seconds / peak,
-        broken_rules=broken_rules(model, cluster, plan),
+        broken_rules=broken_rules(model, cluster, plan, constants),
         cost=cluster.price * plan.gpus * seconds / 3600,
         energy=sum(gpu.watts for gpu in step.gpus) * stage_ranks * seconds,
+        software=software,
     )
 
 
-def simulation(model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None) -> Simulation:
+def simulation(
+    model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None, software: str = CURRENT
+) -> Simulation:
     """The simulated pipeline of a plan, in seconds. Arguments and errors: see ``estimate``."""
     check(model, cluster, plan)
-    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).simulation()
+    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation, software)).simulation()
 
 
 def communication(
-    model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None
+    model: Model, cluster: Cluster, plan: Plan, *, constants: Efficiency | None = None, software: str = CURRENT
 ) -> tuple[Transfer, ...]:
     """Bytes and seconds of a step by group and collective, for one GPU of the slowest stage.
 
     The formulas are in ``parallel_ops/planner/communication/traffic.py``. Arguments and errors: see ``estimate``.
     """
     check(model, cluster, plan)
-    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation)).transfers()
+    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation, software)).transfers()
 
 
 def recomputed_flops(model: Model, plan: Plan) -> float:
     """Forward FLOPs per token that are computed a second time."""
+    share = recomputed_share(model, plan.recompute_layers)
     if plan.recompute == "full":
-        return float(model.forward_flops - model.head_flops)
+        return share * (model.forward_flops - model.head_flops)
     if plan.recompute == "operators":
-        return (model.forward_flops - model.head_flops - model.num_layers * model.attention_flops) / 2
+        return share * (model.forward_flops - model.head_flops - model.num_layers * model.attention_flops) / 2
     if plan.recompute == "selective" and not plan.flash_attention:
-        return float(model.num_layers * model.attention_flops)
+        return share * model.num_layers * model.attention_flops
     return 0.0

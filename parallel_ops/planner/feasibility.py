@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages
+from parallel_ops.planner.memory.memory import FixedMemory, PlanMemory, deepest_stages, process_memory
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
 from parallel_ops.planner.plan import Plan
@@ -52,7 +52,7 @@ class MemoryCheck:
     """``quick_memory_problem`` for any recomputation and offload of one plan."""
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
-        self._memory, self._gpus = PlanMemory(model, plan), cluster.stage_gpus(plan.pp)
+        self._memory, self._gpus = PlanMemory(model, plan, **process_memory(cluster.gpu)), cluster.stage_gpus(plan.pp)
         # Most stages need no more than the first.
         self._deepest: list[tuple[int, float]] = []
         kept: list[tuple[FixedMemory, float]] = []

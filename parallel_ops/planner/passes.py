@@ -12,7 +12,7 @@ from parallel_ops.planner.communication.traffic import end_traffic, layer_traffi
 from parallel_ops.planner.compute.compute import Passes, Work, head_passes, layer_passes
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts
+from parallel_ops.planner.placement import StageLayout, head_rank, layer_counts, recomputed_share
 
 
 class RankPasses(NamedTuple):
@@ -102,22 +102,45 @@ def layer_costs(
     Time that the GPU waits for the host to launch a pass counts as compute. ``paired``: DualPipe's pairs hide the
     all-to-alls of one pass behind the other.
     """
+    backward = 1 + (recomputed_share(model, work.recompute_layers) if work.recompute == "full" else 0)
     passes = layer_passes(model, gpu, constants, work, sparse)
     traffic = layer_traffic(model, cluster, work, constants, sparse)
-    exposed = traffic.exposed
+    exposed = _less(traffic.exposed, traffic.beside_products, passes, constants.tp_overlap)
     routed = sum(transfer.seconds * count for transfer, count in traffic.transfers if transfer.group == "ep")
     if paired and routed:
         total = exposed.total
         exposed = exposed.times((total - routed + beside(constants, routed, passes.total)) / total)
-    return launched(passes, exposed, constants.host, 2 if work.recompute == "full" else 1), exposed
+    if sparse and work.dropless:
+        passes += Passes(constants.expert_sync, backward * constants.expert_sync, 0.0)
+    host = constants.host + (constants.expert_host if sparse else 0.0)
+    host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
+    return launched(passes, exposed, host, backward), exposed
 
 
+def softmax_falls_back(model: Model, work: Work) -> bool:
+    """Whether Megatron-LM's fused softmax refuses a layer and several kernels replace it: it takes sequences and heads
+    by fours (megatron/core/fusions/fused_softmax.py, ``is_kernel_available``)."""
+    return not work.flash_attention and work.fused_ops and work.micro_batch * model.num_heads // work.tp % 4 != 0
+
+
+def _less(exposed: Passes, beside_products: Passes, compute: Passes, share: float) -> Passes:
+    """``exposed`` without the share of tensor-parallel communication that products hide, at most their time."""
+    if not share or not beside_products.forward:
+        return exposed
+    forward = min(share * beside_products.forward, compute.forward)
+    backward = min(share * beside_products.input_grad, compute.input_grad + compute.weight_grad)
+    return exposed + Passes(-forward, -backward, 0.0)
+
+
+# Launches that replace the fused softmax (conversions, scale, mask, softmax), as a share of those of a layer. Chosen
+# with vTrain's rows in view.
+_SOFTMAX_LAUNCHES = 0.6
 # Exponent of the norm that combines GPU time and host time: some kernels of a pass are bound by the host, others are
 # not. Chosen with the measured rows in view: 2 has a larger mean error, 3 picks the fastest plan less often.
 _SHARPNESS = 2.5
 
 
-def launched(compute: Passes, waits: Passes, host: float, backward: int) -> Passes:
+def launched(compute: Passes, waits: Passes, host: float, backward: float) -> Passes:
     """``compute`` plus the time that the GPU waits for launches: ``host`` seconds for the forward pass, ``backward``
     times that for the backward pass."""
 

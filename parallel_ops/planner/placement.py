@@ -48,6 +48,11 @@ def layers_of(model: Model, plan: Plan) -> tuple[tuple[int, ...], ...]:
     return stage_layers(model.num_layers, plan.pp, plan.virtual_stages, v_shaped, plan.layers_per_chunk)
 
 
+def recomputed_share(model: Model, layers: int) -> float:
+    """The share of the layers that are recomputed with ``Plan.recompute_layers`` of ``layers``."""
+    return layers / model.num_layers if 0 < layers < model.num_layers else 1
+
+
 class StageLayout(NamedTuple):
     """The fields of a plan that determine the layers of each pipeline rank. ``fixed``: ``Plan.layers_per_chunk``."""
 
@@ -105,8 +110,10 @@ def in_flight(plan: Plan, stage: int) -> float:
 
 def group_stride(plan: Plan, group: str) -> int:
     """Distance in ranks between neighbours of a group."""
-    if group in ("dp", "cp", "ep"):  # gradients are reduced over dp and cp together
+    if group in ("dp", "cp"):  # gradients are reduced over dp and cp together
         return plan.tp
+    if group == "ep":
+        return plan.expert_shards
     return {"tp": 1, "dp_replicate": plan.tp * plan.cp * plan.dp_shard, "pp": plan.tp * plan.cp * plan.dp}[group]
 
 
@@ -120,6 +127,11 @@ def group_size(plan: Plan, group: str) -> int:
     if group == "dp":
         return plan.dp // replicas * plan.cp
     return replicas if group == "dp_replicate" else {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "pp": plan.pp}[group]
+
+
+def expert_replicas(plan: Plan) -> int:
+    """Number of ranks that hold the same expert, of those that ``group_size(plan, "dp")`` counts."""
+    return group_size(plan, "dp") * plan.tp // (plan.expert_shards * plan.ep)
 
 
 def leaves_node(cluster: Cluster, plan: Plan, group: str) -> bool:

@@ -27,7 +27,9 @@ class Plan:
         dp, tp, pp, cp: sizes of data, tensor, pipeline and context parallelism.
         dp_replicate: replicas of the shards (hybrid sharding, HSDP); divides ``dp``. ``zero`` shards over the
             ``dp_shard = dp / dp_replicate`` ranks of a replica.
-        ep: size of expert parallelism; divides ``dp_shard * cp``.
+        ep: size of expert parallelism; divides ``dp_shard * cp * tp / expert_tp``.
+        expert_tp: size of tensor parallelism inside experts; divides ``tp``, 0 for ``tp``. With 1, experts are spread
+            over the tensor-parallel ranks too, and each of these routes its own part of the tokens.
         zero: ZeRO stage, sharded over ``dp_shard * cp`` ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also
             parameters.
         fsdp: shards as PyTorch's FSDP2 keeps them, in fp32 and cast when gathered. If False, ZeRO-3 keeps 16-bit shards
@@ -41,15 +43,27 @@ class Plan:
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
             activation functions), ``"operators"`` (every second matrix product and all elementwise ops, as torch's
             selective checkpointing in torchtitan) or ``"full"`` (whole layers).
+        recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
         offload: what is kept in host memory, one of ``OFFLOAD``.
         dtype: of parameters and activations, one of ``DTYPES``.
         grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``.
+        activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
+            each, "" for that of other activations.
+        moment_dtype: of the two Adam moments, ``"fp32"`` or ``"bf16"``.
+        master_bytes: of the master weight that belongs to a 16-bit parameter: 4; 2 for the lower half of an fp32
+            number, of which the parameter is the upper one; 0 for none.
         flash_attention: attention scores are not stored (arXiv:2205.14135).
         fused_ops: adjacent elementwise ops are one kernel (bias-GeLU, bias-dropout-add, masked softmax).
+        inplace_loss: the loss writes the gradient over the 16-bit logits, as Transformer Engine's cross-entropy does.
         fused_loss: output embedding and cross-entropy are one op (``vocab_parallel_linear_cross_entropy``), which keeps
             no logits.
         scatter_gather: a pipeline message is split over the tensor-parallel ranks (arXiv:2104.04473, section 4.1).
         overlap: data-parallel communication and pipeline messages overlap with computation.
+        tp_overlap: tensor-parallel communication overlaps with the matrix products beside it, to the share that the
+            software reaches (``Efficiency.tp_overlap``).
+        ep_overlap: the all-to-alls of experts overlap with the computation of another micro-batch, as DualPipe's do.
+        dropless: experts compute all tokens that are routed to them, however many: the host waits for their number.
+            If False, each expert has a fixed capacity.
         optimizer_barrier: parameters are updated once all ranks have their gradients, as a gradient norm over the whole
             model requires. If False, a rank may begin the next step while others finish this one (post-validation,
             arXiv:2401.10241, section 4).
@@ -68,6 +82,7 @@ class Plan:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 0
     zero: int = 0
     fsdp: bool = True
     sequence_parallel: bool = False
@@ -77,14 +92,22 @@ class Plan:
     micro_batch: int = 1
     global_batch: int = 1
     recompute: str = "none"
+    recompute_layers: int = 0
     offload: str = "none"
     dtype: str = "bf16"
     grad_dtype: str = "fp32"
+    activation_dtype: str = ""
+    moment_dtype: str = "fp32"
+    master_bytes: int = 4
     flash_attention: bool = True
     fused_ops: bool = True
+    inplace_loss: bool = False
     fused_loss: bool = False
     scatter_gather: bool = True
     overlap: bool = True
+    tp_overlap: bool = True
+    ep_overlap: bool = False
+    dropless: bool = True
     optimizer_barrier: bool = True
     input_grad_first: bool = False
     layers_per_chunk: tuple[int, ...] = ()
@@ -93,6 +116,7 @@ class Plan:
         check_counts(
             self, ("dp", "dp_replicate", "tp", "pp", "cp", "ep", "virtual_stages", "micro_batch", "global_batch")
         )
+        check_counts(self, ("expert_tp", "recompute_layers"), at_least=0)
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all-to-all"))
@@ -100,11 +124,17 @@ class Plan:
         check_choice(self, "offload", OFFLOAD)
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "grad_dtype", ("fp32", self.dtype))
+        check_choice(self, "activation_dtype", ("", "fp8"))
+        check_choice(self, "moment_dtype", ("fp32", "bf16"))
+        check_choice(self, "master_bytes", (4, 2, 0))
         if self.dp % self.dp_replicate:
             raise ValueError(f"Plan: dp_replicate must divide dp ({self.dp}), got {self.dp_replicate}")
-        if (self.dp_shard * self.cp) % self.ep:
-            share = f"{'dp' if self.dp_replicate == 1 else 'dp_shard'} * cp ({self.dp_shard * self.cp})"
-            raise ValueError(f"Plan: ep must divide {share}, got {self.ep}")
+        if self.expert_tp and self.tp % self.expert_tp:
+            raise ValueError(f"Plan: expert_tp must divide tp ({self.tp}), got {self.expert_tp}")
+        if self.expert_ranks % self.ep:
+            share = f"{'dp' if self.dp_replicate == 1 else 'dp_shard'} * cp"
+            share += " * tp / expert_tp" if self.expert_ranks != self.dp_shard * self.cp else ""
+            raise ValueError(f"Plan: ep must divide {share} ({self.expert_ranks}), got {self.ep}")
         if self.global_batch % (self.dp * self.micro_batch):
             each = self.dp * self.micro_batch
             below = self.global_batch // each * each
@@ -139,6 +169,21 @@ class Plan:
         """Data-parallel ranks of one replica, ``dp / dp_replicate``; ``zero`` shards over these and ``cp``."""
         return self.dp // self.dp_replicate
 
+    @property
+    def hides_dispatch(self) -> bool:
+        """Whether the all-to-alls of experts overlap with the computation of another micro-batch."""
+        return self.ep_overlap or self.schedule == "dualpipe-v"
+
+    @property
+    def expert_shards(self) -> int:
+        """Tensor-parallel ranks that one expert is split over: ``expert_tp``, or ``tp`` if that is 0."""
+        return self.expert_tp or self.tp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one pipeline stage and replica that experts can be spread over."""
+        return self.dp_shard * self.cp * self.tp // self.expert_shards
+
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """The plan of a text such as ``dp=2,tp=2,zero=3``. Fields that are left out have their default.
@@ -164,6 +209,7 @@ class Plan:
         """One line: sizes above 1 and what differs from the default: ``dp4, tp8, zero1, sp, b2 x 64``."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         parts = sizes or ["dp1"]
+        parts += [f"expert tp{self.expert_tp}"] if self.expert_shards != self.tp else []
         parts += [f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
@@ -171,7 +217,8 @@ class Plan:
             parts += [self.schedule + (f" v{self.virtual_stages}" if self.schedule == "interleaved" else "")]
         parts += [self.cp_kind] if self.cp > 1 else []
         parts += [f"b{self.micro_batch} x {self.micro_batches}"]
-        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        some = f" of {self.recompute_layers} layers" if self.recompute_layers else ""
+        parts += [f"recompute {self.recompute}{some}"] if self.recompute != "none" else []
         parts += [f"layers {self._stages()}"] if self.layers_per_chunk else []
         parts += [f"offload {self.offload}"] if self.offload != "none" else []
         parts += ["no barrier"] if self.pp > 1 and not self.optimizer_barrier else []

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from parallel_ops.planner.cluster import GPU, Cluster
+from parallel_ops.planner.compute.software import CURRENT
 from parallel_ops.planner.error_band import ErrorBand, error_band, tied
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan, unchecked
@@ -77,7 +78,7 @@ class Transfer:
         algorithm: ``"ring"``, ``"tree"`` or ``"direct"``.
         link: name of the slowest link used.
         size: ranks of the group.
-        count: collectives per step.
+        count: collectives per step, on average over the layers if only some are recomputed.
         bytes: bytes that one GPU sends per step.
         seconds: time of all these collectives per step.
         exposed: the part of ``seconds`` that is not hidden behind computation.
@@ -88,7 +89,7 @@ class Transfer:
     algorithm: str
     link: str
     size: int
-    count: int
+    count: float
     bytes: float
     seconds: float
     exposed: float
@@ -99,7 +100,7 @@ class Estimate:
     """Cost of one plan. Times are seconds per optimizer step, memory is in bytes.
 
     Attributes:
-        model, cluster, plan: the arguments of ``estimate``.
+        model, cluster, plan, software: the arguments of ``estimate``.
         memory: of each pipeline stage, the first stage first.
         transfers: traffic by group and collective.
         step: time of a step, the sum of ``compute``, ``bubble``, ``exposed`` and ``optimizer``.
@@ -135,6 +136,7 @@ class Estimate:
     broken_rules: tuple[tuple[str, str], ...] = ()
     cost: float = 0.0
     energy: float = 0.0
+    software: str = CURRENT
 
     @property
     def peak_memory(self) -> StageMemory:
@@ -142,9 +144,15 @@ class Estimate:
         return max(self.memory, key=lambda stage: stage.total)
 
     @property
+    def tight(self) -> bool:
+        """Whether the memory exceeds that of the GPU once it is half of its error band larger than estimated."""
+        gpus, band = self.cluster.stage_gpus(self.plan.pp), self.error_band.memory
+        return any(stage.total * (1 + band / 2) > gpus[stage.stage].memory for stage in self.memory)
+
+    @property
     def error_band(self) -> ErrorBand:
         """Error band of the step time and the memory."""
-        return error_band(self.cluster, self.plan)
+        return error_band(self.cluster, self.plan, software=self.software, experts=self.model.experts > 0)
 
     @property
     def tflops_per_gpu(self) -> float:
@@ -206,10 +214,20 @@ class NearMiss(NamedTuple):
 
 
 def family(plan: Plan) -> tuple[object, ...]:
-    """A key that near-twins share: plans that differ only in ZeRO 1 or 2, or in how the tokens of a rank are split
-    (micro-batches of two sequences on two context-parallel ranks, or of one on each of two data-parallel ranks)."""
+    """A key that near-twins share: plans that differ only in ZeRO 1 or 2 (or, with one rank to shard over, in any ZeRO
+    stage), or in how the tokens of a rank are split (micro-batches of two sequences on two context-parallel ranks, or
+    of one on each of two data-parallel ranks)."""
     same = {"dp": plan.dp * plan.cp, "cp": 1, "cp_kind": "", "micro_batch": plan.micro_batch / plan.cp}
-    return tuple({**vars(plan), **same, "zero": plan.zero - (plan.zero == 2)}.values())
+    zero = 0 if plan.dp * plan.cp == 1 else plan.zero - (plan.zero == 2)
+    return tuple({**vars(plan), **same, "zero": zero}.values())
+
+
+def features(plan: Plan) -> int:
+    """How much a plan asks of a system: kinds of parallelism, ZeRO's stage, recomputation and the like."""
+    sizes = sum(getattr(plan, name) > 1 for name in ("dp", "tp", "pp", "cp", "ep", "dp_replicate"))
+    uneven, schedule = bool(plan.layers_per_chunk), 2 * (plan.schedule not in ("1f1b", "interleaved"))
+    memory = (plan.recompute != "none") + 2 * (plan.offload != "none")
+    return 2 * sizes + plan.zero + uneven + schedule + (plan.schedule == "interleaved") + memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +254,8 @@ class SearchResult:
 
     Attributes:
         model, cluster: the arguments of ``search``.
-        plans: estimates of the fastest plans, one per ``family``.
+        plans: estimates of the fastest plans that a known system can run, one per ``family``. Plans that only just fit
+            (``Estimate.tight``) come after the others.
         rejected: the plans that cannot run.
         sensitivity: dependence of the choice on each constant.
         ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
@@ -265,10 +284,16 @@ class SearchResult:
         return self.plans[0]
 
     @property
+    def simplest(self) -> Estimate:
+        """Of the plans within the error band of the best, the one with the fewest kinds of parallelism and devices
+        against a lack of memory."""
+        return min(self.plans[: self.ties], key=lambda found: (features(found.plan), found.step))
+
+    @property
     def ties(self) -> int:
         """Number of ``plans`` within the error band of the best (``tied``), the best included."""
         width, best = self.best.error_band.time, self.best.step
-        return sum(tied(found.step, best, width) for found in self.plans)
+        return sum((tied(found.step, best, width) and not found.tight) or found is self.best for found in self.plans)
 
     def nothing_fits(self) -> str:
         """Error message of a search without plans."""

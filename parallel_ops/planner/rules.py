@@ -7,28 +7,29 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.efficiency import efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.step import step_seconds
 
-Rule = Callable[[Model, Cluster, Plan], str | None]
+Rule = Callable[[Model, Cluster, Plan, Efficiency], str | None]
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Differences below 2 % are not reported.
 NOTABLE = 0.98
 
 
-def tensor_parallel_inside_node(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def tensor_parallel_inside_node(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """Tensor-parallel groups stay inside a node: they communicate in every layer."""
     if plan.tp > 1 and cluster.topology == "fat-tree" and leaves_node(cluster, plan, "tp"):
         return f"TP {plan.tp} leaves the node of {cluster.node_size} GPUs"
     return None
 
 
-def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """Pipeline parallelism crosses nodes only once tensor parallelism fills a node."""
     if plan.pp > 1 and plan.tp * plan.cp < cluster.node_size and plan.tp * plan.cp * plan.pp > cluster.node_size:
         larger = plan.tp * 2
@@ -37,10 +38,12 @@ def pipeline_across_nodes(model: Model, cluster: Cluster, plan: Plan) -> str | N
     return None
 
 
-def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """Model parallelism is just large enough: with half of it and twice the data parallelism the plan does not fit."""
     for name in ("pp", "tp"):
         size = getattr(plan, name)
+        if name == "tp" and plan.expert_tp > size // 2:
+            continue
         if size % 2 or plan.global_batch % (2 * plan.dp * plan.micro_batch):
             continue
         changes = {name: size // 2, "dp": 2 * plan.dp}
@@ -54,14 +57,16 @@ def model_parallel_just_fits(model: Model, cluster: Cluster, plan: Plan) -> str 
     return None
 
 
-def enough_micro_batches(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def enough_micro_batches(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """At least four micro-batches per pipeline stage keep the bubble small (arXiv:1811.06965, section 3.2)."""
     if plan.pp > 1 and plan.schedule in ("gpipe", "1f1b") and plan.micro_batches < 4 * plan.pp:
         return f"{plan.micro_batches} micro-batches for PP {plan.pp}; the bubble is small from {4 * plan.pp} on"
     return None
 
 
-def sequence_parallel_with_tensor_parallel(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def sequence_parallel_with_tensor_parallel(
+    model: Model, cluster: Cluster, plan: Plan, constants: Efficiency
+) -> str | None:
     """Tensor parallelism is used with sequence parallelism: the same traffic in less memory (arXiv:2205.05198, section
     4.2.2)."""
     if plan.tp > 1 and not plan.sequence_parallel:
@@ -69,9 +74,8 @@ def sequence_parallel_with_tensor_parallel(model: Model, cluster: Cluster, plan:
     return None
 
 
-def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """The micro-batch that makes ``(b' / b + p - 1) t(b)`` least: large products against a small bubble (eq. 1)."""
-    constants = efficiency(cluster.gpu.generation)
     seconds = step_seconds(model, cluster, plan, constants)
     best, least = plan.micro_batch, seconds
     for size in MICRO_BATCHES:
@@ -87,7 +91,7 @@ def micro_batch_of_least_time(model: Model, cluster: Cluster, plan: Plan) -> str
     return f"micro-batches of {best} would take {1 - least / seconds:.0%} less time"
 
 
-def recompute_last(model: Model, cluster: Cluster, plan: Plan) -> str | None:
+def recompute_last(model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> str | None:
     """Full recomputation is used only if the plan does not fit without it (arXiv:2205.05198, section 5)."""
     if plan.recompute == "full":
         without = replace(plan, recompute="selective")
@@ -110,7 +114,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-def broken_rules(model: Model, cluster: Cluster, plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Name and reason of each rule that the plan breaks."""
-    found = ((name, rule(model, cluster, plan)) for name, rule in RULES.items())
+def broken_rules(
+    model: Model, cluster: Cluster, plan: Plan, constants: Efficiency | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Name and reason of each rule that the plan breaks. ``constants``: efficiencies, ``None`` for those of today."""
+    constants = constants or efficiency(cluster.gpu.generation)
+    found = ((name, rule(model, cluster, plan, constants)) for name, rule in RULES.items())
     return tuple((name, reason) for name, reason in found if reason)

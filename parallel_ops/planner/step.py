@@ -16,13 +16,14 @@ from parallel_ops.planner.communication.network import repeat
 from parallel_ops.planner.communication.step_traffic import StepTraffic
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
 from parallel_ops.planner.compute.compute import work_of
-from parallel_ops.planner.compute.efficiency import HOST_MEMORY, Efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.states import parameters_of, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.passes import beside, chunk_costs, rank_passes
+from parallel_ops.planner.passes import beside, chunk_costs, layer_costs, rank_passes
 from parallel_ops.planner.placement import (
     chunk_layers,
     chunk_rank,
+    expert_replicas,
     group_size,
     head_rank,
     layer_counts,
@@ -44,7 +45,7 @@ class StepTime:
 
     def __init__(self, model: Model, cluster: Cluster, plan: Plan, constants: Efficiency) -> None:
         self.model, self.cluster, self.plan, self.constants = model, cluster, plan, constants
-        self.work, self.layout, self.paired = work_of(plan), stage_layout(plan), plan.schedule == "dualpipe-v"
+        self.work, self.layout, self.paired = work_of(plan), stage_layout(plan), plan.hides_dispatch
         self.gpus, self.micro_batches = cluster.stage_gpus(plan.pp), plan.micro_batches
         found = rank_passes(model, cluster, constants, self.work, self.layout, self.paired)
         self.slowest, self.passes, self.busy, self.mean = found
@@ -144,7 +145,9 @@ class StepTime:
         """Parameters that one GPU of the slowest stage updates."""
         plan, ranks = self.plan, group_size(self.plan, "dp")
         dense, expert = parameters_of(self.model, self.layout, plan, self.slowest)
-        return dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
+        if not plan.zero:
+            return dense + expert
+        return dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
 
     def optimizer(self) -> float:
         """Adam: gradients are read for the norm and for the update; two moments and the master weights are read and
@@ -152,7 +155,7 @@ class StepTime:
         width, gradient, _ = state_bytes(self.plan)
         moved = self._owned() * (2 * gradient + 24 + width)
         if self.plan.offload != "none":
-            return moved / HOST_MEMORY
+            return moved / self.constants.host_memory
         return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)
 
     def host(self) -> float:
@@ -168,16 +171,22 @@ class StepTime:
         """All communication of the slowest stage in one step."""
         given = self.model, self.cluster, self.work, self.constants
         layers = layer_counts(self.model, self.layout)[self.slowest]
-        parts = [(layer_traffic(*given, kind), count) for count, kind in zip(layers, (False, True), strict=True)]
-        parts.append((end_traffic(*given, last=False), self.slowest == 0))
-        parts.append((end_traffic(*given, last=True), self.slowest == head_rank(self.layout)))
+        of_layer = self.model, self.cluster, self.gpus[self.slowest], self.constants, self.work
+        parts = [
+            (layer_traffic(*given, kind), layer_costs(*of_layer, kind, self.paired)[1].total, count)
+            for count, kind in zip(layers, (False, True), strict=True)
+            if count
+        ]
+        for last, here in ((False, self.slowest == 0), (True, self.slowest == head_rank(self.layout))):
+            found = end_traffic(*given, last=last)
+            parts.append((found, found.exposed.total, int(here)))
         out: list[Transfer] = []
-        for found, count in parts:
+        for found, waits, count in parts:
             total = sum(each.seconds * times for each, times in found.transfers)
             number = count * self.plan.micro_batches
             for each, times in found.transfers if number else ():
                 share = each.seconds * times / total if total else 0.0
-                out.append(repeat(each, times * number, found.exposed.total * number * share))
+                out.append(repeat(each, times * number, waits * number * share))
         return _merged(out) + self._with_exposed()
 
     def _with_exposed(self) -> tuple[Transfer, ...]:

@@ -156,6 +156,8 @@ class Settings(Section):
             return
         if experts.num_experts % plan.ep:
             yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
+        if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
+            yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
         if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
             yield ("parallel", "zero"), "must be 1 or more with ep and dp_replicate: replicas of experts are shards"
         if plan.pp > 1 and experts.aux_loss and experts.aux_loss_over == "model":
@@ -188,6 +190,8 @@ class Settings(Section):
             "interleaved",
         ):
             parallel["virtual_stages"] = 2
+        if parallel["tp"] > 1 and not parallel["expert_tp"] and self._has_experts():
+            parallel["expert_tp"] = 1
         # Compiled blocks compute both gradients at once.
         parallel["input_grad_first"] = parallel["input_grad_first"] and not self.run.compile
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
@@ -201,6 +205,12 @@ class Settings(Section):
         if config.experts is None:
             raise ValueError("aux_loss_over must be left out for a model without experts")
         return replace(config, experts=replace(config.experts, aux_loss_over=over))
+
+    def _has_experts(self) -> bool:
+        try:
+            return self.config.experts is not None
+        except (ValueError, TypeError, OSError):  # of the model, which says so itself
+            return False
 
     def _given_config(self) -> TransformerConfig:
         model, shape = self.model, self.model.shape

@@ -40,10 +40,16 @@ def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]
         found = cut(config.num_layers, plan)
         held = ", ".join(f"{rank}: {_ranges(found.layers_on(rank))}" for rank in range(plan.pp))
         stages = [("stages", f"{found.count}, {plan.schedule}; layers of pipeline rank {held}")]
+    experts: list[Line] = []
+    if (of := config.experts) is not None:
+        layers = _count(config.num_layers - of.dense_layers, "layer")
+        held = f", {of.num_experts // plan.ep} on each of {plan.ep} ranks" if plan.ep > 1 else ""
+        experts = [("experts", f"{of.num_experts} in {layers}{held}; {of.top_k} for each token")]
     return [
         ("plan", plan.text or "one rank"),
         ("ranks", f"{ranks}; {device}"),
         *stages,
+        *experts,
         ("model", f"{parameters:,} parameters: {config.num_layers} layers, hidden {config.hidden_size}"),
         ("step", f"{plan.global_batch} x {settings.seq_length:,} = {plan.global_batch * settings.seq_length:,} tokens: "
                  f"{_count(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}{across}"),

@@ -3,21 +3,39 @@
 import contextlib
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from parallel_ops.train import outputs
+from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.checkpoint.description import best_in, steps_in
+from parallel_ops.train.data.loader import Loader
+from parallel_ops.train.evaluation import Evaluation
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.metrics import Metrics
 from parallel_ops.train.progress import Progress
-from parallel_ops.train.results import Result, Step
+from parallel_ops.train.results import NotFinite, Result, Step
+from parallel_ops.train.run_state import RunState
 from parallel_ops.train.trace import Trace
 
-if TYPE_CHECKING:
-    from parallel_ops.train.trainer import Trainer
+
+class Run(RunState, Protocol):
+    """What the loop needs of ``Trainer``."""
+
+    saved_step: int
+
+    @property
+    def evaluation(self) -> Evaluation | None: ...
+    @property
+    def loader(self) -> Loader: ...
+    def step(self, *, asked: Callable[[], str | None]) -> Step: ...
+    def problem(self, step: Step) -> NotFinite | None: ...
+    def evaluate(self) -> float: ...
+    def open_store(self) -> Checkpoints | None: ...
+    def save_in(self, store: Checkpoints) -> None: ...
 
 
-def take_steps(trainer: "Trainer", stopping: Stopping) -> Result:
+def take_steps(trainer: Run, stopping: Stopping) -> Result:
     """Takes the remaining steps; see ``Trainer.train``."""
     settings, evaluation = trainer.settings, trainer.evaluation
     interval, keep_best = settings.checkpoint.interval, settings.checkpoint.keep_best

@@ -112,6 +112,11 @@ def _check(mesh: ParallelMesh, plan: Plan, recompute_every: int) -> None:
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         if mesh.size(name) != getattr(plan, name):
             raise ValueError(f"parallelize: the plan has {name}={getattr(plan, name)}, the mesh {mesh.size(name)}")
+    if mesh.size("ep") > 1 and mesh["fsdp"] is None and mesh.size("ep") != mesh.size("tp"):
+        raise ValueError(
+            f"parallelize: ep must be tp ({mesh.size('tp')}) where dp_shard and cp are 1, got {mesh.size('ep')}: "
+            "nothing would reduce the gradients of the other ranks' experts"
+        )
     if mesh.size("ep") > 1 and mesh.size("dp_replicate") > 1 and not (plan.zero and mesh["fsdp"] is not None):
         raise ValueError(
             "parallelize: with ep, dp_replicate needs zero of 1 or more and dp_shard * cp of 2 or more: experts are "

@@ -11,6 +11,7 @@ import torch
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.memory.states import element_bytes
 from parallel_ops.planner.model import Model
@@ -121,7 +122,7 @@ def forecast(settings: Settings, cluster: Cluster) -> Estimate:
     Raises:
         ValueError: The plan cannot run there.
     """
-    return estimate(model_of(settings), cluster, settings.plan)
+    return estimate(model_of(settings), cluster, settings.plan, software=TRAINER.software)
 
 
 def replan(settings: Settings, ranks: int, device: Device) -> Settings:

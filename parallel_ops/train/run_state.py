@@ -14,7 +14,17 @@ from parallel_ops.train.passes import Passes
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
-    from parallel_ops.train.evaluation import Evaluation
+
+
+class Evaluated(Protocol):
+    """What a run evaluates on.
+
+    Attributes:
+        samples: The data. sequences: How many of them.
+    """
+
+    samples: Samples
+    sequences: int
 
 
 class RunState(Protocol):
@@ -41,7 +51,7 @@ class RunState(Protocol):
     @property
     def samples(self) -> Samples: ...
     @property
-    def evaluation(self) -> "Evaluation | None": ...
+    def evaluation(self) -> Evaluated | None: ...
     @property
     def model(self) -> nn.Module: ...
     @property

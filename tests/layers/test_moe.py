@@ -71,3 +71,13 @@ def test_what_it_refuses():
         ParallelMoE(12, 10, 4, 2, mesh=None)(torch.randn(3, 11))
     for outcome in ranks(4).outcomes(on_rank.layer, {"tp": 4, "ep": 4}, {"num_experts": 6, "top_k": 2}, True, 0):
         assert "num_experts must be a multiple of the size of the mesh, got 6 for 4 ranks" in outcome.message
+
+
+def test_the_shared_expert_is_computed_while_rows_travel():
+    """Rows and weights leave, the shared MLP is computed, both arrive; in the backward their gradients do so too."""
+    for events in ranks(2).run(on_rank.order_of_events):
+        split = events.index("backward")
+        assert events[:split] == ["send", "send", "shared", "wait", "wait", "send", "wait"]
+        # The results' gradients go first, and are waited for at once: the experts need them.
+        assert events[split + 1 : split + 3] == ["send", "wait"]
+        assert events[split + 3 :] == ["send", "send", "shared backward", "wait", "wait"]

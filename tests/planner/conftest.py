@@ -13,10 +13,10 @@ def searched():
     """
     found = {}
 
-    def remembered(model, cluster, *, batch, options=None, keep=20):
-        key = model, cluster, batch, repr(options), keep
+    def remembered(model, cluster, *, batch, options=None, software="", keep=20):
+        key = model, cluster, batch, repr(options), software, keep
         if key not in found:
-            found[key] = search(model, cluster, batch=batch, options=options, keep=keep)
+            found[key] = search(model, cluster, batch=batch, options=options, software=software, keep=keep)
         return found[key]
 
     return remembered

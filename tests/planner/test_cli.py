@@ -35,7 +35,7 @@ class TestPlan:
         assert (code, err) == (0, "")
         assert "llama3-8b on h100x16, 128 x 8,192 tokens a step" in out
         lines = out.splitlines()
-        rows = [line for line in lines if line.strip()[:1].isdigit() and line.endswith("%")]
+        rows = [line for line in lines if line.strip()[:1].isdigit() and "GiB   " in line]
         assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"]
         assert "Plans that cannot run" in out and "memory" in out
         assert "matmul: " in out and "of the step time between -20 % and +20 %" in out

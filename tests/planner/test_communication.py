@@ -15,7 +15,7 @@ from parallel_ops.planner.step import StepTime
 
 LLAMA = presets.model("llama3-8b")
 H100 = presets.cluster("h100x64")
-CONSTANTS = efficiency("hopper")
+CONSTANTS = efficiency("hopper", "megatron-2021")
 LINK = Interconnect(name="link", latency=1e-5, bandwidth=1e10)
 
 

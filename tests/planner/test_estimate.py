@@ -52,7 +52,7 @@ def test_without_a_barrier_zero_bubble_schedules_gain_and_others_do_not():
     for kind, gains in (("1f1b", False), ("zb-h1", False), ("zb-v", True), ("zb-2p", True)):
         plan = replace(PLAN, schedule=kind, virtual_stages=chunks(kind))
         with_barrier, without = (estimate(GPT3, A100, replace(plan, optimizer_barrier=on)).step for on in (True, False))
-        assert (without < with_barrier * 0.995) == gains, kind
+        assert (without < with_barrier * 0.994) == gains, kind
 
 
 def test_recomputation_costs_a_forward_pass():
@@ -219,5 +219,8 @@ def test_a_sensible_plan_breaks_no_rule():
 
 def test_tensor_parallelism_across_nodes_breaks_a_rule():
     plan = Plan(tp=16, dp=4, global_batch=4)
-    assert RULES["tensor_parallel_inside_node"](LLAMA, A100, plan) == "TP 16 leaves the node of 8 GPUs"
-    assert RULES["tensor_parallel_inside_node"](LLAMA, presets.cluster("tpu-v4x64"), plan) is None
+    assert (
+        RULES["tensor_parallel_inside_node"](LLAMA, A100, plan, efficiency("ampere"))
+        == "TP 16 leaves the node of 8 GPUs"
+    )
+    assert RULES["tensor_parallel_inside_node"](LLAMA, presets.cluster("tpu-v4x64"), plan, efficiency("ampere")) is None

@@ -70,7 +70,7 @@ def test_the_bubble_is_stated_once_and_figures_have_bands(document):
     assert text.count("bubble") == 3  # its sentence, and two legends
     assert "The bubble is the time that a rank waits for others" in text
     assert text.count("±") >= 7
-    assert "ties within the error" not in text
+    assert "ties within the error" in text  # 6 % slower, of a band of 16 %
     found = estimate(presets.model("llama3-8b"), presets.cluster("h100x8"), Plan(dp=8, zero=3, global_batch=8))
     text = " ".join(Page(page([found, found])).words)
     assert "ties within the error" in text and "2 =" in text

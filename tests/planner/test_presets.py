@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import pickle
+import re
 from importlib.resources import files
 
 import pytest
 
 from parallel_ops.planner import Cluster, Interconnect, Model, Plan, efficiency, error_band, presets
-from parallel_ops.planner.compute.efficiency import CONSTANTS
+from parallel_ops.planner.compute.efficiency import CONSTANTS, SOFTWARE
 from parallel_ops.planner.error_band import tied
 
 # Parameters of the published weights, counted by their publishers.
@@ -47,7 +48,7 @@ def test_gpt_counts_agree_with_the_closed_forms(name):
 def test_a_name_says_its_size():
     for name in presets.models():
         size = name.split("-")[-1]
-        if size.endswith("b") and "x" not in size:
+        if re.fullmatch(r"[\d.]+b", size) and not name.startswith("maxtext"):  # whose names are scales
             assert presets.model(name).parameters == pytest.approx(float(size[:-1]) * 1e9, rel=0.08)
 
 
@@ -149,23 +150,30 @@ def test_a_cluster_of_parts_must_add_up():
 def test_every_efficiency_has_a_source_and_others_stand_in_with_a_warning():
     data = json.loads(files("parallel_ops.planner.presets").joinpath("efficiency.json").read_text(encoding="utf-8"))
     for entries in data["generations"].values():
-        assert set(entries) == set(CONSTANTS)
+        assert set(entries) == set(CONSTANTS) - set(SOFTWARE)
         assert all(entry["source"] in data["sources"] for entry in entries.values())
     with pytest.warns(UserWarning, match="no measured efficiencies of blackwell GPUs: those of hopper are used"):
-        assert efficiency.__wrapped__("blackwell") == efficiency("hopper")
+        assert efficiency.__wrapped__("blackwell", "fsdp-2023") == efficiency("hopper", "fsdp-2023")
     with pytest.warns(UserWarning, match="volta GPUs: those of ampere"):
         assert efficiency.__wrapped__("volta") == efficiency("ampere")
 
 
 def test_a_band_is_that_of_the_rows_most_like_the_plan():
     plan = Plan(dp=8, zero=3, global_batch=8)
-    found = error_band(presets.cluster("h100x8"), plan)
-    assert found.like == "hopper, 16-bit, zero-3, one node"
+    found = error_band(presets.cluster("h100x8"), plan, software="fsdp-2023")
+    assert found.like == "eager, hopper, dense, 16-bit, zero-3, one node"
     assert found.rows > 10 and 0 < found.time < 0.4
-    nothing = error_band(presets.cluster("tpu-v4x8"), plan)
+    nothing = error_band(presets.cluster("mi300xx8"), plan)
     assert (nothing.like, nothing.rows) == ("any", 0)
     assert nothing.time > found.time
     assert tied(1.04, 1.0, 0.1) and not tied(1.06, 1.0, 0.1)
+
+
+def test_experts_and_kernels_have_bands_of_their_own():
+    cluster, plan = presets.cluster("h100x8"), Plan(dp=8, zero=1, dtype="fp8", global_batch=8)
+    dense, sparse = (error_band(cluster, plan, experts=experts) for experts in (False, True))
+    assert dense.like.startswith("transformer-engine, hopper, dense, fp8") and "experts" in sparse.like
+    assert error_band(cluster, plan, software="torchtitan-2025").like.startswith("compiled, hopper")
 
 
 def test_a_hash_is_not_pickled():

@@ -8,6 +8,7 @@ import pytest
 
 from parallel_ops.planner import Plan, SearchOptions, efficiency, estimate, memory, presets, search, smallest_cluster
 from parallel_ops.planner.compute.efficiency import CONSTANTS
+from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.results import family
 from parallel_ops.planner.step import step_seconds
@@ -34,7 +35,10 @@ def test_all_plans_that_run_are_ranked(large):
     times = [seconds for _, seconds in found.ranking]
     assert times == sorted(times)
     assert len(found.plans) == 20
-    assert [plan.step for plan in found.plans] == sorted(plan.step for plan in found.plans)
+    # Those that only just fit come last.
+    order = [(plan.tight, plan.step) for plan in found.plans]
+    assert order == sorted(order) and not found.best.tight
+    assert all(systems(GPT3, A100, plan.plan) for plan in found.plans)
     assert found.best is found.plans[0]
     assert len({plan for plan, _ in found.ranking}) == len(found.ranking)
     for plan, _ in found.ranking[::50]:
@@ -76,7 +80,7 @@ def test_no_option_hides_a_faster_plan():
 
 def test_sensitivity_tries_each_constant(large):
     found = {row.constant: row for row in large[0].sensitivity}
-    assert set(found) == set(CONSTANTS)
+    assert set(found) == set(CONSTANTS) - {"fp8", "host_memory", "grouped", "dispatch", "expert_host", "expert_sync"}
     assert found["matmul"].seconds < -0.2  # a better constant, a shorter step
     assert found["interference"].seconds >= 0
 

@@ -1,6 +1,7 @@
 """What each rank does in the tests of experts."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
+from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
 from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.planner import Plan
@@ -26,11 +28,12 @@ def sent(rank: int, trial: int, num_experts: int, top_k: int, capacity: int | No
     x, experts, weights, grad = everyone[rank]
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     load = torch.bincount(experts.flatten(), minlength=num_experts).int()
-    way = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity)
+    journey = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity)
+    way = journey.arrive()
     held = num_experts // size
     ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.ends.long(), right=True)
     y = way.rows * (1 + rank * held + ids[:, None]) * way.weights[:, None]
-    out = way.combine(y)
+    out = journey.combine(y)
     out.backward(grad)
     return {"x": x.detach(), "experts": experts, "weights": weights.detach(), "grad": grad, "out": out.detach(),
             "dx": x.grad, "dweights": weights.grad, "rows": torch.tensor(way.rows.shape[0])}  # fmt: skip
@@ -101,3 +104,28 @@ def folder_gradients(rank: int, folder: str, text: str, tokens: Tensor, targets:
             p.copy_(p.grad)
     model.save_pretrained(save)  # type: ignore[operator]
     return loss.detach()
+
+
+def order_of_events(rank: int) -> list[str]:
+    """What happens to the messages of a layer with a shared MLP, and when that is computed, forward and backward."""
+    events: list[str] = []
+
+    def noted(name: str) -> Any:
+        original = getattr(Exchange, name)
+
+        def method(*args: Any) -> Any:
+            events.append(name)
+            return original(*args)
+
+        return mock.patch.object(Exchange, name, method)
+
+    torch.manual_seed(0)
+    moe = ParallelMoE(HIDDEN, FFN, 4, 2, mesh=None, expert_mesh=mesh_of(dp_shard=2, ep=2)["ep"], shared_experts=1)
+    assert moe.shared is not None
+    moe.shared.register_forward_hook(lambda *_: events.append("shared"))
+    moe.shared.gate.weight.register_hook(lambda _: events.append("shared backward"))
+    with noted("send"), noted("wait"):
+        y = moe(torch.randn(5, HIDDEN, requires_grad=True))
+        events.append("backward")
+        y.sum().backward()
+    return events

@@ -21,6 +21,7 @@ from support.layers import mesh_of
 _SOURCES = {
     ("consistency.py", None): "agreement",
     ("step_reductions.py", None): "report",
+    ("expert_use.py", None): "report",
     ("context.py", "mean"): "report",
     ("primitives.py", "all_gather"): "all-gather",
     ("primitives.py", "reduce_scatter"): "reduce-scatter",
@@ -58,7 +59,17 @@ def counted(mesh: ParallelMesh) -> Iterator[Counts]:
     """Bytes that this rank sends in the block. Sums of scalars that torch makes in C++ (of a gradient norm over sharded
     parameters) are not among them."""
     names: dict[str, str] = {}
-    for name in ("dp", "loss", "fsdp", "dp_shard", "dp_replicate", "cp", "tp"):  # the last that a group has
+    for name in (
+        "efsdp",
+        "ep",
+        "dp",
+        "loss",
+        "fsdp",
+        "dp_shard",
+        "dp_replicate",
+        "cp",
+        "tp",
+    ):  # the last that a group has
         if (group := mesh.group(name)) is not None:
             names[group.group_name] = name
     found: Counts = collections.defaultdict(float)
@@ -102,6 +113,9 @@ def _kind(kind: str) -> str:
         file, function = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
         if file == "consistency.py":
             return "agreement"
+        sends_rows = (file, function) in (("primitives.py", "all_to_all"), ("exchange.py", "send"))
+        if sends_rows and frame.f_locals["x"].dim() == 1:
+            return "weights"  # of rows for experts, which travel in a message of their own
         found = _SOURCES.get((file, None)) or _SOURCES.get((file, function)) or found
         frame = frame.f_back
     return found
@@ -135,7 +149,7 @@ def a_step(rank: int, given: dict[str, Any]) -> tuple[Counts, list[tuple[int, in
     """What a step with these settings sends, and what is held in it; see ``_sampled``."""
     settings = settings_of(given)
     plan = settings.plan
-    mesh = mesh_of(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp)
+    mesh = mesh_of(dp_replicate=plan.dp_replicate, dp_shard=plan.dp_shard, cp=plan.cp, tp=plan.tp, ep=plan.ep)
     trainer = Trainer(settings, mesh)
     trainer.step()
     samples = _sampled(trainer)

@@ -76,7 +76,7 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("parallel.dp_replicate=3", r"dp_replicate must divide dp \(2\), got 3"),
         ("parallel.tp='2'", "parallel.tp: input should be a valid integer, got '2'"),
         ("parallel=pp=2,input_grad_first=false", "input_grad_first must be true with pp=2"),
-        ("parallel.ep=2", "parallel.ep must be 1, got 2: its trainer has no expert parallelism yet"),
+        ("parallel.ep=2", "parallel.ep must be 1 for a model without experts, got 2"),
         ("parallel.overlap=false", "parallel.overlap must be True"),
         ("parallel.offload=optimizer", "offload needs zero of 1 or more"),
         ("parallel=tp=2,zero=1,offload=optimizer", r"parallel.offload needs dp_shard \* cp of 2 or more"),

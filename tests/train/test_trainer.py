@@ -63,7 +63,8 @@ def drawn(number, processes, kind="gpt"):
         "parallel": {
             "pp": pp, "schedule": schedule, "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate, "ep": ep,
             "global_batch": BATCH, "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
-            "micro_batch": draw.choice(fitting),
+            # The auxiliary loss of experts is that of a micro-batch.
+            "micro_batch": 1 if kind == "experts" else draw.choice(fitting),
             "sequence_parallel": tp > 1 and draw.random() < 0.5,
             "cp_kind": draw.choice(("ring", "all-to-all")) if tp * cp <= 4 else "ring",
         },

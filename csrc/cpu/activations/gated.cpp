@@ -94,9 +94,10 @@ Tensor forward(const Operands& in) {
   return y;
 }
 
-// dgate and dup: where the gradients of a row start, `stride` elements after those of the row before. Returns dbias and
-// dweights, empty where there is no bias and are no weights.
-std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* dgate, void* dup, int64_t stride) {
+// dgate and dup: where the gradients of a row start, `stride` elements after those of the row before; within a row they
+// are `step` elements apart, 1 or 2. Returns dbias and dweights, empty where there is no bias and are no weights.
+std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* dgate, void* dup, int64_t stride,
+                                    int64_t step = 1) {
   check(in);
   check_like(in.op, "grad", dy, in.gate);
   const Shape2d shape = rows_and_cols(in.gate);
@@ -115,7 +116,7 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
     const Swish<A> swish(in.swish);
     std::vector<A> tile_sums(static_cast<size_t>(in.weights ? shape.rows * per_row : 0));
     const auto tile = [&](int64_t row, int64_t col, int64_t n, A* sum) {
-      Scratch<T> grad, gate, up;
+      Scratch<T> grad, gate, up, dense_gate, dense_up;
       const T* d = dys.tile(row, col, n, grad.data);
       const Tile<T> t{gates.tile(row, col, n, gate.data),
                       ups.tile(row, col, n, up.data),
@@ -124,8 +125,10 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
                       weights ? (*weights)[row] : A(1),
                       n,
                       swish};
-      T* dg = static_cast<T*>(dgate) + row * stride + col;
-      T* du = static_cast<T*>(dup) + row * stride + col;
+      T* to_gate = static_cast<T*>(dgate) + row * stride + col * step;
+      T* to_up = static_cast<T*>(dup) + row * stride + col * step;
+      T* dg = step == 1 ? to_gate : dense_gate.data;
+      T* du = step == 1 ? to_up : dense_up.data;
       A* of_weight = weights ? &tile_sums[static_cast<size_t>(row * per_row + col / kTileCols)] : nullptr;
       switch (in.act) {
         case Act::kSilu:
@@ -145,6 +148,11 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
           if (of_weight) *of_weight = weight_gelu_erf(t, d);
           break;
       }
+      if (step == 1) return;
+      for (int64_t i = 0; i < n; ++i) {
+        to_gate[2 * i] = dg[i];
+        to_up[2 * i] = du[i];
+      }
     };
     for_each_tile_summing_columns_if<T, 2>(in.bias.has_value(), shape, dbias, tile);
     if (in.weights) {
@@ -156,18 +164,32 @@ std::tuple<Tensor, Tensor> backward(const Operands& in, const Tensor& dy, void* 
   return {dbias, dweights};
 }
 
-// The halves of x, as views.
-Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& weights, const SwishOptions& swish) {
+// Every second element of x, the first or the second of each pair, as a view.
+Tensor of_pairs(const char* op, const Tensor& x, int64_t which) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
+  const int64_t offset = x.storage_offset() + which * strides.back();
+  sizes.back() /= 2;
+  strides.back() *= 2;
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                              strides.data(), offset, &handle);
+  PARALLEL_OPS_CHECK(error == TORCH_SUCCESS, op, ": cannot make a view of x");
+  return Tensor(handle);
+}
+
+// Gate and up of x, as views: its halves, or in turn.
+Operands gate_and_up(const char* op, const Tensor& x, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& weights, const SwishOptions& swish, bool interleaved) {
   PARALLEL_OPS_CHECK(x.is_cpu() && x.dim() > 0 && last_dim(x) % 2 == 0, op, ": the last dimension of x must be even");
   check_bias(op, x, bias);
   check_memory(op, "x", x);  // before views are made of it
+  PARALLEL_OPS_CHECK(!interleaved || !bias, op, ": there is no bias of gates and ups in turn");
   const int64_t cols = last_dim(x) / 2, last = x.dim() - 1;
   Tensor whole = x;
   return {op,
           silu_or_swish(swish),
-          torch::stable::narrow(whole, last, 0, cols),
-          torch::stable::narrow(whole, last, cols, cols),
+          interleaved ? of_pairs(op, x, 0) : torch::stable::narrow(whole, last, 0, cols),
+          interleaved ? of_pairs(op, x, 1) : torch::stable::narrow(whole, last, cols, cols),
           bias,
           weights,
           swish,
@@ -176,19 +198,21 @@ Operands halves(const char* op, const Tensor& x, const std::optional<Tensor>& bi
 }
 
 Tensor bias_swiglu(const Tensor& x, const std::optional<Tensor>& bias, const std::optional<Tensor>& weights,
-                   double alpha, std::optional<double> limit, double up_offset) {
-  return forward(halves("bias_swiglu", x, bias, weights, {alpha, limit, up_offset}));
+                   double alpha, std::optional<double> limit, double up_offset, bool interleaved) {
+  return forward(gate_and_up("bias_swiglu", x, bias, weights, {alpha, limit, up_offset}, interleaved));
 }
 
 std::tuple<Tensor, Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x,
                                                         const std::optional<Tensor>& bias,
                                                         const std::optional<Tensor>& weights, double alpha,
-                                                        std::optional<double> limit, double up_offset) {
-  const Operands in = halves("bias_swiglu_backward", x, bias, weights, {alpha, limit, up_offset});
+                                                        std::optional<double> limit, double up_offset,
+                                                        bool interleaved) {
+  const Operands in = gate_and_up("bias_swiglu_backward", x, bias, weights, {alpha, limit, up_offset}, interleaved);
   const int64_t cols = last_dim(x) / 2;
   Tensor dx = empty_output(x, x.sizes());
   char* out = static_cast<char*>(dx.mutable_data_ptr());
-  const auto [dbias, dweights] = backward(in, dy, out, out + cols * x.element_size(), 2 * cols);
+  char* up = out + (interleaved ? 1 : cols) * x.element_size();
+  const auto [dbias, dweights] = backward(in, dy, out, up, 2 * cols, interleaved ? 2 : 1);
   return {dx, dbias, dweights};
 }
 

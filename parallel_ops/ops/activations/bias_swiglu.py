@@ -1,6 +1,6 @@
 """Bias and SwiGLU in one pass.
 
-    g, u   = x[..., :F] + b[:F], x[..., F:] + b[F:]        (gate half first)
+    g, u   = x[..., :F] + b[:F], x[..., F:] + b[F:]        (gate half first; interleaved: x[..., ::2], x[..., 1::2])
     y      = w * silu(g) * u                                silu(z) = z sigmoid(z)
     dg     = dy * w * u * silu'(g)                          silu'(z) = sigmoid(z) + z sigmoid(z) sigmoid(-z)
     du     = dy * w * silu(g)
@@ -33,6 +33,7 @@ def bias_swiglu(
     alpha: float = 1.0,
     limit: float | None = None,
     up_offset: float = 0.0,
+    interleaved: bool = False,
 ) -> Tensor:
     """``silu(gate) * up``, where ``gate`` and ``up`` are the halves of ``x + bias``, forward and backward fused.
 
@@ -42,13 +43,14 @@ def bias_swiglu(
         weights: ``[...]`` or ``[..., 1]``, of any of these dtypes: each row of the result is multiplied by its weight,
             as in a mixture of experts. ``None``: by nothing.
         alpha, limit, up_offset: as in ``silu_mul``, of the halves of ``x + bias``.
+        interleaved: gate and up are ``x[..., ::2]`` and ``x[..., 1::2]``, as in gpt-oss; without a bias.
 
     Returns:
         ``[..., F]``, contiguous, dtype of ``x``. Under autocast x and bias are cast to the autocast dtype.
 
     Raises:
-        TypeError: unsupported dtypes, an option that is no number. ValueError: wrong shape (an odd last dimension too)
-            or device, a ``limit`` that is not above 0.
+        TypeError: unsupported dtypes, an option that is no number or bool. ValueError: wrong shape (an odd last
+            dimension too) or device, a ``limit`` that is not above 0, a bias with ``interleaved``.
 
     Sharding: elementwise over rows, so any shard of rows gives that shard of y. A shard of the last dimension must
     hold the gate columns and the up columns of the same features, as ``[gate shard, up shard]``; bias likewise, and
@@ -62,14 +64,19 @@ def bias_swiglu(
         )
     check_bias("bias_swiglu", bias, x)
     check_row_weights("bias_swiglu", weights, "x", x)
-    return _forward(x, bias, weights, *swiglu_options("bias_swiglu", alpha, limit, up_offset))
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"bias_swiglu: interleaved must be a bool, got {type(interleaved).__name__}")
+    if interleaved and bias is not None:
+        raise ValueError("bias_swiglu: interleaved takes no bias; add it before, as grouped_linear does")
+    return _forward(x, bias, weights, *swiglu_options("bias_swiglu", alpha, limit, up_offset), interleaved)
 
 
 def bias_swiglu_reference(
-    x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None, **options: Any
+    x: Tensor, bias: Tensor | None = None, *, weights: Tensor | None = None, interleaved: bool = False, **options: Any
 ) -> Tensor:
     """The same in plain PyTorch."""
-    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    z = x if bias is None else x + bias
+    gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
     return silu_mul_reference(gate, up, weights=weights, **options).to(x.dtype)
 
 
@@ -84,31 +91,34 @@ def _fake_backward(
 
 
 def _cuda(
-    x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None, up_offset: float,
+    interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     from parallel_ops.triton_kernels import activations as kernels
 
     y = _fake(x, bias, weights)
-    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
-    kernels.forward(*_halves(x), bias, weights, y, activation="silu", **options)
+    options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
+    kernels.forward(*_gate_and_up(x, interleaved), bias, weights, y, activation="silu", **options)
     return y
 
 
 def _cuda_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, alpha: float, limit: float | None,
-    up_offset: float,
+    up_offset: float, interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from parallel_ops.triton_kernels import activations as kernels
 
     dx, dbias, dweights = _fake_backward(grad, x, bias, weights)
-    options = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
-    kernels.backward(grad, *_halves(x), bias, weights, *_halves(dx), dbias, dweights, activation="silu", **options)
+    options: dict[str, Any] = {"alpha": alpha, "limit": limit, "up_offset": up_offset, "interleaved": interleaved}
+    both, gradients = _gate_and_up(x, interleaved), _gate_and_up(dx, interleaved)
+    kernels.backward(grad, *both, bias, weights, *gradients, dbias, dweights, activation="silu", **options)
     return dx, dbias, dweights
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_and_up(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The halves of x; twice x itself where its elements are gate and up in turn."""
     half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+    return (x, x) if interleaved else (x[..., :half], x[..., half:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -122,7 +132,7 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     bias = kept_parameter(ctx, "bias_swiglu", "bias", bias, 1, now)
     dx, dbias, dweights = _backward(grad, x, bias, weights, *ctx.options)
     of_parameters = dbias if for_bias else None, dweights if for_weights else None
-    return dx if for_x else None, *of_parameters, None, None, None
+    return dx if for_x else None, *of_parameters, *(None,) * len(ctx.options)
 
 
 _backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)

@@ -14,10 +14,12 @@ from rich.console import Console
 from parallel_ops._internal.command_line import fail, run
 from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS, TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
+from parallel_ops.planner.export.launcher import LAUNCHERS, script
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
@@ -28,6 +30,7 @@ from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simul
 from parallel_ops.planner.search.options import SearchOptions
 from parallel_ops.planner.search.search import search
 from parallel_ops.planner.validation import validate
+from parallel_ops.planner.validation.published_runs import runs as read_runs
 
 # Exit code if the plan does not fit, no plan fits, or a promise is broken. 2 is for bad input.
 NO = 1
@@ -60,7 +63,19 @@ Only = Annotated[
     str | None,
     typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
 ]
+SoftwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--software",
+        help=f"Era of the training software, whose kernels and overlap the times are of: {', '.join(eras())}.",
+        show_default=f"that of --for, or {CURRENT}",
+    ),
+]
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
 
@@ -90,6 +105,8 @@ def plan_command(
     seq: Sequence = None,
     system: System = None,
     only: Only = None,
+    software: SoftwareName = None,
+    any_system: Annotated[bool, typer.Option("--any", help="Also plans that no known system runs.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
     price: Price = None,
     json: Json = False,
@@ -97,6 +114,7 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option(help="Write the best plan for the system of --for; run.toml is for `train`.")
     ] = None,
+    launcher: Launcher = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits."""
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
@@ -104,11 +122,14 @@ def plan_command(
         system = system or TRAINER.name
     if output is not None and system is None:
         raise ValueError("--output writes the plan for a system; name it with --for")
-    result = _search(shape, machine, batch, inputs.options(machine, system, only), keep=max(top, 10))
+    options = replace(inputs.options(machine, system, only), any_system=any_system)
+    result = _search(shape, machine, batch, options, software, keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
     _save_page(html, shown, result)
     if output is not None:
-        output.write_text(export_plan(system or "", shape, machine, best.plan), encoding="utf-8")
+        text = export_plan(system or "", shape, machine, best.plan)
+        text = script(find_target(system or ""), text, machine, best.plan, launcher) if launcher else text
+        output.write_text(text, encoding="utf-8")
     if json:
         _print_json(tables.search_data(result, shown))
         return
@@ -117,7 +138,7 @@ def plan_command(
     console.print()
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
-    console.print(f"\n{best.error_band.sentence()} {tables.tied(ties)}".rstrip(), highlight=False)
+    console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
     if result.misses:
@@ -136,12 +157,13 @@ def estimate_command(
     batch: Batch,
     seq: Sequence = None,
     plan: PlanText = None,
+    software: SoftwareName = None,
     price: Price = None,
     json: Json = False,
     html: Html = None,
 ) -> None:
     """Time, memory and traffic of one plan; exit code 1 if it does not fit in memory."""
-    found = _estimate(model, cluster, batch, seq, plan, price)
+    found = _estimate(model, cluster, batch, seq, plan, price, software)
     _save_page(html, [found])
     problem = memory_problem(found.cluster, found.plan, found.memory)
     if json:
@@ -196,15 +218,23 @@ def schedule_command(
 
 @app.command("validate")
 def validate_command(
-    rows: Annotated[bool, typer.Option("--rows", help="Print every row too.")] = False, json: Json = False
+    rows: Annotated[bool, typer.Option("--rows", help="Print every row too.")] = False,
+    runs: Annotated[
+        Path | None, typer.Option(help="Compare with the runs of a CSV file instead.", show_default=False)
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Compares the planner with published tables; exit code 1 if a promise does not hold."""
+    if runs is not None:
+        _console().print(tables.own_runs(list(read_runs(runs.name, runs.read_text(encoding="utf-8")))))
+        return
     report = validate()
     if json:
         _print_json(tables.report_data(report))
     else:
         console = _console()
-        for part in (*(tables.errors(report) if rows else ()), tables.summaries(report), tables.promises(report)):
+        parts = tables.summaries(report), tables.left_out(report), tables.promises(report)
+        for part in (*(tables.errors(report) if rows else ()), *parts):
             console.print(part)
             console.print()
     if not all(promise.met for promise in report.promises):
@@ -220,6 +250,7 @@ def export_command(
     seq: Sequence = None,
     plan: PlanText = None,
     output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
+    launcher: Launcher = None,
     json: Json = False,
 ) -> None:
     """Writes a plan, or the fastest that the system can run, as a config of DeepSpeed, torchtitan or this package's
@@ -231,10 +262,11 @@ def export_command(
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster)
     if plan is None:
         options = inputs.options(machine, format if format in TARGETS else None, None)
-        written = _search(shape, machine, batch, options, keep=10).best.plan
+        written = _search(shape, machine, batch, options, None, keep=10).best.plan
     else:
         written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), system)
     text = export_plan(format, shape, machine, written)
+    text = script(system, text, machine, written, launcher) if launcher else text
     problem = quick_memory_problem(shape, machine, written)
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -247,16 +279,28 @@ def export_command(
         sys.exit(NO)
 
 
-def _estimate(model: str, cluster: str, batch: str, seq: int | None, plan: str | None, price: float | None) -> Estimate:
+def _estimate(
+    model: str,
+    cluster: str,
+    batch: str,
+    seq: int | None,
+    plan: str | None,
+    price: float | None,
+    software: str | None = None,
+) -> Estimate:
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
     if plan is None:
-        return _search(shape, machine, batch, None, keep=10).best
-    return estimate_plan(shape, machine, inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length)))
+        return _search(shape, machine, batch, None, software, keep=10).best
+    given = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length))
+    return estimate_plan(shape, machine, given, software=software or CURRENT)
 
 
-def _search(model: Model, cluster: Cluster, batch: str, options: SearchOptions | None, *, keep: int) -> SearchResult:
+def _search(
+    model: Model, cluster: Cluster, batch: str, options: SearchOptions | None, software: str | None, *, keep: int
+) -> SearchResult:
     """The search; exits with code 1 if no plan fits."""
-    found = search(model, cluster, batch=inputs.batch(batch, model.seq_length), options=options, keep=keep)
+    sequences, name = inputs.batch(batch, model.seq_length), era(software).name if software else ""
+    found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found
@@ -274,7 +318,7 @@ def _save_page(path: Path | None, estimates: PySequence[Estimate], found: Search
     if path is None:
         return
     best = estimates[0]
-    pipeline = simulation(best.model, best.cluster, best.plan) if best.plan.pp > 1 else None
+    pipeline = simulation(best.model, best.cluster, best.plan, software=best.software) if best.plan.pp > 1 else None
     rejected = tables.rejection_rows(found) if found else []
     misses = found.misses if found else ()
     path.write_text(html_page.page(estimates, pipeline, rejected, misses), encoding="utf-8")

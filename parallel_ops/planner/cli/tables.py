@@ -10,9 +10,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from parallel_ops.planner.error_band import error_band
+from parallel_ops.planner.export import systems
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.validation import Report
+from parallel_ops.planner.validation.measurement import Measurement
 
 # Legend of Plan.describe.
 NOTATION = (
@@ -21,21 +24,26 @@ NOTATION = (
 )
 
 
+# Constants that change neither the choice nor the step time by this share are left out.
+MATTERS = 0.005
+
+
 def heading(estimate: Estimate) -> str:
     """Model, cluster and batch in one line."""
     batch = f"{estimate.plan.global_batch:,} x {estimate.model.seq_length:,} tokens a step"
-    return f"{estimate.model.name} on {estimate.cluster.name}, {batch}"
+    return f"{estimate.model.name} on {estimate.cluster.name}, {batch}, with the software of {estimate.software}"
 
 
 def _table(title: str = "") -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title or None, title_justify="left")
 
 
-def tied(ties: int) -> str:
+def tied(result: SearchResult, ties: int) -> str:
     """A sentence about ties; empty if there are none."""
     if ties < 2:
         return ""
-    return f"The {ties} plans marked = are ties within this error: choose the simplest, or time them."
+    simplest = result.simplest.plan.describe()
+    return f"The {ties} plans marked = are ties within this error: time them, or take the simplest, {simplest}."
 
 
 def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
@@ -46,6 +54,7 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     # The first ± is of step, tokens/s and MFU, the second of memory.
     for name in ("step", "tokens/s", "MFU", "±", "memory", "±", "bubble"):
         out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("runs in")
     for number, estimate in enumerate(estimates, 1):
         plan = Text(estimate.plan.describe())
         for _, reason in estimate.broken_rules:
@@ -60,6 +69,7 @@ def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
             f"{estimate.peak_memory.total / GIB:.1f} GiB",
             f"{estimate.error_band.memory:.0%}",
             f"{estimate.bubble_fraction:.1%}",
+            ", ".join(systems(estimate.model, estimate.cluster, estimate.plan)),
         )
     return out
 
@@ -99,9 +109,11 @@ def rejection_rows(result: SearchResult) -> list[tuple[str, int, str]]:
 
 
 def sensitivity(result: SearchResult) -> list[str]:
-    """Sensitivity to each constant, one sentence each."""
+    """Sensitivity to each constant that matters, one sentence each."""
     lines = []
     for entry in result.sensitivity:
+        if not entry.changes and abs(entry.seconds) < MATTERS:
+            continue
         line = f"{entry.constant}: {abs(entry.seconds):.1%} of the step time between -20 % and +20 %"
         for change, plan in (("-20 %", entry.low), ("+20 %", entry.high)):
             if entry.changes and plan != result.best.plan:
@@ -179,6 +191,32 @@ def summaries(report: Report) -> Table:
     return out
 
 
+def own_runs(rows: Sequence[Measurement]) -> Table:
+    """Measured and predicted seconds of a step, for runs of a user's own."""
+    out = _table("Seconds of a step: positive errors are too slow")
+    out.add_column("run", ratio=1)
+    for name in ("measured", "planner", "error", "±"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        found = row.predicted()
+        band = error_band(row.cluster, row.plan, software=row.software, experts=row.model.experts > 0)
+        figures = f"{row.seconds:.4g}", f"{found:.4g}", f"{found / row.seconds - 1:+.1%}", f"{band.time:.0%}"
+        out.add_row(f"{row.table}: {row.name}", *figures)
+    return out
+
+
+def left_out(report: Report) -> Table:
+    """The errors of each table of step times with constants that were fitted without it."""
+    out = _table("Step times of each table, fitted without it, and what that changes for the other tables")
+    out.add_column("table", ratio=1)
+    for name in ("rows", "mean", "bias", "others", "most moved", ""):
+        out.add_column(name, justify="right", no_wrap=True)
+    for found in report.left_out:
+        others = f"{found.others:+.1%}", f"{found.most:+.1%}", found.most_moved
+        out.add_row(found.table, str(found.rows), f"{found.mean:.1%}", f"{found.bias:+.1%}", *others)
+    return out
+
+
 def errors(report: Report) -> list[Table]:
     """Every row, one table per published table: published and predicted figures."""
     parts: dict[str, Table] = {}
@@ -214,6 +252,7 @@ def report_data(report: Report) -> dict[str, Any]:
     return {
         "tables": [dataclasses.asdict(found) for found in report.summaries()],
         "rows": [{**dataclasses.asdict(row), "error": row.error} for row in report.rows],
+        "left_out": [dataclasses.asdict(found) for found in report.left_out],
         "promises": [{**dataclasses.asdict(promise), "met": promise.met} for promise in report.promises],
     }
 
@@ -236,6 +275,8 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         "broken_rules": dict(estimate.broken_rules),
         "tflops_per_gpu": estimate.tflops_per_gpu,
         "error_band": dataclasses.asdict(estimate.error_band),
+        "tight": estimate.tight,
+        "systems": systems(estimate.model, estimate.cluster, estimate.plan),
     }
     return data
 
@@ -245,6 +286,7 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
     return {
         "plans": [estimate_data(found) for found in shown],
         "ties": result.ties,
+        "simplest": dataclasses.asdict(result.simplest.plan),
         "misses": [
             {"plan": dataclasses.asdict(miss.plan), "excess": miss.excess, "step": miss.seconds}
             for miss in result.misses

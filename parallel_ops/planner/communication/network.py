@@ -97,7 +97,7 @@ def all_reduce_transfer(group: str, ranks: int, size: float, link: Interconnect,
     return transfer(group, "all-reduce", algorithm, link, ranks, 2 * (ranks - 1) / ranks * size, seconds + start)
 
 
-def repeat(transfer: Transfer, count: int, exposed: float = 0.0) -> Transfer:
+def repeat(transfer: Transfer, count: float, exposed: float = 0.0) -> Transfer:
     """``count`` times one transfer. ``exposed``: seconds of all of them that are not hidden."""
     return replace(
         transfer,
@@ -119,7 +119,7 @@ def group_link(
     """
     if not leaves_node(cluster, plan, group):
         return _inside_node(cluster, constants)
-    kind = "ring" if ring else "neighbours" if group == "pp" else "all"
+    kind = "ring" if ring else {"pp": "neighbours", "ep": "dispatch"}.get(group, "all")
     return _between_nodes(cluster, group_stride(plan, group), group_size(plan, group), constants, kind)
 
 
@@ -134,6 +134,8 @@ def _inside_node(cluster: Cluster, constants: Efficiency | None) -> Interconnect
 def _between_nodes(cluster: Cluster, stride: int, size: int, constants: Efficiency | None, kind: str) -> Interconnect:
     inter, intra = cluster.inter, cluster.intra
     links, network = (constants.links, constants.network) if constants else (1.0, 1.0)
+    if kind == "dispatch":
+        network, kind = (constants.dispatch if constants else 0) or network, "all"
     inside = max(1, min(size, cluster.node_size // stride))
     adapters = min(inside, cluster.rails or inside) if kind == "ring" else 1
     bandwidth = inter.bandwidth * network * adapters / _contention(cluster, stride, size, inside, kind)

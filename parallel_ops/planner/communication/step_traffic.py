@@ -20,7 +20,7 @@ from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
 from parallel_ops.planner.memory.memory import layer_activations
 from parallel_ops.planner.memory.states import end_parameters, parameters_of, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import group_size, layer_counts, stage_layout
+from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, stage_layout
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Transfer
 
@@ -69,13 +69,13 @@ class StepTraffic:
             group_link(cluster, plan, "dp", efficiency),
             layers * start_seconds(efficiency, max(2, ranks)),
         )
-        shared = (dense, ranks), (expert, ranks // plan.ep)
+        shared = ((dense, ranks), (expert, expert_replicas(plan))) if expert else ((dense, ranks),)
         self._reductions = _reductions(plan, shared, self._width, gradient, self._link, self._launches)
         self.each, self.once = _by_pass(plan, self._reductions)
         self._summed = None
         if (replicas := group_size(plan, "dp_replicate")) > 1:
             between = group_link(cluster, plan, "dp_replicate", efficiency)
-            owned = gradient * (dense / ranks + expert / (ranks // plan.ep))
+            owned = gradient * (dense / ranks + expert / expert_replicas(plan))
             # One per layer, like the other collectives.
             self._summed = all_reduce_transfer(
                 "dp_replicate", replicas, owned, between, start=layers * start_seconds(efficiency, replicas)
@@ -118,8 +118,8 @@ def _by_pass(plan: Plan, reductions: Sequence[_Reduction]) -> tuple[tuple[float,
 
 
 def _times_reduced(plan: Plan) -> int:
-    """Reductions of gradients per step. In a pipeline ZeRO-2 accumulates whole gradients, as torch's runtime does."""
-    return plan.micro_batches if plan.zero == 3 or (plan.zero == 2 and plan.pp == 1) else 1
+    """Reductions of gradients per step: one for each micro-batch, unless whole gradients are accumulated."""
+    return plan.micro_batches if plan.zero >= 2 and (plan.zero == 3 or plan.pp == 1 or not plan.fsdp) else 1
 
 
 def _reductions(
@@ -160,7 +160,7 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)
-    owned = dense / ranks + expert / (ranks // plan.ep) if plan.zero else dense + expert
+    owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
     size = owned * (gradient + width)
     out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
     if plan.offload == "optimizer+activations":

@@ -40,11 +40,12 @@ from parallel_ops.planner.compute.compute import Passes, Work, attention_seconds
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.memory.states import state_bytes
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import leaves_node
+from parallel_ops.planner.placement import leaves_node, recomputed_share
 from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.results import Transfer
 
-Transfers = list[tuple[Transfer, int]]
+Transfers = list[tuple[Transfer, float]]
+_NONE = Passes(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class MicroBatchTraffic:
 
     Attributes:
         exposed: seconds that computation waits.
+        beside_products: the part of ``exposed`` that may overlap with products (``Efficiency.tp_overlap``).
         transfers: each transfer and its count.
     """
 
     exposed: Passes
-    transfers: tuple[tuple[Transfer, int], ...]
+    transfers: tuple[tuple[Transfer, float], ...]
+    beside_products: Passes = _NONE
 
 
 @lru_cache(maxsize=65536)
@@ -71,22 +74,26 @@ def layer_traffic(
     width = state_bytes(plan)[0]
     tokens = model.seq_length * plan.micro_batch / plan.cp
     size = width * tokens * model.hidden_size
-    again = 1 if plan.recompute == "full" else 0
+    again = recomputed_share(model, work.recompute_layers) if plan.recompute == "full" else 0
+    overlapped = 0.0
     if plan.tp > 1:
+        # Attention and MLP; experts that are not split over the group have no tensor-parallel communication.
+        blocks = 1 if sparse and work.expert_shards == 1 and not model.shared_experts else 2
         link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
         if plan.sequence_parallel:
             gather, scatter = (
                 ring_transfer("tp", kind, plan.tp, size, link, start=start) for kind in ("all-gather", "reduce-scatter")
             )
             seconds = gather.seconds + scatter.seconds
-            found += [(gather, 6 + 2 * again), (scatter, 4 + 2 * again)]
+            found += [(gather, 3 * blocks + blocks * again), (scatter, 2 * blocks + blocks * again)]
             found.append((all_reduce_transfer("tp", plan.tp, model.norm_width * width, link, start=start), 2))
         else:
             summed = all_reduce_transfer("tp", plan.tp, size, link, start=start)
             seconds = summed.seconds
-            found.append((summed, 4 + 2 * again))
-        forward += 2 * seconds
-        backward += 2 * seconds
+            found.append((summed, 2 * blocks + blocks * again))
+        forward += blocks * seconds
+        backward += blocks * seconds
+        overlapped = blocks * seconds if plan.sequence_parallel and work.tp_overlap else 0.0
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
@@ -101,7 +108,8 @@ def layer_traffic(
         found += [(each, count * (1 + again)) for each, count in there] + back
         forward += exposed[0]
         backward += exposed[1]
-    return MicroBatchTraffic(Passes(forward, backward + again * forward, 0.0), tuple(found))
+    waits, hidden = Passes(forward, backward + again * forward, 0.0), Passes(overlapped, (1 + again) * overlapped, 0.0)
+    return MicroBatchTraffic(waits, tuple(found), hidden)
 
 
 _ANY = Plan()
@@ -114,6 +122,7 @@ def _plan_of(work: Work) -> Plan:
         tp=work.tp,
         cp=work.cp,
         ep=work.ep,
+        expert_tp=work.expert_shards,
         micro_batch=work.micro_batch,
         sequence_parallel=work.sequence_parallel,
         cp_kind=work.cp_kind,
@@ -123,12 +132,16 @@ def _plan_of(work: Work) -> Plan:
     )
 
 
-def copies(model: Model, cluster: Cluster, plan: Plan) -> int:
-    """How often a routed token is sent: once per expert, or once per node that holds some of its experts."""
+def copies(model: Model, cluster: Cluster, plan: Plan) -> float:
+    """How often a routed token is sent: once per expert, or once per node that holds some of its experts.
+
+    k experts, each on one of n nodes, are on n (1 - (1 - 1/n)^k) of them on average.
+    """
     if not leaves_node(cluster, plan, "ep"):
         return model.experts_per_token
-    nodes = plan.tp * plan.ep // cluster.node_size
-    return min(model.experts_per_token, model.expert_nodes or model.experts_per_token, nodes)
+    nodes = plan.expert_shards * plan.ep // cluster.node_size
+    found = nodes * (1 - (1 - 1 / nodes) ** model.experts_per_token) if nodes > 1 else model.experts_per_token
+    return min(found, model.expert_nodes or found)
 
 
 def _context(
@@ -144,7 +157,7 @@ def _context(
         torus, share = cluster.topology == "torus", (plan.cp - 1) / plan.cp
         waits = [all_to_all_seconds(plan.cp, n, link, torus=torus) + start_seconds(efficiency, plan.cp) for n in sizes]
         there, back = (
-            [(transfer("cp", "all-to-all", "direct", link, plan.cp, share * size, seconds), 1)]
+            [(transfer("cp", "all-to-all", "direct", link, plan.cp, share * size, seconds), 1.0)]
             for size, seconds in zip(sizes, waits, strict=True)
         )
         return there, back, (waits[0], waits[1])

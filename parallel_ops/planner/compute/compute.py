@@ -21,6 +21,7 @@ from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.products import Engine, linear, product
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.placement import recomputed_share
 from parallel_ops.planner.plan import Plan
 
 # Rows of scores in one block of FlashAttention.
@@ -55,15 +56,20 @@ class Work(NamedTuple):
     tp: int
     cp: int
     ep: int
+    expert_shards: int
     micro_batch: int
     sequence_parallel: bool
     cp_kind: str
     recompute: str
+    recompute_layers: int
     dtype: str
     flash_attention: bool
     fused_ops: bool
+    inplace_loss: bool
     fused_loss: bool
     grad_bytes: int
+    tp_overlap: bool
+    dropless: bool
 
 
 def work_of(plan: Plan) -> Work:
@@ -72,15 +78,20 @@ def work_of(plan: Plan) -> Work:
         tp=plan.tp,
         cp=plan.cp,
         ep=plan.ep,
+        expert_shards=plan.expert_shards,
         micro_batch=plan.micro_batch,
         sequence_parallel=plan.sequence_parallel,
         cp_kind=plan.cp_kind,
         recompute=plan.recompute,
+        recompute_layers=plan.recompute_layers,
         dtype=plan.dtype,
         flash_attention=plan.flash_attention,
         fused_ops=plan.fused_ops,
+        inplace_loss=plan.inplace_loss,
         fused_loss=plan.fused_loss,
         grad_bytes=4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2,
+        tp_overlap=plan.tp_overlap,
+        dropless=plan.dropless,
     )
 
 
@@ -93,15 +104,20 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     products = engine
     if work.dtype == "fp8":
         products = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors)
-    f, i, w = _linears(model, products, work.dtype, work.tp, work.ep if sparse else 1, sparse, tokens)
+    spread = (work.ep, work.expert_shards, efficiency.grouped) if sparse else None
+    f, i, w = _linears(model, products, work.dtype, work.tp, spread, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
-    shared, activation, score = _elementwise(model, work, sparse, width)
+    shared, activation, score = (
+        (forward * efficiency.elementwise, backward * efficiency.elementwise)
+        for forward, backward in _elementwise(model, work, sparse, width)
+    )
     forward = sum(part[0] for part in (shared, activation, score)) * tokens / bandwidth
     backward = sum(part[1] for part in (shared, activation, score)) * tokens / bandwidth
     # Accumulation of weight gradients: read the gradient, read and write the sum.
-    held = model.attention_weights + (sparse_parameters(model, work.ep) if sparse else model.mlp_weights)
-    w += (width + 2 * work.grad_bytes) * held / work.tp / bandwidth
+    held = (model.attention_weights + (model.router_parameters if sparse else model.mlp_weights)) / work.tp
+    held += model.experts * model.expert_weights / work.ep / work.expert_shards if sparse else 0
+    w += (width + 2 * work.grad_bytes) * held / bandwidth
     linears, f = f, f + scores + forward
     again = 0.0
     if work.recompute == "full":
@@ -114,6 +130,7 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
             again += 2 * tokens * model.latent_weights / work.tp / engine.flops
     elif work.recompute == "selective":
         again = scores + score[0] * tokens / bandwidth
+    again *= recomputed_share(model, work.recompute_layers)
     return Passes(f, i + scores_back + backward + again, w)
 
 
@@ -127,7 +144,8 @@ def head_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work) -> P
     f, i, w = linear(engine_of(gpu, efficiency, work.dtype), tokens, model.hidden_size, vocab, width=width)
     # Bytes per logit. Unfused: written, read, converted to fp32, three passes in fp32; fp32 gradient, converted back.
     # Fused: written, read for the loss, read and written for the gradient, read by two products.
-    forward, backward = (8, 4) if work.fused_loss else (20, 14)
+    # In place: written, read twice, its gradient written over it and read by two products.
+    forward, backward = (8, 4) if work.fused_loss else (10, 4) if work.inplace_loss else (20, 14)
     logits = tokens * vocab / bandwidth
     accumulate = (width + 2 * work.grad_bytes) * model.hidden_size * vocab / bandwidth
     return Passes(f + forward * logits, i + backward * logits, w + accumulate)
@@ -164,16 +182,22 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
 
 @lru_cache(maxsize=65536)
 def _linears(
-    model: Model, engine: Engine, dtype: str, tp: int, ep: int, sparse: bool, tokens: float
+    model: Model, engine: Engine, dtype: str, tp: int, spread: tuple[int, int, float] | None, tokens: float
 ) -> tuple[float, float, float]:
     """Seconds of the linear layers: forward, gradient of the input, gradient of the weights.
 
-    Most of the ``Work`` of a search differs in other fields only.
+    Most of the ``Work`` of a search differs in other fields only. ``spread``: of a layer with experts, expert
+    parallelism, tensor-parallel ranks of one expert, and the rate of grouped products.
     """
     bandwidth, width = engine.bandwidth, {"fp8": 1, "fp32": 4}.get(dtype, 2)
     f = i = w = 0.0
-    for rows, inputs, outputs, count in _shapes(model, tp, ep, sparse, tokens):
-        found = linear(engine, rows, inputs, outputs, count=count, width=width)
+    shapes = [(shape, engine) for shape in _shapes(model, tp, tokens, sparse=spread is not None)]
+    if spread:
+        ep, shards, rate = spread
+        grouped = engine._replace(flops=engine.flops * rate)
+        shapes += [(shape, grouped) for shape in _expert_shapes(model, tp, ep, shards, tokens)]
+    for (rows, inputs, outputs, count), used in shapes:
+        found = linear(used, rows, inputs, outputs, count=count, width=width)
         f, i, w = f + found[0], i + found[1], w + found[2]
         if dtype == "fp8":
             # Inputs and weights are read for their maximum and read and written for the conversion; so is the gradient
@@ -184,8 +208,8 @@ def _linears(
     return f, i, w
 
 
-def _shapes(model: Model, tp: int, ep: int, sparse: bool, tokens: float) -> Iterator[tuple[float, float, float, float]]:
-    """Rows, inputs, outputs and count of each linear of a layer on one rank."""
+def _shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[tuple[float, float, float, float]]:
+    """Rows, inputs, outputs and count of each linear of a layer on one rank, without routed experts."""
     h = model.hidden_size
     if model.latent:
         m = model.latent
@@ -200,20 +224,21 @@ def _shapes(model: Model, tp: int, ep: int, sparse: bool, tokens: float) -> Iter
         yield tokens, h, inputs * model.ffn_hidden_size / tp, 1
         yield tokens, model.ffn_hidden_size / tp, h, 1
         return
-    local = model.experts / ep
-    rows = tokens * model.experts_per_token / local
     yield tokens, h, model.experts, 1
-    yield rows, h, inputs * model.expert_ffn / tp, local
-    yield rows, model.expert_ffn / tp, h, local
     if model.shared_experts:
         shared = model.shared_experts * model.expert_ffn / tp
         yield tokens, h, inputs * shared, 1
         yield tokens, shared, h, 1
 
 
-def sparse_parameters(model: Model, ep: int) -> float:
-    """Parameters of a sparse MLP on one rank, before tensor parallelism."""
-    return model.router_parameters + model.experts * model.expert_weights / ep
+def _expert_shapes(
+    model: Model, tp: int, ep: int, shards: int, tokens: float
+) -> Iterator[tuple[float, float, float, float]]:
+    """Rows, inputs, outputs and count of the linears of the routed experts of one rank, with equally used experts."""
+    local = model.experts / ep
+    rows = tokens * shards / tp * model.experts_per_token / local
+    yield rows, model.hidden_size, (2 if model.gated else 1) * model.expert_ffn / shards, local
+    yield rows, model.expert_ffn / shards, model.hidden_size, local
 
 
 def _elementwise(
@@ -242,7 +267,7 @@ def _elementwise(
     rows = model.num_heads * model.seq_length / work.tp
     forward = (4 if model.dropout else 2) * width + mask
     backward = (5 if model.dropout else 3) * width + mask
-    if not work.fused_ops:
+    if not work.fused_ops or work.micro_batch * model.num_heads // work.tp % 4:
         # Scale and mask each read and write, and the softmax is in fp32, with a conversion before and after it.
         forward += 4 * width + 1 + 2 * (width + 4) + 2 * (4 - width)
         backward += 4 * width + 1 + 2 * (width + 4)

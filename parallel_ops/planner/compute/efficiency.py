@@ -2,13 +2,18 @@
 
 import functools
 import json
-import warnings
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import check_figures
 from parallel_ops.planner.hashing import hashed_once
+
+# Bytes/s per GPU of PCIe 4.0 x16. Assumed.
+HOST_LINK = 25e9
+# Bytes/s per GPU of an optimizer on the host: DeepSpeed's on a node of eight A800 (presets/software.json) reaches
+# 1.8e9, PyTorch's on one of 16 V100 1.4e9 (arXiv:2101.06840, table 4).
+HOST_MEMORY = 1.8e9
 
 
 @hashed_once
@@ -22,11 +27,20 @@ class Efficiency:
         flash_forward, flash_backward: share of the 16-bit peak that FlashAttention reaches; masked blocks do not count.
         memory: share of the memory bandwidth that elementwise ops and the optimizer reach.
         links, network: share of the bandwidth inside and between nodes that collectives reach.
+        dispatch: share of the bandwidth between nodes that the all-to-alls of experts reach; 0 for ``network``.
         interference: cost of overlap, as a share of the shorter of communication and computation. Both use the same
             multiprocessors and memory.
+        tp_overlap: share of tensor-parallel communication that products hide, if the plan overlaps them.
+        grouped: rate of the products of experts, relative to others.
+        elementwise: bytes that elementwise ops move, relative to the ops of this package: fused, or unfused without
+            ``Plan.fused_ops``.
+        host_memory: bytes/s of host memory that the optimizer reaches per GPU, if it is offloaded.
         host: seconds that the host takes to launch the forward pass of one layer; the same for a backward pass.
         collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
             for the last rank.
+        expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
+        expert_sync: seconds that the GPU waits in each pass of a layer whose experts drop no tokens, until the host
+            knows their number and has launched the next kernels.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -40,24 +54,32 @@ class Efficiency:
     links: float
     network: float
     interference: float
+    dispatch: float = 0.0
+    tp_overlap: float = 0.0
+    grouped: float = 1.0
+    elementwise: float = 1.0
+    host_memory: float = HOST_MEMORY
     host: float = 0.0
     collective: float = 0.0
+    expert_host: float = 0.0
+    expert_sync: float = 0.0
 
     def __post_init__(self) -> None:
-        check_figures(self, SHARES)
-        check_figures(self, SECONDS, zero=True)
+        check_figures(self, [name for name in SHARES if name not in OPTIONAL])
+        check_figures(self, RATES)
+        check_figures(self, (*SECONDS, *OPTIONAL), zero=True)
         for name in SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(f"Efficiency: {name} must be at most 1, got {getattr(self, name)}")
 
 
-SECONDS = ("host", "collective")
-SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in SECONDS)
-CONSTANTS = (*SHARES, *SECONDS)
-
-# Bytes/s per GPU of PCIe 4.0 x16, and of host memory in the optimizer step. Assumed.
-HOST_LINK = 25e9
-HOST_MEMORY = 25e9
+OPTIONAL = ("dispatch", "tp_overlap")  # shares that may be 0
+RATES = ("elementwise", "host_memory")
+SECONDS = ("host", "collective", "expert_host", "expert_sync")
+SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES))
+# Those that only software has; the others have values for each GPU generation.
+SOFTWARE = (*OPTIONAL, *RATES, "grouped", "expert_host", "expert_sync")
+CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 
 @functools.cache
@@ -73,18 +95,9 @@ def table() -> dict[str, dict[str, dict[str, Any]]]:
     return known
 
 
-@functools.cache
-def efficiency(generation: str) -> Efficiency:
-    """The constants of a GPU generation.
-
-    A generation without measured constants gets those of the nearest one, with a warning.
-    """
+def generation_constants(generation: str) -> tuple[dict[str, float], str]:
+    """The constants of a GPU generation without those of its software, and the generation that they were measured on:
+    the nearest one, if this one has none."""
     known = table()
-    if generation not in known:
-        other = _file()["stand_ins"].get(generation, "ampere")
-        warnings.warn(
-            f"no measured efficiencies of {generation} GPUs: those of {other} are used, step times may be far off",
-            stacklevel=2,
-        )
-        generation = other
-    return Efficiency(**{name: float(entry["value"]) for name, entry in known[generation].items()})
+    near = generation if generation in known else _file()["stand_ins"].get(generation, "ampere")
+    return {name: float(entry["value"]) for name, entry in known[near].items()}, near

@@ -15,7 +15,7 @@ from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
-__all__ = ["FORMATS", "TARGETS", "ExportTarget", "export", "find_target"]
+__all__ = ["FORMATS", "TARGETS", "ExportTarget", "export", "find_target", "systems"]
 
 # Systems that a search can be limited to; a torchrun command starts any script.
 TARGETS: dict[str, ExportTarget] = {found.name: found for found in (DEEPSPEED, MEGATRON, TORCHTITAN, TRAINER)}
@@ -31,6 +31,11 @@ def find_target(name: str) -> ExportTarget:
     if name not in FORMATS:
         raise unknown("system", name, FORMATS)
     return FORMATS[name]
+
+
+def systems(model: Model, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
+    """Names of the systems that can run a plan, each with its own defaults of what it does not leave open."""
+    return tuple(name for name, system in TARGETS.items() if system.runs(model, cluster, plan))
 
 
 def export(format: str, model: Model, cluster: Cluster, plan: Plan) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 
@@ -62,7 +62,11 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
 DEEPSPEED = ExportTarget(
     name="deepspeed",
     write=_write,
+    command=("train.py", "--deepspeed_config", "deepspeed.json"),
+    config="deepspeed.json",
     limits={
+        **PLAIN_STATES,
+        **PLAIN_EXPERTS,
         "schedule": (("1f1b",), "its pipeline runs 1f1b"),
         "cp_kind": (("all-to-all",), "it has all-to-all context parallelism (Ulysses)"),
         "recompute": (("none", "full"), "it recomputes whole layers"),
@@ -73,5 +77,6 @@ DEEPSPEED = ExportTarget(
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,
+    software="deepspeed-2024",
     own=_own,
 )

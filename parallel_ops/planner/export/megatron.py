@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM's ``pretrain_gpt.py``, one option per line.
 
 On GPUs before Blackwell, Megatron-LM requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` in the environment for tensor or
-context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3).
+context parallelism, and another value for Megatron-FSDP (ZeRO 2 and 3): ``launcher.py`` sets it.
 
 Options: ``megatron/training/arguments.py`` and ``TransformerConfig`` of Megatron Core 0.16.
 """
@@ -36,12 +36,21 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "it offloads the optimizer of its distributed optimizer, ZeRO 1"
     if plan.recompute == "selective" and plan.flash_attention and not model.experts:
         yield "it cannot recompute the activation function of a dense MLP alone; recompute=none or full"
+    if plan.activation_dtype and plan.dtype != "fp8":
+        yield f"it keeps inputs in fp8 for fp8 products only, not {plan.dtype}"
+    if plan.moment_dtype != "fp32" and plan.zero != 1:
+        yield "its precision-aware optimizer is the distributed one, ZeRO 1"
+    if plan.recompute_layers and (plan.recompute != "full" or plan.recompute_layers % (plan.pp * plan.virtual_stages)):
+        yield "it recomputes whole layers, the same number in each chunk"
+    if plan.ep_overlap and plan.pp > 1 and plan.schedule != "interleaved":
+        yield "it overlaps the all-to-alls of experts in its interleaved schedule"
     if model.bias == "qkv" and model.latent is not None:
         yield "latent attention has no bias"
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    return {"fused_loss": False, "fsdp": False}
+    # Transformer Engine keeps the inputs of fp8 products in fp8.
+    return {"fused_loss": False, "fsdp": False, "activation_dtype": "fp8" if plan.dtype == "fp8" else ""}
 
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
@@ -103,12 +112,20 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
     if model.experts:
         yield "--expert-model-parallel-size", str(plan.ep)
         # By default, experts have the tensor parallelism of the dense layers.
+        if plan.expert_shards != plan.tp:
+            yield "--expert-tensor-parallel-size", str(plan.expert_shards)
         yield "--moe-token-dispatcher-type", "alltoall"
-        nodes = plan.tp * plan.ep // cluster.node_size
+        yield from [("--overlap-moe-expert-parallel-comm",)] if plan.ep_overlap else []
+        if not plan.dropless:
+            yield "--moe-expert-capacity-factor", "1.0"
+            yield ("--moe-pad-expert-input-to-capacity",)
+        nodes = plan.expert_shards * plan.ep // cluster.node_size
         if model.expert_nodes and leaves_node(cluster, plan, "ep") and nodes > model.expert_nodes:
             yield "--moe-router-num-groups", str(nodes)
             yield "--moe-router-group-topk", str(model.expert_nodes)
-    yield from [("--sequence-parallel",)] if plan.sequence_parallel else []
+    if plan.sequence_parallel:
+        yield ("--sequence-parallel",)
+        yield from [("--tp-comm-overlap",)] if plan.tp_overlap else []
     if plan.zero:
         yield ("--use-distributed-optimizer",)
     if plan.zero > 1:
@@ -140,14 +157,21 @@ def _precision(plan: Plan) -> Iterator[Option]:
         yield ("--accumulate-allreduce-grads-in-fp32" if plan.grad_dtype == "fp32" else "--grad-reduce-in-bf16",)
     if plan.offload == "optimizer":
         yield ("--optimizer-cpu-offload",)
+    if plan.offload == "optimizer" or plan.moment_dtype == "bf16":
         yield ("--use-precision-aware-optimizer",)
+    if plan.moment_dtype == "bf16":
+        yield "--exp-avg-dtype", "bf16"
+        yield "--exp-avg-sq-dtype", "bf16"
+    if plan.inplace_loss:
+        yield ("--cross-entropy-loss-fusion",)
+        yield "--cross-entropy-fusion-impl", "te"
 
 
 def _recomputation(model: Model, plan: Plan) -> Iterator[Option]:
     if plan.recompute == "full":
         yield "--recompute-granularity", "full"
-        yield "--recompute-method", "uniform"
-        yield "--recompute-num-layers", "1"
+        yield "--recompute-method", "block" if plan.recompute_layers else "uniform"
+        yield "--recompute-num-layers", str(max(1, plan.recompute_layers // (plan.pp * plan.virtual_stages)))
     elif plan.recompute == "selective":
         yield "--recompute-granularity", "selective"
         yield "--recompute-modules", *_modules(model, plan)
@@ -168,9 +192,18 @@ def _modules(model: Model, plan: Plan) -> Iterator[str]:
     yield from ["mla_up_proj"] if model.latent else []
 
 
+def _environment(cluster: Cluster, plan: Plan) -> dict[str, str]:
+    """Kernels of tensor and context parallelism must start in order before Blackwell, but not with Megatron-FSDP."""
+    if cluster.gpu.generation == "blackwell" or plan.tp * plan.cp == 1:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if plan.zero > 1 else "1"}
+
+
 MEGATRON = ExportTarget(
     name="megatron",
     write=_write,
+    command=("pretrain_gpt.py",),
+    environment=_environment,
     limits={
         "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
         "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),
@@ -178,6 +211,7 @@ MEGATRON = ExportTarget(
         "fused_loss": ((False,), "its loss comes after the output embedding, as an op of its own"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
+        "master_bytes": ((4,), "its master weights are in fp32"),
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,

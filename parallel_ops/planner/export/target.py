@@ -5,13 +5,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.software import CURRENT
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.plan import Plan, unchecked
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _any_plan(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     return iter(())
+
+
+Limits = Mapping[str, tuple[tuple[Any, ...], str]]
+
+# Of systems that keep states and activations as PyTorch does, and route tokens to experts without a capacity.
+PLAIN_STATES: Limits = {
+    "activation_dtype": (("",), "it keeps the inputs of products as they were computed"),
+    "moment_dtype": (("fp32",), "its Adam moments are in fp32"),
+    "master_bytes": ((4,), "its master weights are in fp32"),
+    "inplace_loss": ((False,), "its loss keeps the logits"),
+    "recompute_layers": ((0,), "it recomputes all layers or none"),
+}
+PLAIN_EXPERTS: Limits = {
+    "expert_tp": ((0,), "its experts have the tensor parallelism of the dense layers"),
+    "ep_overlap": ((False,), "its experts wait for their tokens"),
+    "dropless": ((True,), "its experts compute all tokens"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +41,20 @@ class ExportTarget:
         write: returns the text of a config file or command for a plan that the system can run.
         limits: for some fields of ``Plan``, the supported values and a sentence about them.
         problems: yields reasons beyond ``limits`` why the system cannot run a plan.
+        command: the program that torchrun starts, with its arguments; empty if the export is a command itself.
+        config: name of the file that the export is; empty if it is arguments of ``command``.
+        environment: returns variables that the program needs.
+        software: era whose efficiencies a search for this system uses (``compute.software``).
         own: returns the system's defaults, as changes to fields of a plan that a user leaves open.
     """
 
     name: str
     write: Callable[[Model, Cluster, Plan], str]
-    limits: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    config: str = ""
+    environment: Callable[[Cluster, Plan], dict[str, str]] = lambda cluster, plan: {}
+    software: str = CURRENT
+    limits: Limits = field(default_factory=dict)
     problems: Callable[[Model, Cluster, Plan], Iterator[str]] = _any_plan
     own: Callable[[Plan], dict[str, Any]] = lambda plan: {}
 
@@ -41,3 +67,7 @@ class ExportTarget:
             if value not in values and not unused.get(name, False):
                 return f"{has}, not {name}={str(value).lower() if isinstance(value, bool) else value}"
         return next(self.problems(model, cluster, plan), None)
+
+    def runs(self, model: Model, cluster: Cluster, plan: Plan) -> bool:
+        """Whether the system can run the plan, with its own defaults where a plan of another system has others."""
+        return self.problem(model, cluster, unchecked(plan, **self.own(plan))) is None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import chunk_layers
 from parallel_ops.planner.plan import Plan
@@ -197,7 +197,12 @@ def _literal(value: Any) -> str:
 TORCHTITAN = ExportTarget(
     name="torchtitan",
     write=_write,
+    command=("-m", "torchtitan.train", "--module", "plan", "--config", "planned"),
+    config="plan.py",
+    environment=lambda cluster, plan: {"PYTHONPATH": '"$PWD${PYTHONPATH:+:$PYTHONPATH}"'},
     limits={
+        **PLAIN_STATES,
+        **PLAIN_EXPERTS,
         "zero": ((0, 2, 3), "it shards gradients with the optimizer: ZeRO 0, 2 or 3"),
         "schedule": (tuple(SCHEDULES), f"it has {', '.join(SCHEDULES)}"),
         "cp_kind": (("ring",), "its context parallelism is a ring"),
@@ -211,5 +216,6 @@ TORCHTITAN = ExportTarget(
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),
     },
     problems=_problems,
+    software="torchtitan-2025",
     own=_own,
 )

@@ -9,20 +9,24 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.export.target import ExportTarget
+from parallel_ops.planner.export.target import PLAIN_EXPERTS, PLAIN_STATES, ExportTarget
 from parallel_ops.planner.feasibility import pipeline_problems
-from parallel_ops.planner.model import Model
+from parallel_ops.planner.model import LatentAttention, Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import WHOLE_BACKWARD
 
 
 def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
-    if model.latent:
-        yield "it has no latent attention"
+    if model.latent and (model.bias != "none" or model.positions != "rotary"):
+        yield "its latent attention has rotary positions and no biases"
     if model.experts and not model.gated:
         yield "its experts have gated activations"
     if model.experts and model.bias != "none":
         yield "its experts have no biases"
+    if model.experts and plan.expert_shards > 1:
+        yield "its experts are not split by tensor parallelism; add expert_tp=1"
+    if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
+        yield "without dp_shard and cp, ep is the tensor-parallel ranks"
     if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
         yield "its experts are replicated as shards; add zero=1"
     if plan.offload != "none" and not plan.zero:
@@ -40,6 +44,7 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1000},
         "model": _shape(model),
+        **({"model.latent": _latent(model.latent)} if model.latent else {}),
         **({"model.experts": _experts(model)} if model.experts else {}),
         # Tokens of two bytes, the default, are too small for large vocabularies.
         "data": {"paths": ["tokens.bin"]} | ({"dtype": "uint32"} if model.vocab_size > 2**16 else {}),
@@ -85,7 +90,20 @@ def _shape(model: Model) -> dict[str, Any]:
         "positions": model.positions,
         "tied_embeddings": model.tied_embeddings,
     }
+    if model.latent:
+        del shape["num_kv_heads"], shape["head_dim"]
     return shape | ({"dropout": 0.1, "attention_dropout": 0.1} if model.dropout else {})
+
+
+def _latent(latent: LatentAttention) -> dict[str, Any]:
+    """The fields of ``LatentAttentionConfig``."""
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.head,
+        "qk_rope_head_dim": latent.rope_head,
+        "v_head_dim": latent.value_head,
+    }
 
 
 def _experts(model: Model) -> dict[str, Any]:
@@ -102,7 +120,12 @@ def _experts(model: Model) -> dict[str, Any]:
 TRAINER = ExportTarget(
     name="parallel_ops",
     write=_write,
+    command=("-m", "parallel_ops", "train", "run.toml"),
+    config="run.toml",
     limits={
+        **PLAIN_STATES,
+        **PLAIN_EXPERTS,
+        "expert_tp": ((0, 1), "its experts are not split by tensor parallelism"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
         "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
@@ -115,5 +138,6 @@ TRAINER = ExportTarget(
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },
     problems=_problems,
+    software="parallel_ops",
     own=lambda plan: {"fused_loss": True, "input_grad_first": plan.pp > 1},
 )

@@ -19,9 +19,18 @@ from functools import lru_cache
 from operator import le
 from typing import NamedTuple
 
+from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import StageLayout, group_size, head_rank, in_flight, layer_counts, stage_layout
+from parallel_ops.planner.placement import (
+    StageLayout,
+    group_size,
+    head_rank,
+    in_flight,
+    layer_counts,
+    recomputed_share,
+    stage_layout,
+)
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import GIB, StageMemory
 
@@ -37,8 +46,25 @@ _LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
 FUSED_LOSS_BYTES = 256 * 2**20
 
 
+def process_memory(gpu: GPU) -> dict[str, float]:
+    """``runtime`` and ``fragmentation`` of ``memory`` on an accelerator, where they differ from those of a GPU.
+
+    XLA plans the memory of a whole step, and TPUs have neither a driver's context nor NCCL.
+    """
+    return {"runtime": 0.0, "fragmentation": 0.0} if gpu.generation.startswith("tpu") else {}
+
+
+def _fragmentation(plan: Plan) -> float:
+    return SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 and plan.fsdp else FRAGMENTATION
+
+
 def memory(
-    model: Model, plan: Plan, *, logit_chunk: float = FUSED_LOSS_BYTES, runtime: float = RUNTIME_BYTES
+    model: Model,
+    plan: Plan,
+    *,
+    logit_chunk: float = FUSED_LOSS_BYTES,
+    runtime: float = RUNTIME_BYTES,
+    fragmentation: float | None = None,
 ) -> tuple[StageMemory, ...]:
     """Peak memory of one GPU of each pipeline stage, the first stage first.
 
@@ -49,8 +75,10 @@ def memory(
         plan: a plan that ``parallel_ops.planner.feasibility.problem`` accepts for this model.
         logit_chunk, runtime: bytes of the chunk of logits of a fused loss, and of the driver and NCCL; those of a GPU
             by default.
+        fragmentation: memory that the allocator reserves beyond tensors, as a share of them; ``None`` for that of
+            PyTorch's.
     """
-    found = PlanMemory(model, plan, logit_chunk=logit_chunk, runtime=runtime)
+    found = PlanMemory(model, plan, logit_chunk=logit_chunk, runtime=runtime, fragmentation=fragmentation)
     return tuple(found.stage(stage) for stage in range(plan.pp))
 
 
@@ -88,7 +116,13 @@ class PlanMemory:
     """
 
     def __init__(
-        self, model: Model, plan: Plan, *, logit_chunk: float = FUSED_LOSS_BYTES, runtime: float = RUNTIME_BYTES
+        self,
+        model: Model,
+        plan: Plan,
+        *,
+        logit_chunk: float = FUSED_LOSS_BYTES,
+        runtime: float = RUNTIME_BYTES,
+        fragmentation: float | None = None,
     ) -> None:
         self.model, self.plan = model, plan
         self._logit_chunk, self._runtime = logit_chunk, runtime
@@ -96,7 +130,7 @@ class PlanMemory:
         self.layout = stage_layout(plan)
         self._counts, self._head = layer_counts(model, self.layout), head_rank(self.layout)
         self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
-        self._fragmentation = SHARDED_PIPELINE_FRAGMENTATION if plan.pp > 1 and plan.zero >= 2 else FRAGMENTATION
+        self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
         self._fixed: dict[int, FixedMemory] = {}
         self._held: dict[tuple[int, str], float] = {}
         self._layers: dict[str, tuple[float, float]] = {}
@@ -147,6 +181,7 @@ class PlanMemory:
                 logits = self._logit_chunk + 4.0 * model.hidden_size * model.vocab_size / plan.tp
             else:
                 each = width + (_LOSS_BYTES if plan.tp == 1 else _SHARDED_LOSS_BYTES)
+                each = 2 * width if plan.inplace_loss else each
                 logits = each * tokens * model.vocab_size / plan.tp
             if plan.tp > 1 and plan.sequence_parallel:
                 logits += (
@@ -161,7 +196,7 @@ class PlanMemory:
         if plan.pp > 1:
             # One message each way; with FSDP, in torch's pipelining, for each micro-batch in flight.
             message = width * tokens * model.hidden_size / (plan.tp if plan.sequence_parallel else 1)
-            buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 else 1)
+            buffers += 2 * message * (held * plan.virtual_stages if plan.zero >= 2 and plan.fsdp else 1)
         found = FixedMemory(*self._counts[stage], held, *states, embedding, head, logits, buffers + self._buffers)
         self._fixed[stage] = found
         return found
@@ -188,9 +223,7 @@ class PlanMemory:
 
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
-        plan = self.plan
-        shard = plan.tp if plan.sequence_parallel else 1
-        self._layers[recompute] = _both_layers(self.model, plan.tp, shard, plan.flash_attention, recompute, plan.dtype)
+        self._layers[recompute] = _some_layers(self.model, self.plan, recompute)
         return self._layers[recompute]
 
 
@@ -208,10 +241,11 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     width, gradient, _ = state_bytes(plan)
     sparse = model.sparse_layers > 0
     largest: float = model.attention_parameters + (model.router_parameters if sparse else model.mlp_parameters)
-    largest += model.experts * model.expert_weights / plan.ep if sparse else 0
+    largest /= plan.tp
+    largest += model.experts * model.expert_weights / plan.ep / plan.expert_shards if sparse else 0
     total = 0.0
     if group_size(plan, "dp") > 1 and plan.zero >= 2:
-        total += largest / plan.tp * (gradient + (2 * width if plan.zero == 3 else 0))
+        total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
     ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
     message = width * tokens * model.hidden_size
@@ -233,9 +267,13 @@ def _buffers(model: Model, plan: Plan, tokens: float) -> float:
     return total
 
 
-def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> float:
+def _layer_bytes(
+    model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
+) -> float:
     h, unsharded, sharded = model.hidden_size, 0.0, 0.0
     width = 4 if dtype == "fp32" else 2
+    # Of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
+    inputs = 1 if kept_inputs == "fp8" else width
     if recompute == "operators":
         # The input, every second of the products Q, K, V, output, gate, up, down, and what attention keeps.
         used = model.experts_per_token + model.shared_experts if sparse else 1
@@ -245,8 +283,8 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
         return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
     mask = 1 if model.dropout else 0
     cheap = 0 if flash and recompute == "selective" else 1
-    unsharded += width * h + cheap * width * h + mask * h  # input of the norm, its output, mask after attention
-    unsharded += width * h + cheap * width * h + mask * h  # the same of the MLP
+    unsharded += width * h + cheap * inputs * h + mask * h  # input of the norm, its output, mask after attention
+    unsharded += width * h + cheap * inputs * h + mask * h  # the same of the MLP
     sharded += width * model.value_width
     if not model.latent or cheap:
         sharded += width * (model.query_width + model.key_value_width)
@@ -257,29 +295,42 @@ def _layer_bytes(model: Model, sparse: bool, tp: int, shard: int, flash: bool, r
     elif recompute != "selective":
         sharded += model.num_heads * model.seq_length * (2 * width + 1 if model.dropout else width)
     # Before and after the activation function; a gated one has two inputs.
-    per_ffn = width * ((2 if model.gated else 1) + cheap)
+    per_ffn = width * (2 if model.gated else 1) + inputs * cheap
     if not sparse:
         sharded += per_ffn * model.ffn_hidden_size
     else:
         used = model.experts_per_token + model.shared_experts
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
-        unsharded += width * h * model.experts_per_token  # dispatched tokens
+        unsharded += inputs * h * model.experts_per_token  # dispatched tokens
     return unsharded / shard + sharded / tp
 
 
 @lru_cache(maxsize=65536)
-def _both_layers(model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str) -> tuple[float, float]:
+def _both_layers(
+    model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
+) -> tuple[float, float]:
     if recompute == "full":
         kept = (4 if dtype == "fp32" else 2) * model.hidden_size / shard
         return kept, kept
-    dense = _layer_bytes(model, False, tp, shard, flash, recompute, dtype)
-    return dense, _layer_bytes(model, True, tp, shard, flash, recompute, dtype) if model.experts else 0.0
+    form = tp, shard, flash, recompute, dtype, kept_inputs
+    dense = _layer_bytes(model, False, *form)
+    return dense, _layer_bytes(model, True, *form) if model.experts else 0.0
 
 
 def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
     """Bytes per token that one layer keeps for the backward pass, on one GPU."""
-    shard = plan.tp if plan.sequence_parallel else 1
-    return _both_layers(model, plan.tp, shard, plan.flash_attention, plan.recompute, plan.dtype)[sparse]
+    return _some_layers(model, plan, plan.recompute)[sparse]
+
+
+def _some_layers(model: Model, plan: Plan, recompute: str) -> tuple[float, float]:
+    """``layer_activations`` of a dense and of a sparse layer under ``recompute``, on average if some layers have it."""
+    form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention
+    found = _both_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
+    share = recomputed_share(model, plan.recompute_layers)
+    if recompute == "none" or share == 1:
+        return found
+    whole = _both_layers(model, *form, "none", plan.dtype, plan.activation_dtype)
+    return share * found[0] + (1 - share) * whole[0], share * found[1] + (1 - share) * whole[1]
 
 
 def deepest_stages(layout: StageLayout) -> tuple[int, ...]:

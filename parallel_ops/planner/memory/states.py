@@ -3,7 +3,7 @@
 With P parameters per tensor-parallel rank and N ranks that ZeRO shards over, in mixed precision (arXiv:1910.02054,
 section 3.1):
 
-                 16-bit parameters    gradients       fp32 master weights, two Adam moments
+                 16-bit parameters    gradients       fp32 master weights, two Adam moments (8 P with 16-bit moments)
     ZeRO-0       2 P                  2 P or 4 P      12 P
     ZeRO-1       2 P                  2 P or 4 P      12 P / N
     ZeRO-2       2 P                  over N          12 P / N
@@ -17,7 +17,14 @@ moments); with FSDP or replicate and ZeRO-0 to 2, the whole gathered parameters 
 from functools import lru_cache
 
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.placement import StageLayout, group_size, head_rank, layer_counts, stage_layout
+from parallel_ops.planner.placement import (
+    StageLayout,
+    expert_replicas,
+    group_size,
+    head_rank,
+    layer_counts,
+    stage_layout,
+)
 from parallel_ops.planner.plan import Plan
 
 
@@ -28,11 +35,12 @@ def stage_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, float
 
 def parameters_of(model: Model, layout: StageLayout, plan: Plan, stage: int) -> tuple[float, float]:
     """``stage_parameters`` of a plan whose layout is known."""
-    return _stage_parameters(model, layout, plan.tp, plan.ep, stage)
+    return _stage_parameters(model, layout, plan.tp, plan.ep * plan.expert_shards, stage)
 
 
 @lru_cache(maxsize=65536)
-def _stage_parameters(model: Model, layout: StageLayout, tp: int, ep: int, stage: int) -> tuple[float, float]:
+def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, stage: int) -> tuple[float, float]:
+    """``parts``: ranks that the experts are split over."""
     dense_layers, sparse_layers = layer_counts(model, layout)[stage]
     dense = (dense_layers + sparse_layers) * model.attention_parameters + dense_layers * model.mlp_parameters
     dense += sparse_layers * model.router_parameters
@@ -42,7 +50,7 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, ep: int, stage
         dense += model.head_parameters - shared
     # Norms, and biases added after a sum over the ranks, are not split.
     whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
-    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / tp / ep
+    return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / parts
 
 
 def _whole_in_layer(model: Model) -> int:
@@ -68,13 +76,18 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
     """Bytes of parameter, gradient and optimizer state per parameter, before ZeRO."""
     parameter = element_bytes(plan)
     gradient = 4 if plan.grad_dtype == "fp32" else parameter
-    return parameter, gradient, 8 if plan.dtype == "fp32" else 12
+    moments = 8 if plan.moment_dtype == "fp32" else 4
+    return parameter, gradient, moments if plan.dtype == "fp32" else moments + plan.master_bytes
 
 
 def sharded_states(plan: Plan) -> int:
-    """The ZeRO stage by which states are sharded. In a pipeline ZeRO-2 accumulates whole gradients over micro-batches
-    and reduces them once, as torch's runtime does, so it counts as 1."""
-    return 1 if plan.zero == 2 and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
+    """The ZeRO stage by which states are sharded.
+
+    In a pipeline FSDP accumulates whole gradients over micro-batches and reduces them once, as torch's runtime does, so
+    ZeRO-2 counts as 1. Other systems (``Plan.fsdp`` is False) reduce and shard them in every micro-batch, as Llama 3's
+    training did (arXiv:2407.21783, section 3.3.2).
+    """
+    return 1 if plan.zero == 2 and plan.fsdp and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
 
 
 def state_memory(
@@ -84,7 +97,7 @@ def state_memory(
     ``zero``. ``layout``: that of the plan, if known."""
     dense, expert = parameters_of(model, layout or stage_layout(plan), plan, stage)
     ranks, (parameter, gradient, optimizer) = group_size(plan, "dp"), state_bytes(plan)
-    whole, owned = dense + expert, dense / ranks + expert / (ranks // plan.ep)
+    whole, owned = dense + expert, dense / ranks + (expert / expert_replicas(plan) if expert else 0.0)
     parameters = parameter * (owned if zero >= 3 else whole)
     if plan.fsdp and plan.dp * plan.cp > 1:
         if plan.dtype == "fp32" and (zero < 3 or ranks == 1):

@@ -26,7 +26,7 @@ def balanced_chunks(model: Model, cluster: Cluster, plan: Plan, constants: Effic
     if plan.pp == 1 or plan.pp * plan.virtual_stages > model.num_layers:
         return ()
     layout = StageLayout(plan.pp, plan.virtual_stages, plan.schedule in V_SHAPED, ())
-    return _chunks(model, cluster, constants, work_of(plan), layout, plan.schedule == "dualpipe-v")
+    return _chunks(model, cluster, constants, work_of(plan), layout, plan.hides_dispatch)
 
 
 @lru_cache(maxsize=65536)

@@ -61,15 +61,15 @@ class Candidates:
         for tp, pp, cp in itertools.product(*sizes):
             if gpus % (tp * pp * cp) or (cp > longest and not options.cp):
                 continue
-            dp = gpus // (tp * pp * cp)
-            if options.dp and dp not in options.dp:
+            dp, shards = gpus // (tp * pp * cp), options.base.expert_tp or tp
+            if tp % shards or (options.dp and dp not in options.dp):
                 continue
             if self.batch % dp:
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, global_batch=dp)
                 reason = f"DP {dp} does not divide the batch of {self.batch}"
                 self._reject(plan, Problem("batch does not divide", reason))
                 continue
-            for ep in _expert_sizes(model, dp * cp):
+            for ep in _expert_sizes(model, dp * cp * tp // shards):
                 if options.ep and ep not in options.ep:
                     continue
                 plan = replace(options.base, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, global_batch=self.batch)
@@ -81,7 +81,10 @@ class Candidates:
 
     def _shardings(self, placed: Plan) -> Iterator[Plan]:
         """ZeRO stages, and replicas of their shards, of one placement."""
+        alone = placed.dp * placed.cp == 1 and not self.system and 0 in self.options.zero
         for zero in self.options.zero:
+            if zero and alone:
+                continue  # nobody to share with: the same as ZeRO-0
             plan = self._as_target_does(unchecked(placed, zero=zero))
             for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
                 found = _replica_problem(plan, replicas)
@@ -190,8 +193,8 @@ def _replica_problem(plan: Plan, replicas: int) -> Problem | None:
         reason = f"ZeRO-0 has no shards to have {replicas} replicas of"
     elif plan.dp % replicas:
         reason = f"{replicas} replicas do not divide DP {plan.dp}"
-    elif (plan.dp // replicas * plan.cp) % plan.ep:
-        reason = f"EP {plan.ep} does not divide the {plan.dp // replicas * plan.cp} shards of a replica"
+    elif (ranks := plan.dp // replicas * plan.cp * plan.tp // plan.expert_shards) % plan.ep:
+        reason = f"EP {plan.ep} does not divide the {ranks} shards of a replica"
     return Problem("replicas", reason) if reason else None
 
 

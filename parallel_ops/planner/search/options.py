@@ -29,6 +29,7 @@ class SearchOptions:
         zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``. The first combination of
             ``recompute`` and ``offload`` that fits is taken, so cheaper ones come first.
         base: plan with the other fields (dtype, fused loss, ...) of all plans.
+        any_system: also plans that none of the known systems can run.
         fixed: fields that override ``base`` and the defaults of the target.
     """
 
@@ -49,6 +50,7 @@ class SearchOptions:
     cp_kinds: tuple[str, ...] = ("ring", "all-to-all")
     sequence_parallel: tuple[bool, ...] = (True, False)
     base: Plan = BASE
+    any_system: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 

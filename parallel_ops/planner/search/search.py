@@ -11,14 +11,18 @@
 Recomputation and offload only cost time, so a plan that fits without them is not tried with them.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_ops.planner.checks import check_counts
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.software import CURRENT, efficiency
 from parallel_ops.planner.estimate import estimate
+from parallel_ops.planner.export import find_target, systems
 from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
@@ -30,6 +34,10 @@ from parallel_ops.planner.step import StepTime, step_seconds
 
 # A near miss exceeds a GPU's memory by at most a share NEAR and is faster than the best plan by at least FASTER.
 NEAR, FASTER = 0.1, 0.01
+# The fastest plans whose order the sensitivity to constants is about.
+MOST_COMPARED = 60
+# Plans among which one with room for an error of the memory is looked for.
+MOST_TIGHT = 300
 # Near misses that are timed, the least excess first, and that are returned.
 MISSES_TIMED, MISSES_KEPT = 2000, 5
 
@@ -42,6 +50,7 @@ def search(
     batch: int,
     options: SearchOptions | None = None,
     constants: Efficiency | None = None,
+    software: str = "",
     keep: int = 20,
 ) -> SearchResult:
     """Ranks all plans that can run, and collects the reasons against the others.
@@ -51,7 +60,9 @@ def search(
         cluster: the cluster; plans use all its GPUs.
         batch: sequences of one step, over all GPUs.
         options: values to try; ``None`` for ``default_options``.
-        constants: efficiencies of the hardware; ``None`` for those of the GPU's generation.
+        constants: efficiencies of the hardware; ``None`` for those of the GPU's generation and ``software``.
+        software: name of an era (``parallel_ops.planner.compute.software.eras``); empty for that of the target, or for
+            what runs today.
         keep: number of the fastest plans that get a full estimate with a simulated schedule.
 
     Returns:
@@ -64,21 +75,28 @@ def search(
     given = _Given(batch=batch, keep=keep)
     options = within_target(options or default_options(cluster))
     cluster.gpu.peak(options.base.dtype)  # raises if the GPU has no such products: no plan could run
-    constants = constants or efficiency(cluster.gpu.generation)
+    software = software or (find_target(options.target).software if options.target else CURRENT)
+    constants = constants or efficiency(cluster.gpu.generation, software)
     rejected: list[Rejection] = []
     feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
     timed = [(step_seconds(model, cluster, plan, constants), plan) for plan in feasible]
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
-    plans = [estimate(model, cluster, plan, constants=constants) for plan in _distinct(ranking, given.keep)]
+    estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
+    plans = [estimated(plan) for plan in _distinct(_known(model, cluster, ranking, options), given.keep)]
+    plans.sort(key=lambda found: (found.tight, found.step))
+    if plans and plans[0].tight:
+        # All of the fastest only just fit: the fastest of those that have room comes first.
+        more = map(estimated, itertools.islice(_known(model, cluster, ranking, options), MOST_TIGHT))
+        plans[:0] = next(([found] for found in more if not found.tight), [])
     return SearchResult(
         model=model,
         cluster=cluster,
-        plans=tuple(sorted(plans, key=lambda found: found.step)),
+        plans=tuple(plans),
         ranking=ranking,
         rejected=tuple(rejected),
         misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
-        sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:100]], constants),
+        sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
     )
 
@@ -100,10 +118,18 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     return 0
 
 
-def _distinct(ranking: Sequence[tuple[Plan, float]], count: int) -> list[Plan]:
+def _known(
+    model: Model, cluster: Cluster, ranking: Sequence[tuple[Plan, float]], options: SearchOptions
+) -> Iterator[Plan]:
+    """The plans of a ranking that at least one system runs; with ``any_system``, or a target, all."""
+    all_run = options.any_system or bool(options.target)
+    return (plan for plan, _ in ranking if all_run or systems(model, cluster, plan))
+
+
+def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
     """The first ``count`` plans, without near-twins (``family``)."""
     chosen: dict[object, Plan] = {}
-    for plan, _ in ranking:
+    for plan in plans:
         chosen.setdefault(family(plan), plan)
         if len(chosen) == count:
             break

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.efficiency import CONSTANTS, Efficiency
+from parallel_ops.planner.compute.efficiency import CONSTANTS, RATES, Efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.results import Sensitivity
@@ -14,10 +14,21 @@ from parallel_ops.planner.step import step_seconds
 CHANGE = 0.2
 
 
+def _matters(name: str, model: Model, plans: Sequence[Plan]) -> bool:
+    """Whether the step time of any of ``plans`` depends on a constant."""
+    if name in ("grouped", "expert_host", "expert_sync", "dispatch"):
+        return model.experts > 0
+    if name == "host_memory":
+        return any(plan.offload != "none" for plan in plans)
+    if name == "fp8":
+        return any(plan.dtype == "fp8" for plan in plans)
+    return name != "tp_overlap" or any(plan.tp > 1 for plan in plans)
+
+
 def sensitivity(
     model: Model, cluster: Cluster, plans: Sequence[Plan], constants: Efficiency
 ) -> tuple[Sensitivity, ...]:
-    """For each constant, the fastest of ``plans`` if it is 20 % lower and 20 % higher (but at most 1).
+    """For each constant that matters, the fastest of ``plans`` if it is 20 % lower and 20 % higher (shares at most 1).
 
     Sorted: constants that change the choice first, then by their effect on the step time.
     """
@@ -33,8 +44,10 @@ def sensitivity(
     found = []
     for name in CONSTANTS:
         value = getattr(constants, name)
+        if not value or not _matters(name, model, plans):
+            continue
         low = replace(constants, **{name: value * (1 - CHANGE)})
-        high = replace(constants, **{name: min(1.0, value * (1 + CHANGE))})
+        high = replace(constants, **{name: value * (1 + CHANGE) if name in RATES else min(1.0, value * (1 + CHANGE))})
         spread = step_seconds(model, cluster, best, high) - step_seconds(model, cluster, best, low)
         choices = fastest(low)[1], fastest(high)[1]
         found.append(

@@ -8,7 +8,8 @@ from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.efficiency import Efficiency, efficiency
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.step import StepTime
@@ -23,6 +24,8 @@ class Measurement:
         seconds: measured step time.
         group: shared by rows with the same model, batch and GPUs, of which a search picks the fastest; "" for none.
         fitted: whether the constants were fitted to this row.
+        software: name of an era (``compute.software``).
+        memory: measured memory of the worst GPU in GiB; 0 if it is not published.
     """
 
     source: str
@@ -34,15 +37,19 @@ class Measurement:
     seconds: float
     group: str = ""
     fitted: bool = True
+    software: str = "megatron-2021"
+    memory: float = 0.0
 
     def predicted(self, constants: Efficiency | None = None, *, exact: bool = True) -> float:
         """The planner's step time in seconds, also for plans that a search rejects, such as TP over two nodes.
 
         Args:
-            constants: efficiencies; ``None`` for those of the GPU's generation.
+            constants: efficiencies; ``None`` for those of the GPU's generation and the software.
             exact: simulate the whole pipeline; else a smaller one, as in a search.
         """
-        step = StepTime(self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation))
+        step = StepTime(
+            self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation, self.software)
+        )
         return step.simulated_seconds() if exact else step.seconds()
 
 

@@ -11,6 +11,7 @@ from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.validation.large_runs import deepseek, llama, titan
 from parallel_ops.planner.validation.measurement import Measurement, rows, table
+from parallel_ops.planner.validation.published_runs import published_runs
 
 
 @functools.cache
@@ -25,6 +26,7 @@ def measurements() -> tuple[Measurement, ...]:
         *titan(),
         *llama(),
         *deepseek(),
+        *published_runs(),
     )
 
 
@@ -76,6 +78,7 @@ def _megatron() -> Iterator[Measurement]:
                 cluster=cluster,
                 plan=plan,
                 seconds=row.get("seconds") or step_from_tflops(model, plan, row["tflops"]),
+                software="fsdp-2023" if row.get("system") == "zero3" else "megatron-2021",
             )
 
 
@@ -160,6 +163,7 @@ def _foundry() -> Iterator[Measurement]:
             dtype="fp8" if row["Precision"] == "amp_fp8" else "bf16",
             grad_dtype="fp32" if row["MP Mode"] == "DEFAULT" else "bf16" if row["Precision"] != "amp_fp8" else "fp8",
             fused_ops=False,
+            inplace_loss=True,  # loss_fn: fused_crossentropy in the same configurations
         )
         name = f"{row['Model']}, {row['SeqLen (T)']} tokens, {gpus} GPUs, b{plan.micro_batch} x {plan.micro_batches}"
         yield Measurement(
@@ -170,6 +174,7 @@ def _foundry() -> Iterator[Measurement]:
             cluster=presets.cluster(f"{kind}x{gpus}"),
             plan=plan,
             seconds=batch * model.seq_length / float(row["Throughput (T/s)"]),
+            software="fsdp-2023",
             group=f"foundry {kind} {plan.dtype} {row['Model']} {row['SeqLen (T)']} {gpus}",
         )
 

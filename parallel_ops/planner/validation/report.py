@@ -72,11 +72,32 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What constants that were fitted without one table of step times change.
+
+    Attributes:
+        table, rows: the table, and its number of rows.
+        mean, bias: mean of its absolute and of its signed relative errors.
+        others: change of the mean error of the other tables, on average.
+        most, most_moved: change of the mean error of the other table that moves most, and that table.
+    """
+
+    table: str
+    rows: int
+    mean: float
+    bias: float
+    others: float
+    most: float
+    most_moved: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """All compared rows, and the promises about their errors."""
+    """All compared rows, the promises about their errors, and the errors of tables that were left out of the fit."""
 
     rows: tuple[Row, ...]
     promises: tuple[Promise, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     def summaries(self) -> tuple[Summary, ...]:
         """One summary per quantity and table."""

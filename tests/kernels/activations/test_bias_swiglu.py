@@ -7,6 +7,8 @@ from ptx.kernels import aot_cases, check_compiled, differentiable, interpreted_c
 from support import suite
 from support.suite import randn
 
+F32 = torch.float32
+
 
 def launches(dtype, cols):
     from parallel_ops.triton_kernels import activations as kernels
@@ -29,6 +31,21 @@ def launches(dtype, cols):
 @pytest.mark.parametrize(("dtype", "cols", "capability"), aot_cases())
 def test_compiled_code(dtype, cols, capability):
     check_compiled(launches(dtype, cols), cols, capability)
+
+
+@pytest.mark.aot(smoke=False)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_code_of_gate_and_up_in_turn(capability):
+    """Loads and stores of single elements, two of a pair from one line of the cache; nothing is spilled."""
+    from parallel_ops.triton_kernels import activations as kernels
+
+    x, y, w = meta(8192, 4096, dtype=torch.bfloat16), meta(8192, 2048, dtype=torch.bfloat16), meta(8192, dtype=F32)
+    options = {"activation": "silu", "interleaved": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    with aot.recorded() as recorded:
+        kernels.forward(x, x, None, w, y, **options)
+        kernels.backward(y, x, x, None, w, x, x, y[0, :0], w, **options)
+    for launch in recorded:
+        assert not aot.compile_for(launch, capability).spills, str(launch)
 
 
 @pytest.mark.aot
@@ -72,6 +89,29 @@ def test_interpreted(shape, dtype):
     suite.check_numerics(interpreted(), bias_swiglu_reference, [x, None], grad, slack_ulps=2)
     transposed = x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
     suite.check_numerics(interpreted(), bias_swiglu_reference, [transposed, bias], None, slack_ulps=2)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(("shape", "dtype"), interpreted_cases((3, 5, 70), (2, 2060), (0, 4)))
+def test_gate_and_up_in_turn(shape, dtype):
+    from parallel_ops.triton_kernels import activations as kernels
+
+    options = {"interleaved": True, "alpha": 1.702, "limit": 1.5, "up_offset": 1.0}
+
+    def forward(x, weights):
+        y = poisoned((*x.shape[:-1], x.shape[-1] // 2), x)
+        kernels.forward(x, x, None, weights, y, activation="silu", **options)
+        return y
+
+    def backward(grad, x, weights):
+        dx, dweights, none = poisoned(x.shape, x), poisoned(weights.shape, weights), x.new_empty(0)
+        kernels.backward(grad, x, x, None, weights, dx, dx, none, dweights, activation="silu", **options)
+        return dx, dweights
+
+    x, weights = randn(*shape, dtype=dtype), randn(*shape[:-1], dtype=torch.float32, seed=1)
+    grad = randn(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=2).detach()
+    reference = lambda x, w: bias_swiglu_reference(x, weights=w, **options)  # noqa: E731
+    suite.check_numerics(differentiable(forward, backward), reference, [x, weights], grad, slack_ulps=2)
 
 
 @pytest.mark.executed

@@ -41,6 +41,27 @@ def test_numerics_of_a_large_tensor(device, dtype):
     suite.check_numerics(bias_swiglu, bias_swiglu_reference, args, grad)
 
 
+@given(
+    shape=suite.shapes(),
+    dtype=st.sampled_from(DTYPES),
+    weighted=st.booleans(),
+    options=st.sampled_from([{}, {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}]),
+    seed=st.integers(0, 1000),
+)
+def test_gate_and_up_in_turn(device, shape, dtype, weighted, options, seed):
+    x, _ = inputs(*shape, dtype=dtype, device=device, seed=seed)
+    grad = randn(*shape, dtype=dtype, device=device, seed=seed + 2).detach()
+    weighted = weighted and len(shape) > 1  # a weight a row needs rows
+    of_rows = randn(*shape[:-1], dtype=torch.float32, device=device, seed=seed + 3) if weighted else None
+    ours, theirs = (
+        lambda x, w, f=f: f(x, weights=w, interleaved=True, **options) for f in (bias_swiglu, bias_swiglu_reference)
+    )
+    args = [x, of_rows]
+    suite.check_numerics(ours, theirs, args, grad, slack_ulps=2)
+    halves = torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
+    assert torch.equal(ours(*args), bias_swiglu(halves, weights=args[1], **options))
+
+
 def test_gate_is_the_first_half(device):
     x = torch.tensor([[-100.0, 3.0]], device=device)
     assert bias_swiglu(x).item() == pytest.approx(0.0, abs=1e-30)
@@ -51,6 +72,7 @@ def test_gradient_matches_finite_differences(device):
     x, bias = inputs(3, 2, 5, dtype=torch.float64, device=device)
     suite.check_gradient(bias_swiglu, [x, bias])
     suite.check_gradient(bias_swiglu, [x])
+    suite.check_gradient(lambda x: bias_swiglu(x, interleaved=True, limit=1.0), [x])
 
 
 def test_custom_op_contract(device):
@@ -58,6 +80,8 @@ def test_custom_op_contract(device):
     for args in ([x, bias], [x, None], [x.detach(), bias], [x.transpose(0, 1).detach(), None]):
         suite.check_op(raw_op, [*args, None, *NO_OPTIONS])
     suite.check_op(raw_op, [x, bias, randn(3, 2, 1, dtype=torch.float32, device=device), 1.702, 7.0, 1.0])
+    suite.check_op(raw_op, [x, None, randn(3, 2, 1, dtype=torch.float32, device=device), 1.702, 7.0, 1.0, True])
+    suite.check_op(raw_op, [x.transpose(0, 1).detach(), None, None, *NO_OPTIONS, True])
     suite.check_second_derivative_raises(bias_swiglu, [x, bias])
 
 

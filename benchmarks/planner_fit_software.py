@@ -1,0 +1,147 @@
+"""Fits the parts of software eras to published runs of 2024 to 2026, with the constants of the GPU generations fixed.
+
+``python -m benchmarks.planner_fit_software`` (minutes; after ``planner_fit``) writes the values and ranges of
+``presets/software.json``, the constants of fits without each source in turn to ``validation/refits.json``, and the
+error bands (``presets/error_bands.json``).
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.planner_fit import BIAS, FLASH_BACKWARD, written
+from parallel_ops.planner import presets, validation
+from parallel_ops.planner.compute.efficiency import SHARES
+from parallel_ops.planner.compute.software import era, parts, with_parts
+from parallel_ops.planner.validation.measurement import Measurement
+from parallel_ops.planner.validation.published import measurements
+
+STEPS = (0.2, 0.1, 0.05, 0.02)
+# How much a constant may leave its start: it costs PRIOR per factor of e. Without it, a constant that few rows depend
+# on would follow the last of them.
+PRIOR = 0.006
+
+Values = dict[tuple[str, str, str], float]
+
+# Where a fit begins: round values between what kernels reach in isolation and what the runs of 2021 to 2023 reached. A
+# node of 16 GPUs updates 10 billion parameters in 15 s with PyTorch's CPU Adam (arXiv:2101.06840, table 4).
+_BEGIN = {
+    "matmul": 0.7,
+    "fp8": 0.7,
+    "flash_forward": 0.35,
+    "interference": 0.3,
+    "tp_overlap": 0.9,
+    "grouped": 0.9,
+    "expert_host": 1e-3,
+    "expert_sync": 1e-3,
+    "host_memory": 2.5e9,
+}
+
+
+def start() -> Values:
+    """The fitted constants as shipped, by part, generation and name."""
+    text = (Path(presets.__file__).parent / "software.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    return {
+        (part, generation, name): float(entry["value"])
+        for kind in ("kernels", "runtimes")
+        for part, generations in data[kind].items()
+        for generation, entries in generations.items()
+        for name, entry in entries.items()
+        if entry["source"] == "fit"
+    }
+
+
+def predicted(row: Measurement, values: Values) -> float:
+    """Seconds of a row's step, with a pipeline as in a search."""
+    made = parts()
+    for (part, generation, name), value in values.items():
+        made[part].setdefault(generation, {})[name] = value
+        if name == "flash_forward":
+            made[part][generation]["flash_backward"] = value * FLASH_BACKWARD
+    return row.predicted(with_parts(row.cluster.gpu.generation, era(row.software), made), exact=False)
+
+
+def sample() -> list[Measurement]:
+    """The rows of software whose parts have fitted constants."""
+    fitted = {part for part, _, _ in start()}
+    return [
+        row for row in measurements() if row.fitted and {era(row.software).kernels, era(row.software).runtime} & fitted
+    ]
+
+
+def loss(values: Values, rows: Sequence[Measurement], begin: Values) -> float:
+    """Mean over the sources of the mean and the bias of the logarithmic errors, and what the constants have moved."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        errors[row.table].append(math.log(predicted(row, values) / row.seconds))
+    weights = {name: math.sqrt(len(found)) for name, found in errors.items()}
+    each = {n: (sum(map(abs, found)) + BIAS * abs(sum(found))) / len(found) for n, found in errors.items()}
+    moved = sum(abs(math.log(values[key] / begin[key])) for key in values)
+    return sum(weights[name] * each[name] for name in errors) / sum(weights.values()) + PRIOR * moved
+
+
+def fit(rows: Sequence[Measurement], begin: Values, steps: Sequence[float] = STEPS) -> Values:
+    """The constants with the smallest ``loss`` of ``rows``, by coordinate descent from ``begin``."""
+    best, least = dict(begin), loss(begin, rows, begin)
+    for step in steps:
+        moved = True
+        while moved:
+            moved = False
+            for key in begin:
+                for factor in (1 + step, 1 / (1 + step)):
+                    value = float(f"{best[key] * factor:.3g}")
+                    if key[2] in SHARES:
+                        value = min(1.0, value)
+                    if value != best[key] and (found := loss(best | {key: value}, rows, begin)) < least - 1e-6:
+                        best[key], least, moved = value, found, True
+    return best
+
+
+def named(values: Values) -> dict[str, float]:
+    """The constants of ``values`` for ``validation/refits.json``."""
+    found = {}
+    for (part, generation, name), value in values.items():
+        found[f"{part}/{generation}/{name}"] = value
+        if name == "flash_forward":
+            found[f"{part}/{generation}/flash_backward"] = float(f"{value * FLASH_BACKWARD:.3g}")
+    return found
+
+
+def refits(begin: Values) -> dict[str, Values]:
+    """For each source, the constants of a fit to the others from ``begin``."""
+    rows = sample()
+    return {
+        source: fit([row for row in rows if row.table != source], begin)
+        for source in dict.fromkeys(row.table for row in rows)
+    }
+
+
+def main() -> None:
+    begin = {key: _BEGIN[key[2]] for key in start()}
+    values = fit(sample(), begin)
+    without = refits(begin)
+    path = Path(presets.__file__).parent / "software.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for (part, generation, name), value in values.items():
+        kind = "kernels" if part in data["kernels"] else "runtimes"
+        each = [found[part, generation, name] for found in (*without.values(), values)]
+        entries = data[kind][part][generation]
+        entries[name] |= {"value": value, "range": [min(each), max(each)]}
+        if name == "flash_forward":
+            entries["flash_backward"]["value"] = float(f"{value * FLASH_BACKWARD:.3g}")
+    path.write_text(written(data), encoding="utf-8")
+    path = Path(validation.__file__).parent / "refits.json"
+    known = json.loads(path.read_text(encoding="utf-8"))
+    merged = known | {name: known.get(name, {}) | named(found) for name, found in without.items()}
+    path.write_text(written(merged), encoding="utf-8")
+    # The constants are read once in a process.
+    subprocess.run([sys.executable, "-c", "from benchmarks.planner_fit import write_bands; write_bands()"], check=True)
+
+
+if __name__ == "__main__":
+    main()

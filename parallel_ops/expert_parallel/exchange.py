@@ -1,0 +1,96 @@
+"""An all-to-all that is under way while other work is done, forward and backward.
+
+    start    sends                  backward: waits for the gradients that ``finish`` has sent
+    finish   waits                  backward: sends the gradients
+
+Autograd runs the latest nodes first, so what was computed between start and finish is differentiated between them too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from parallel_ops.comm import all_to_all
+from parallel_ops.comm.errors import translate_backend_errors
+
+_NAME = "expert_parallel"
+
+
+class Exchange:
+    """Rows on their way to other ranks.
+
+    Args:
+        x: ``[sum(sent), ...]``, the rows for rank 0 first.
+        sent, received: rows to, and from, each rank. The ranks must agree about them.
+
+    Under dispatch modes, such as that of selective recomputation, and under ``torch.compile`` it is one op, which the
+    mode sees, and nothing is under way.
+    """
+
+    def __init__(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> None:
+        self.group, self.sent, self.received = group, list(sent), list(received)
+        self._work: Any = None
+        self._gradient: Tensor | None = None
+        self._kept: tuple[Tensor, ...] = ()
+        self._at_once = is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
+        if self._at_once:
+            self._rows: Tensor = all_to_all(x, group, split_sizes=self.sent, concat_sizes=self.received)
+        else:
+            self._rows = _Start.apply(x, self)
+
+    def finish(self) -> Tensor:
+        """The rows that have come, ``[sum(received), ...]``. Called once."""
+        rows: Tensor = self._rows if self._at_once else _Finish.apply(self._rows, self)
+        return rows
+
+    def send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        with translate_backend_errors(_NAME, self.group):
+            self._work = dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=True)
+        self._kept = x, out  # gloo does not keep what it sends
+        return out
+
+    def wait(self) -> None:
+        with translate_backend_errors(_NAME, self.group):
+            self._work.wait()
+        self._work, self._kept = None, ()
+
+    def send_gradient(self, grad: Tensor) -> None:
+        self._gradient = self.send(grad, self.received, self.sent)
+
+    def take_gradient(self) -> Tensor:
+        self.wait()
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        return gradient
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(x, exchange.sent, exchange.received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.take_gradient(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd wants a gradient in the shape of the rows; what is under way has that of those sent.
+        ctx.exchange.send_gradient(grad)
+        return grad, None

@@ -1,0 +1,109 @@
+"""Training software of several years: what it overlaps, how good its kernels are, what its host does.
+
+An era is the software of one system at one time. Eras share parts: a set of kernels (``kernels``), and what a runtime
+overlaps and costs on the host (``runtimes``), so that a constant belongs to what causes it and not to one published
+table. The figures and their sources are in ``presets/software.json``; constants that neither part has are those of the
+GPU's generation (``presets/efficiency.json``).
+"""
+
+import functools
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from parallel_ops.planner.checks import unknown
+from parallel_ops.planner.compute.efficiency import Efficiency, generation_constants
+
+Parts = dict[str, dict[str, dict[str, float]]]
+
+# The default: what runs today.
+CURRENT = "megatron-bridge-2025"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """One era.
+
+    Attributes:
+        name: ``"megatron-bridge-2025"``.
+        about: what it stands for, in one line.
+        kernels, runtime: names of its parts.
+    """
+
+    name: str
+    about: str
+    kernels: str
+    runtime: str
+
+
+def eras() -> tuple[str, ...]:
+    """Names of all eras."""
+    return tuple(_file()["eras"])
+
+
+def era(name: str) -> Software:
+    """The era of this name.
+
+    Raises:
+        ValueError: unknown, with the nearest names.
+    """
+    known = _file()["eras"]
+    if name not in known:
+        raise unknown("software", name, known)
+    return Software(name=name, **known[name])
+
+
+@functools.cache
+def efficiency(generation: str, software: str = CURRENT) -> Efficiency:
+    """The constants of a GPU generation with the software of an era.
+
+    A generation without measured constants gets those of the nearest one, with a warning.
+
+    Raises:
+        ValueError: ``software`` is unknown, with the nearest names.
+    """
+    return with_parts(generation, era(software), parts())
+
+
+def parts() -> Parts:
+    """Values of the constants of each part by generation ("all" for every one): ``{"eager": {"hopper": {...}}}``."""
+    data = _file()
+    return {
+        name: {generation: {key: entry["value"] for key, entry in found.items()} for generation, found in part.items()}
+        for kind in ("kernels", "runtimes")
+        for name, part in data[kind].items()
+    }
+
+
+@functools.cache
+def measured_kernels(kernels: str, generation: str) -> str:
+    """``kernels`` if it has constants for a GPU generation, else ``"eager"``, whose constants are then used."""
+    found = _file()["kernels"][kernels]
+    return kernels if generation in found or "all" in found else "eager"
+
+
+def with_parts(
+    generation: str, software: Software, values: Parts, changed: Mapping[str, float] | None = None
+) -> Efficiency:
+    """``efficiency`` with given values of the parts. ``changed``: constants of the generation that differ."""
+    known, near = generation_constants(generation)
+    found = {**known, **(changed or {})}
+    for part in (software.kernels, software.runtime):
+        for key in ("all", near, generation):
+            found.update(values[part].get(key, {}))
+    if near != generation and not {generation, "all"} & set(values[software.kernels]):
+        warnings.warn(
+            f"no measured efficiencies of {generation} GPUs: those of {near} are used, step times may be far off",
+            stacklevel=3,
+        )
+    return Efficiency(**found)
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    text = files("parallel_ops.planner.presets").joinpath("software.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found

@@ -1,0 +1,192 @@
+"""Published throughputs of systems of 2024 to 2026 (``runs/*.csv``), and their plans.
+
+One row of a file is one run; ``runs/README.md`` has the columns and the source of each file. The same format serves for
+runs of your own: ``parallel-ops validate --runs FILE``.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.cluster import Cluster
+from parallel_ops.planner.compute.software import efficiency
+from parallel_ops.planner.feasibility import problem, quick_memory_problem
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.step import step_seconds
+from parallel_ops.planner.validation.measurement import Measurement
+
+_FOLDER = files("parallel_ops.planner.validation").joinpath("runs")
+
+
+def published_runs() -> Iterator[Measurement]:
+    """Every run of the files in this package."""
+    for file in sorted(_FOLDER.iterdir(), key=lambda found: found.name):
+        if file.name.endswith(".csv"):
+            yield from runs(file.name, file.read_text(encoding="utf-8"))
+
+
+def runs(name: str, text: str) -> Iterator[Measurement]:
+    """The runs of a file.
+
+    Args:
+        name: of the file, for messages.
+        text: its content. Lines that begin with # name the source.
+
+    Raises:
+        ValueError: a column is missing, or a row has no such source, model, system or plan; names file and row.
+    """
+    lines = text.splitlines()
+    source = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#")) or name
+    for number, row in enumerate(csv.DictReader([line for line in lines if not line.startswith("#")]), start=1):
+        try:
+            yield _measurement(source, row)
+        except KeyError as error:
+            raise ValueError(f"{name}: no column {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{name}, row {number}: {error}") from None
+
+
+class _System(NamedTuple):
+    """``Plan`` fields that the runs of a source share, and their software.
+
+    Attributes:
+        software: name of an era.
+        plan: fields of every run.
+        fp8: further fields of runs with fp8 products.
+    """
+
+    software: str
+    plan: dict[str, Any]
+    fp8: dict[str, Any] | None = None
+
+
+_FP8 = {"activation_dtype": "fp8", "grad_dtype": "fp8"}
+# By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
+# off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
+# loss, and XLA reduces gradients as the products make them.
+_SYSTEMS = {
+    "DeepSpeed": _System("deepspeed-2024", {"fsdp": False}),
+    "fms-fsdp": _System("fsdp-2023", {"grad_dtype": "bf16"}),
+    "fms-fsdp A100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
+    "fms-fsdp H100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
+    "MaxText": _System("maxtext-2024", {"fused_loss": True, "grad_dtype": "bf16"}),
+    "Megatron-Bridge": _System(
+        "megatron-bridge-2025", {"fsdp": False, "grad_dtype": "bf16", "inplace_loss": True}, _FP8
+    ),
+    "Megatron-LM": _System("megatron-2024", {"fsdp": False}),
+    "NeMo 25": _System(
+        "megatron-bridge-2025",
+        # Its recipes drop tokens in their performance mode (MegatronTokenDropCallback).
+        {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2, "dropless": False},
+        _FP8,
+    ),
+    "NeMo AutoModel": _System(
+        "automodel-2025", {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0}
+    ),
+    "NeMo": _System("nemo-2024", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
+    "torchtitan": _System("fsdp-2023", {}),
+}
+
+
+def _system(source: str) -> _System:
+    found = [name for name in _SYSTEMS if source.startswith(name)]
+    if not found:
+        raise ValueError(f"runs: source must start with one of {', '.join(_SYSTEMS)}, got {source!r}")
+    return _SYSTEMS[max(found, key=len)]
+
+
+def _measurement(source: str, row: dict[str, str]) -> Measurement:
+    model, cluster = _model(row), _cluster(row)
+    system = _system(row["source"])
+    plan = _chosen(model, cluster, system, row)
+    rate = float(row["tokens_s_gpu"] or 0)
+    tokens = plan.global_batch * model.seq_length
+    flops = 3 * tokens * model.forward_flops
+    seconds = tokens / (rate * plan.gpus) if rate else flops / (float(row["tflops_gpu"]) * 1e12 * plan.gpus)
+    return Measurement(
+        source=source,
+        table=row["source"],
+        name=f"{row['release']}, {model.name} on {plan.gpus}, {plan.describe()}, {plan.dtype}",
+        model=model,
+        cluster=cluster,
+        plan=plan,
+        seconds=seconds,
+        software=system.software,
+        memory=float(row["memory_gib"]) if row["memory_gib"] else 0.0,
+    )
+
+
+def _model(row: dict[str, str]) -> Model:
+    model = replace(presets.model(row["model"]), seq_length=int(row["seq"]))
+    # The module for a second token has one more layer.
+    return replace(model, num_layers=model.num_layers + 1) if "with MTP" in row["note"] else model
+
+
+def _cluster(row: dict[str, str]) -> Cluster:
+    name, _, bandwidth = row["system"].partition(":")
+    found = presets.cluster(f"{name}x{row['gpus']}")
+    return replace(found, inter=replace(found.inter, bandwidth=float(bandwidth) * 1e9)) if bandwidth else found
+
+
+def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]) -> Plan:
+    """The plan of a row; of micro-batches and chunks that are not given, the fastest that fit."""
+    if int(row["mbs"]) and int(row["vp"]):
+        return _plan(model, system, row, int(row["mbs"]), int(row["vp"]))
+    pp, layers = int(row["pp"]), model.num_layers
+    chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
+    constants, best = efficiency(cluster.gpu.generation, system.software), None
+    for size in (1, 2, 4, 8) if row["mbs"] == "0" else (int(row["mbs"]),):
+        for v in chunks if row["vp"] == "0" else (int(row["vp"]),):
+            try:
+                plan = _plan(model, system, row, size, v)
+            except ValueError:
+                continue
+            if problem(model, cluster, plan) or quick_memory_problem(model, cluster, plan):
+                continue
+            seconds = step_seconds(model, cluster, plan, constants)
+            if best is None or seconds < best[0]:
+                best = seconds, plan
+    if best is None:
+        raise ValueError(f"no micro-batch of {row['model']} fits")
+    return best[1]
+
+
+def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, virtual_stages: int) -> Plan:
+    gpus, tp, pp, cp, ep = (int(row[name]) for name in ("gpus", "tp", "pp", "cp", "ep"))
+    dp = gpus // (tp * pp * cp)
+    made = Plan(
+        dp=dp,
+        dp_replicate=int(row["replicate"]),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        expert_tp=1 if model.experts and tp > 1 else 0,
+        zero=int(row["zero"]),
+        sequence_parallel=tp > 1,
+        schedule="interleaved" if virtual_stages > 1 else "1f1b",
+        virtual_stages=virtual_stages,
+        micro_batch=micro_batch,
+        global_batch=int(row["gbs"]),
+        recompute={"some": "full"}.get(row["recompute"], row["recompute"]),
+        recompute_layers=_recomputed(model, row),
+        offload="optimizer" if "offload" in row["flags"] else "none",
+        dtype=row["dtype"],
+        fused_ops="eager" not in row["flags"] and "ds" not in row["flags"].split(),
+        fused_loss=False,
+        ep_overlap="all-to-all overlapped" in row["note"],
+        dropless="tokendrop" not in row["note"],
+    )
+    return replace(made, **{**system.plan, **((system.fp8 or {}) if made.dtype == "fp8" else {})})
+
+
+def _recomputed(model: Model, row: dict[str, str]) -> int:
+    """Layers that are recomputed in a run that recomputes some: every second one ("selective layer"), or as many as the
+    published ratio of HFU and MFU, 1.24, says."""
+    if row["recompute"] != "some":
+        return 0
+    return model.num_layers // 2 if "layer" in row["note"] else round(model.num_layers * 0.72)

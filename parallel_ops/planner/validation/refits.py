@@ -1,0 +1,57 @@
+"""Step times with constants that were fitted without a table: how far off the planner is on runs it has not seen.
+
+``refits.json``, written by ``benchmarks.planner_fit``, has for each table of step times the constants of a fit to all
+other tables: those of GPU generations (``"hopper/matmul"``) or those of software (``"transformer-engine/hopper/fp8"``).
+"""
+
+import functools
+import json
+from collections import defaultdict
+from importlib.resources import files
+
+from parallel_ops.planner.compute.efficiency import Efficiency, generation_constants
+from parallel_ops.planner.compute.software import Parts, era, parts, with_parts
+from parallel_ops.planner.validation.measurement import Measurement
+from parallel_ops.planner.validation.published import measurements
+
+
+def refitted_tables() -> tuple[str, ...]:
+    """The tables that were left out, one at a time."""
+    return tuple(_file())
+
+
+def predicted_without(table: str, row: Measurement, *, exact: bool = False) -> float:
+    """The planner's step time of ``row`` in seconds, with the constants of the fit without ``table``."""
+    return row.predicted(_constants(table, row.cluster.gpu.generation, row.software), exact=exact)
+
+
+@functools.cache
+def without_own_table() -> tuple[tuple[Measurement, float], ...]:
+    """Each measured step, and its seconds as predicted with constants that were fitted without its table."""
+    tables = refitted_tables()
+    return tuple(
+        (row, predicted_without(row.table, row) if row.table in tables else row.predicted(exact=False))
+        for row in measurements()
+    )
+
+
+@functools.cache
+def _constants(table: str, generation: str, software: str) -> Efficiency:
+    own: dict[str, float] = {}
+    made: Parts = defaultdict(lambda: defaultdict(dict), {name: dict(part) for name, part in parts().items()})
+    near = generation_constants(generation)[1]
+    for key, value in _file()[table].items():
+        *part, of, name = key.split("/")
+        if not part and of == near:
+            own[name] = value
+        elif part:
+            made[part[0]][of] = {**made[part[0]][of], name: value}
+    return with_parts(generation, era(software), made, own)
+
+
+@functools.cache
+def _file() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(
+        files("parallel_ops.planner.validation").joinpath("refits.json").read_text(encoding="utf-8")
+    )
+    return found
