@@ -89,10 +89,9 @@ def grids(shape: tuple[int, int, int, int, int, int | None], device: Device, *, 
 
     ``compiled``: for each, how many programs a multiprocessor has a place for; otherwise one.
     """
-    from ptx import aot
-
     from parallel_ops.triton_kernels.attention import flash_attention as kernels
     from parallel_ops.triton_kernels.attention import grids as chosen
+    from ptx import aot
 
     batch, tokens, heads, kv_heads, dims, window = shape
     q, k = (torch.empty(tokens, batch, h, dims, dtype=torch.bfloat16, device="meta") for h in (heads, kv_heads))
@@ -100,7 +99,7 @@ def grids(shape: tuple[int, int, int, int, int, int | None], device: Device, *, 
     options: dict[str, Any] = {"left": None if window is None else 1 - window, "right": 0, "spans": None}
     options |= {"scale": 0.1, "softcap": 0.0, "dropout": None}
     with (
-        mock.patch.object(chosen, "multiprocessors", lambda _: device.multiprocessors),
+        mock.patch.object(chosen, "multiprocessors", return_value=device.multiprocessors),
         aot.recorded() as recorded,
         aot.chosen_for(device.capability),
     ):

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel_ops import flash_attention
 from parallel_ops.ops import flash_attention_reference
-from parallel_ops.ops.attention import block, torch_kernels
+from parallel_ops.ops.attention import backends, block, torch_kernels
 from parallel_ops.ops.attention.backends import Call, refusal, select
 from support import suite
 from support.context_parallel import Case, joined, oracle, shared
@@ -280,3 +281,55 @@ def test_merged_blocks_are_the_whole(data, dtype):
         block.merge_block(*theirs, out=out, statistics=statistics, merge=n > 0 or sink is not None)
     want = flash_attention_reference(q.double(), k.double(), v.double(), causal=False, scale=0.5, sink=sink)
     torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-12 if dtype is torch.float64 else 1e-5)
+
+
+class OnCuda:
+    """A tensor of a CPU that says it is on a GPU; what is made of it is not."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+def test_auto_asks_torch(monkeypatch):
+    """With the arguments of the schema; on a CPU torch answers as on a GPU without cuDNN."""
+
+    def chosen(t, backend="auto", **options):
+        given = {"causal": True, "scale": 0.3, **options}
+        return backends.resolve(backend, *(OnCuda(x) for x in (t, t, t)), **given)
+
+    monkeypatch.setattr(backends, "_capability", lambda q: 80)
+    half = torch.zeros(5, 1, 2, 16, dtype=torch.bfloat16)
+    assert chosen(half) == "flash"
+    assert chosen(half, backend="triton") == "triton" and chosen(half, backend="cudnn") == "cudnn"
+    assert chosen(half, window=True) == chosen(half, softcap=True) == chosen(half, scale=-1.0) == "triton"
+    assert chosen(half.float()) == chosen(half[:, :, :, :12]) == "triton"
+    shifted = torch.zeros(161, dtype=torch.bfloat16)[1:].view(5, 1, 2, 16)
+    strided = torch.zeros(5, 1, 2, 17, dtype=torch.bfloat16)[..., :16]
+    assert chosen(shifted) == chosen(strided) == chosen(strided, backend="flash") == "triton"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert chosen(half) == "triton"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen(half) == "triton" and chosen(half, backend="flash") == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(backends, "_capability", lambda q: 90)
+    assert chosen(half) == "triton"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert chosen(half) == chosen(half, window=True) == "flash"
+
+
+def test_cudnn_is_refused_in_deterministic_mode(monkeypatch):
+    monkeypatch.setattr(backends, "refusal", lambda *_: None)
+    q = torch.ones(4, 1, 2, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="its backward is not deterministic"):
+            flash_attention(q, q, q, backend="cudnn")
+    finally:
+        torch.use_deterministic_algorithms(False)
