@@ -24,6 +24,7 @@ torch's backwards add to dq by atomics, in another order on each run. With ``tor
 With the logger ``parallel_ops.attention`` at level DEBUG each choice is logged.
 """
 
+import functools
 import logging
 import math
 from typing import Literal, NamedTuple, get_args
@@ -154,10 +155,10 @@ def resolve(
         aligned=not q.is_cuda or _aligned(q, k, v),
     )  # fmt: skip
     if backend == "auto":
-        chosen = "triton"
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if not deterministic and _may_be_torchs(call):
-            chosen = select(call, _preferred(q, k, v, causal, scale), deterministic=False, replaced=_replaced())
+        deterministic, replaced = torch.are_deterministic_algorithms_enabled(), _replaced()
+        asked = not deterministic and _may_be_torchs(call) and (replaced or not (window or documents))
+        preferred = _preferred(q, k, v, causal, scale) if asked else None
+        chosen = select(call, preferred, deterministic=deterministic, replaced=replaced)
     else:
         chosen = "triton" if refusal(backend, call) else backend
     if logger.isEnabledFor(logging.DEBUG):
@@ -197,11 +198,13 @@ def describe(
 
 
 def _capability(q: Tensor) -> int:
-    if not q.is_cuda:
-        return 0
-    from parallel_ops.triton_kernels._common import capability
+    return _of_device(q.device) if q.is_cuda else 0
 
-    return capability(q.device)
+
+@functools.cache
+def _of_device(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -218,7 +221,10 @@ def _preferred(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> s
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     causal = causal and q.shape[2] == k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    return _OF_TORCH.get(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
+    try:
+        return _OF_TORCH.get(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped))
+    except RuntimeError:  # of those that ``sdpa_kernel`` left, none can do the call
+        return None
 
 
 def _replaced() -> bool:

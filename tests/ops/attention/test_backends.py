@@ -313,6 +313,13 @@ def test_auto_asks_torch(monkeypatch):
     assert chosen(shifted) == chosen(strided) == chosen(strided, backend="flash") == "triton"
     with sdpa_kernel(SDPBackend.MATH):
         assert chosen(half) == "triton"
+
+    def none(*_, **__):
+        raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_fused_sdp_choice", none)
+        assert chosen(half) == "triton"
     torch.use_deterministic_algorithms(True)
     try:
         assert chosen(half) == "triton" and chosen(half, backend="flash") == "flash"
