@@ -84,8 +84,7 @@ test-megatrons: venv
 		folder=$(CURDIR)/$(VENV)/megatron-$$version; \
 		test -d $$folder || $(PIP) --no-deps --only-binary=:all: \
 			--python-version 3.12 --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
-		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_megatron.py \
-			tests/integrations/test_megatron_models.py || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_megatron*.py || exit 1; \
 	done
 
 test-transformers: venv
@@ -94,7 +93,7 @@ test-transformers: venv
 		test -d $$folder || $(PIP) --no-deps --target $$folder \
 			transformers==$${versions%+*} tokenizers==$${versions#*+} "huggingface_hub<1" requests urllib3 idna certifi \
 			charset-normalizer || exit 1; \
-		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface.py || exit 1; \
+		$(TEST_ENV) PYTHONPATH=$$folder $(PYTEST) tests/integrations/test_huggingface*.py || exit 1; \
 	done
 
 # OPS="bias_gelu ..." chooses ops, ARGS="--quick" and the like are passed through.

@@ -4,7 +4,9 @@
         [--liger] [--large]
 
 Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
-forward and backward, dropout as in the model's default configuration. With --large, for GPUs, 4 layers of Llama 3.2 1B:
+forward and backward, dropout as in the model's default configuration. Mixtral has 8 experts of width 1,408, 2 a token,
+Qwen3-MoE 64 of width 256, 8 a token; "eager experts" is their loop over experts, stock their default, torch's grouped
+product. With --large, for GPUs, 4 layers of Llama 3.2 1B:
 hidden size 2,048, 32 heads and 8 key heads of 64, a vocabulary of 128,256, 4,096 tokens a sequence. Stock is what
 ``from_pretrained`` gives: eager mode with SDPA. Variants take turns in each round, so a slow spell of the machine falls
 on all alike. Peak memory is that of tensors beyond the parameters, their gradients included.
@@ -20,7 +22,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
@@ -36,6 +38,16 @@ _LLAMA: dict[str, Any] = {
     "vocab_size": _VOCAB, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 8, "intermediate_size": 1_408, "max_position_embeddings": _LENGTH,
 }  # fmt: skip
+_QWEN3_MOE: dict[str, Any] = {
+    **_LLAMA, "head_dim": 64, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256,
+}  # fmt: skip
+_CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": functools.partial(LlamaConfig, **_LLAMA),
+    "gpt2": functools.partial(GPT2Config, **_GPT2),
+    "mixtral": functools.partial(MixtralConfig, **_LLAMA, num_local_experts=8, num_experts_per_tok=2),
+    "qwen3_moe": functools.partial(Qwen3MoeConfig, **_QWEN3_MOE),
+}
+_MIXTURES = ("mixtral", "qwen3_moe")
 
 _LARGE_LENGTH, _LARGE_VOCAB = 4_096, 128_256
 _LARGE_LLAMA: dict[str, Any] = {
@@ -49,7 +61,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def main(
-    model: Annotated[list[str] | None, typer.Option(help="llama or gpt2; both by default.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="llama, gpt2, mixtral or qwen3_moe; the first two by default.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bfloat16 or float32; both by default.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences of 512 tokens.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown.")] = 9,
@@ -65,8 +79,8 @@ def main(
     for column in ("model", "dtype", "variant", "ms", "quartiles", "faster", "tokens/s", "peak MiB"):
         table.add_column(column, justify="left" if column in ("model", "dtype", "variant") else "right")
     for family in model or (["llama"] if large else ["llama", "gpt2"]):
-        if family not in ("llama", "gpt2"):
-            fail(f"unknown model {family!r}; choose from llama, gpt2")
+        if family not in _CONFIGS:
+            fail(f"unknown model {family!r}; choose from {', '.join(_CONFIGS)}")
         if large and family != "llama":
             fail("--large is a Llama; leave --model out")
         for name in dtype or list(_DTYPES):
@@ -93,6 +107,8 @@ def _variants(
     models = {"stock": make("sdpa"), "parallel_ops": make("sdpa")}
     if not large:  # eager attention keeps all scores
         models["eager"] = make("eager")
+    if family in _MIXTURES:
+        models["eager experts"] = make("sdpa", "eager")
     huggingface.apply(models["parallel_ops"])
     if compiled:
         models |= {
@@ -110,14 +126,14 @@ def _variants(
     return steps
 
 
-def _model(family: str, dtype: torch.dtype, device: torch.device, large: bool, attention: str) -> PreTrainedModel:
+def _model(
+    family: str, dtype: torch.dtype, device: torch.device, large: bool, attention: str, experts: str | None = None
+) -> PreTrainedModel:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"attn_implementation": attention}
-    if family == "gpt2":
-        model: Any = GPT2LMHeadModel(GPT2Config(**_GPT2, **options))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**(_LARGE_LLAMA if large else _LLAMA), **options))
-    return model.to(device, dtype).train()
+    options = {"attn_implementation": attention} | ({"experts_implementation": experts} if experts else {})
+    config = LlamaConfig(**_LARGE_LLAMA) if large else _CONFIGS[family]()
+    model: Any = AutoModelForCausalLM.from_config(config, **options)
+    return cast(PreTrainedModel, model.to(device, dtype).train())
 
 
 def _step(model: PreTrainedModel, tokens: torch.Tensor, patch: Patch | None = None) -> None:

@@ -2,7 +2,7 @@
 
     q, k, v = W_q x + b_q, W_k x + b_k, W_v x + b_v      one gather for the three
     q, k    normed by head with ``qk_norm``; rotated with rotary positions
-    y       = W_o core_attention(q, k, v) + b_o
+    y       = W_o core_attention(q, k, v) + b_o             with ``sink`` one more logit of each head
 
 The core attention is a callable (``core_attention.py``). If there are fewer key and value heads than ranks, their
 weights are whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
@@ -23,7 +24,15 @@ from parallel_ops.layers.core_attention import CoreAttention, flash
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
 from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.norm import Norm
-from parallel_ops.layers.parameters import InitFn, ShardedModule, ensure_divisible, to_local
+from parallel_ops.layers.parameters import (
+    InitFn,
+    ShardedModule,
+    empty_parameter,
+    ensure_divisible,
+    fill_,
+    init_sharded_,
+    to_local,
+)
 from parallel_ops.ops import rms_norm, rotary_embedding
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -42,6 +51,7 @@ class ParallelSelfAttention(ShardedModule):
         head_dim: size of a head; ``None`` for ``hidden_size / num_heads``.
         qk_norm: an RMS norm of each head of queries and keys (Dehghani et al., arXiv:2302.05442), with ``norm_eps``.
         qk_norm_over: ``"head"``, or ``"all_heads"`` for one norm over all heads of the queries, and one of the keys.
+        sink: a learned logit of each head, which takes part in its softmax without a value (OpenAI, arXiv:2508.10925).
         causal: no token attends to a later one.
         window: number of tokens that a token attends to at most, itself included; causal only.
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``.
@@ -50,13 +60,19 @@ class ParallelSelfAttention(ShardedModule):
         sequence_parallel: shard input and output by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
-        init_method, output_init_method: fill tiles of ``q``, ``k`` and ``v``, and of ``out``, in place; ``None`` for
-            what ``nn.Linear`` does.
+        init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;
+            ``None`` for what ``nn.Linear`` does, and zeros of ``sink``.
         device, dtype: of the parameters; ``None`` for torch's defaults.
 
+    Attributes:
+        sink: ``[num_heads]``, a DTensor S(0), or ``None``.
+
     Raises:
-        TypeError, ValueError: sizes that do not fit each other or the mesh.
+        TypeError, ValueError: sizes that do not fit each other or the mesh, a core attention that does not take
+            ``sink``.
     """
+
+    sink: nn.Parameter | None
 
     def __init__(
         self,
@@ -69,6 +85,7 @@ class ParallelSelfAttention(ShardedModule):
         qk_norm: bool = False,
         qk_norm_over: str = "head",
         norm_eps: float = 1e-5,
+        sink: bool = False,
         causal: bool = True,
         window: int | None = None,
         core_attention: CoreAttention | None = None,
@@ -107,6 +124,14 @@ class ParallelSelfAttention(ShardedModule):
         self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
         self.core_attention: CoreAttention = flash if core_attention is None else core_attention
         self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
+        if sink and "sink" not in self._core_takes:
+            raise ValueError(
+                "ParallelSelfAttention: sink needs a core_attention that takes one, such as "
+                "parallel_ops.layers.core_attention.flash"
+            )
+        self.init_method = init_method
+        self.sink = empty_parameter((num_heads,), Shard(0), self.mesh, device, dtype) if sink else None
+        self.reset_parameters()
         common = LinearOptions(
             mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
         )
@@ -132,6 +157,13 @@ class ParallelSelfAttention(ShardedModule):
             for width in (num_heads * d, num_kv_heads * d)
         )
         self.out = RowParallelLinear(num_heads * d, hidden_size, bias=bias, init_method=output_init_method, **common)
+
+    def reset_parameters(self) -> None:
+        """Initialises ``sink``, independently of the mesh; the linears and norms have their own."""
+        if self.sink is not None and self.init_method is not None:
+            init_sharded_(self.sink, self.init_method)
+        elif self.sink is not None:
+            fill_(self.sink, 0.0)
 
     def _qk_norm(self, width: int, eps: float, device: Any, dtype: torch.dtype | None) -> Norm:
         return Norm(width, "rms_norm", eps, mesh=self.mesh, device=device, dtype=dtype)
@@ -195,6 +227,8 @@ class ParallelSelfAttention(ShardedModule):
         dropout_p = self.attention_dropout if self.training else 0.0
         if dropout_p and "first_head" in self._core_takes:
             given["first_head"] = self.local_heads * group_rank(self.group)
+        if self.sink is not None:
+            (given["sink"],) = to_local(self, self.sink)
         y = self.core_attention(
             q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given
         )  # fmt: skip

@@ -5,8 +5,8 @@
 ``core_attention(q, k, v, *, causal, scale, window, dropout_p)`` takes q ``[s, b, heads, d]``, k and v
 ``[t, b, kv_heads, d]``, any strides, and returns ``[s, b, heads, d]``. Grouped queries (Ainslie et al.,
 arXiv:2305.13245) share a key and a value. It may take further keywords: ``first_head``, the index of q's first head
-among the heads of all ranks, which the layer passes with dropout, and whatever the layer gets as ``core_options``, such
-as ``cu_seqlens``.
+among the heads of all ranks, which the layer passes with dropout; ``sink``, one more logit of each head, which a layer
+with ``sink=True`` passes; and whatever the layer gets as ``core_options``, such as ``cu_seqlens``.
 """
 
 import math
@@ -50,6 +50,7 @@ def flash(
     dropout_p: float = 0.0,
     first_head: int = 0,
     cu_seqlens: Tensor | None = None,
+    sink: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> Tensor:
     """``flash_attention``, which on a GPU takes torch's kernels where torch itself would.
@@ -59,10 +60,11 @@ def flash(
         dropout_p: on the probabilities, drawn by global index from a seed of torch's generator.
         first_head: index of the first head among the heads of all ranks.
         cu_seqlens: starts of documents; see ``flash_attention``.
+        sink: ``[heads]``, one more logit of every row, without a value.
         backend: ``"triton"`` for the same bits on every run of a GPU; see ``flash_attention``.
     """
     return flash_attention(
-        q, k, v, causal=causal, scale=scale, window=window, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
+        q, k, v, causal=causal, scale=scale, window=window, sink=sink, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
         first_head=first_head, backend=backend,
     )  # fmt: skip
 

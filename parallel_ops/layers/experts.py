@@ -25,7 +25,7 @@ from parallel_ops.ops.experts import Routing, route
 
 
 class Router(ShardedModule):
-    """A linear whose outputs choose the experts of each token, in fp32 (fp64 for fp64).
+    """A linear, without a bias by default, whose outputs choose the experts of each token, in fp32 (fp64 for fp64).
 
     Args:
         hidden_size: width of a token. num_experts: number of outputs. top_k: experts of each token.
@@ -33,15 +33,17 @@ class Router(ShardedModule):
         score, top_k_first, normalize, scale, groups, top_groups: see ``parallel_ops.route``.
         selection_bias: has a buffer ``selection_bias`` ``[num_experts]`` fp32, zeros at first, that the choice adds to
             the scores.
-        sequence_parallel: each rank routes its own tokens, so the weight's gradients are summed over the ranks.
+        bias: the logits have a bias, which is trained.
+        sequence_parallel: each rank routes its own tokens, so the parameters' gradients are summed over the ranks.
         init_method: fills tiles of the weight in place; ``None`` for what ``nn.Linear`` does.
-        device, dtype: of the weight; ``None`` for torch's defaults.
+        device, dtype: of the parameters; ``None`` for torch's defaults.
 
     Attributes:
-        weight: ``[num_experts, hidden_size]``, whole on every rank.
+        weight: ``[num_experts, hidden_size]``, whole on every rank. bias: ``[num_experts]``, too, or ``None``.
     """
 
     selection_bias: Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Router(ShardedModule):
         groups: int = 1,
         top_groups: int = 1,
         selection_bias: bool = False,
+        bias: bool = False,
         sequence_parallel: bool = False,
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -70,13 +73,16 @@ class Router(ShardedModule):
             "top_groups": top_groups,
         }  # fmt: skip
         self.weight = empty_parameter((num_experts, hidden_size), Replicate(), self.mesh, device, dtype)
+        self.bias = empty_parameter((num_experts,), Replicate(), self.mesh, device, dtype) if bias else None
         zeros = torch.zeros(num_experts, device=self.weight.device) if selection_bias else None
         self.register_buffer("selection_bias", zeros)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises the weight, independently of the mesh, and sets the selection bias to 0."""
+        """Initialises weight and bias, independently of the mesh, and sets the selection bias to 0."""
         init_sharded_(self.weight, self.init_method or uniform(self.hidden_size))
+        if self.bias is not None:
+            init_sharded_(self.bias, uniform(self.hidden_size))
         if self.selection_bias is not None:
             self.selection_bias.zero_()
 
@@ -85,11 +91,11 @@ class Router(ShardedModule):
 
         Sharding: x replicated, or sharded by tokens with ``sequence_parallel``.
         """
-        (weight,) = to_local(self, self.weight, partial=(self.sequence_parallel,))
+        weight, bias = to_local(self, self.weight, self.bias, partial=(self.sequence_parallel,) * 2)
         assert weight is not None
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), weight.to(wide))
+            logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         return route(logits, self.top_k, bias=self.selection_bias, **self._options)
 
     def extra_repr(self) -> str:
@@ -97,12 +103,14 @@ class Router(ShardedModule):
 
 
 class Experts(ShardedModule):
-    """The experts of a layer as grouped products: ``down(silu(gate x) * (up x))`` with each expert's own weights.
+    """The experts of a layer as grouped products: ``down(silu(gate x) * (up x))`` with each expert's own parameters.
 
     Args:
         hidden_size: width of input and output. ffn_hidden_size: width after the activation.
         num_experts: over all ranks.
         mesh: the ranks that share the experts (``ep``), each with ``num_experts / P`` whole ones; ``None`` for one.
+        bias: whether the linears have biases.
+        swiglu_alpha, swiglu_limit, swiglu_up_offset: ``alpha``, ``limit`` and ``up_offset`` of ``bias_swiglu``.
         copies: the ranks of ``mesh`` have all experts each, and their own tokens: gradients are summed over them.
         init_method, output_init_method: fill tiles of ``gate_up``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
@@ -110,7 +118,8 @@ class Experts(ShardedModule):
 
     Attributes:
         gate_up: ``[num_experts, 2 * ffn_hidden_size, hidden_size]``, gates first. down: ``[num_experts, hidden_size,
-            ffn_hidden_size]``. DTensors S(0) over ``mesh``; replicated with ``copies``.
+            ffn_hidden_size]``. gate_up_bias, down_bias: the same without the last dimension, or ``None``. DTensors S(0)
+            over ``mesh``; replicated with ``copies``.
         deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
 
     Raises:
@@ -124,6 +133,10 @@ class Experts(ShardedModule):
         num_experts: int,
         *,
         mesh: DeviceMesh | None = None,
+        bias: bool = False,
+        swiglu_alpha: float = 1.0,
+        swiglu_limit: float | None = None,
+        swiglu_up_offset: float = 0.0,
         copies: bool = False,
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
@@ -138,6 +151,12 @@ class Experts(ShardedModule):
         placement = Replicate() if copies else Shard(0)
         shapes = (num_experts, 2 * ffn_hidden_size, hidden_size), (num_experts, hidden_size, ffn_hidden_size)
         self.gate_up, self.down = (empty_parameter(shape, placement, self.mesh, device, dtype) for shape in shapes)
+        self.gate_up_bias, self.down_bias = (
+            empty_parameter(shape[:2], placement, self.mesh, device, dtype) if bias else None for shape in shapes
+        )
+        self._swiglu: dict[str, Any] = {
+            "alpha": swiglu_alpha, "limit": swiglu_limit, "up_offset": swiglu_up_offset
+        }  # fmt: skip
         self.deferred: DeferredWeightGradients | None = None
         self.reset_parameters()
 
@@ -145,23 +164,29 @@ class Experts(ShardedModule):
         """Initialises each expert as ``nn.Linear`` does by default, independently of the mesh."""
         init_sharded_(self.gate_up, self.init_method or uniform(self.hidden_size))
         init_sharded_(self.down, self.output_init_method or uniform(self.ffn_hidden_size))
+        for bias, fan_in in ((self.gate_up_bias, self.hidden_size), (self.down_bias, self.ffn_hidden_size)):
+            if bias is not None:
+                init_sharded_(bias, uniform(fan_in))
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None, modes: Sequence[Any] = ()) -> Tensor:
         """``[r, hidden_size]`` to the same shape.
 
         Args:
             rows: ordered by expert, of this rank's experts. ends: int32 ``[experts of this rank]``, where each ends.
-            weights: ``[r]``, factors of the results; ``None`` for 1.
+            weights: ``[r]``, factors of the results without ``down_bias``, of which they are no part; ``None`` for 1.
             modes: suspended dispatch modes, which see the computation.
         """
         with resumed_modes(modes):
             return self._compute(rows, ends, weights)
 
     def _compute(self, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
-        gate_up, down = to_local(self, self.gate_up, self.down, partial=(self.copies, self.copies))
+        partial = (self.copies, self.copies)  # apart, since the second product reads what the first computes
+        gate_up, gate_up_bias = to_local(self, self.gate_up, self.gate_up_bias, partial=partial)
+        down, down_bias = to_local(self, self.down, self.down_bias, partial=partial)
         assert gate_up is not None and down is not None
-        both = grouped_linear(rows, gate_up, ends, **self._targets(self.gate_up))
-        return grouped_linear(bias_swiglu(both, weights=weights), down, ends, **self._targets(self.down))
+        both = grouped_linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
+        y = bias_swiglu(both, weights=weights, **self._swiglu)
+        return grouped_linear(y, down, ends, bias=down_bias, **self._targets(self.down))
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Where the gradient of a weight goes if it is deferred."""

@@ -27,7 +27,7 @@ from parallel_ops.layers.parameters import (
     ensure_divisible,
     to_local,
 )
-from parallel_ops.ops import bias_dropout_add
+from parallel_ops.layers.residual import add_residual
 from parallel_ops.tensor_parallel import (
     all_gather_linear,
     column_parallel_linear,
@@ -229,7 +229,7 @@ class RowParallelLinear(ParallelLinear):
             (weight,), (bias,) = to_local(self, self.weight), to_local(self, self.bias)
         assert weight is not None
         drops = residual is not None and dropout > 0.0 and self.training
-        row_positions, first = row_positions if drops else None, 0
+        first = 0
         if self.sequence_parallel:
             y = linear_reduce_scatter(
                 x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
@@ -239,16 +239,13 @@ class RowParallelLinear(ParallelLinear):
             if drops:
                 rows = check_sizes("RowParallelLinear", "sizes", sizes, self.group, 0, whole=x)
                 first = sum(rows[: group_rank(self.group)])
-                if row_positions is not None:
-                    row_positions = row_positions[first : first + y.shape[0]]
         else:
             alone = None if self.ranks > 1 or residual is not None else bias
             y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
             y = reduce_from_group(y, self.group)
         if residual is not None:
-            offset = first * y.shape[1:].numel() if row_positions is None else 0
-            return bias_dropout_add(
-                y, bias, residual, dropout, training=self.training, index_offset=offset, row_positions=row_positions
+            return add_residual(
+                y, bias, residual, dropout, training=self.training, first=first, row_positions=row_positions
             )
         return y if bias is None else y + bias.to(y.dtype)  # under autocast y is in its dtype, as in nn.Linear

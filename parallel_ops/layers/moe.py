@@ -2,7 +2,8 @@
 
 y = sum over the chosen experts e of w_e down_e(silu(gate_e x) * (up_e x)) + shared(x)
 
-The weights are applied with the activation, so what the experts return is not kept for the backward.
+The weights are applied with the activation, so what the experts return is not kept for the backward. Experts with
+biases return down_e(...) + b_e, all of which the weights multiply: there they are applied to the results.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
-from parallel_ops.ops import bias_dropout_add
+from parallel_ops.layers.residual import add_residual
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 
@@ -40,6 +41,9 @@ class ParallelMoE(ShardedModule):
         expert_mesh: the ranks that share the experts, ``ParallelMesh(ep=...)["ep"]``; ``None`` for one, or where every
             rank has all experts.
         shared_experts: width of the MLP that every token uses, in experts.
+        router_bias: the router's logits have a bias. bias: the linears of the experts have biases, those of the shared
+            MLP have none.
+        swiglu_alpha, swiglu_limit, swiglu_up_offset: see ``Experts``; the shared MLP has plain SwiGLU.
         capacity_factor: rows of an expert at most, relative to equal loads; further tokens are dropped.
             ``None`` for no limit.
         context: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
@@ -71,6 +75,11 @@ class ParallelMoE(ShardedModule):
         mesh: DeviceMesh | None,
         expert_mesh: DeviceMesh | None = None,
         shared_experts: int = 0,
+        router_bias: bool = False,
+        bias: bool = False,
+        swiglu_alpha: float = 1.0,
+        swiglu_limit: float | None = None,
+        swiglu_up_offset: float = 0.0,
         capacity_factor: float | None = None,
         context: ProcessGroup | None = None,
         sequence_parallel: bool = False,
@@ -92,6 +101,7 @@ class ParallelMoE(ShardedModule):
             num_experts,
             top_k,
             mesh=self.mesh,
+            bias=router_bias,
             sequence_parallel=self.ranks > 1,
             **where,
             **routing,
@@ -99,6 +109,7 @@ class ParallelMoE(ShardedModule):
         where["output_init_method"] = output_init_method
         self.experts = Experts(
             hidden_size, ffn_hidden_size, num_experts, mesh=self.mesh if expert_mesh is None else expert_mesh,
+            bias=bias, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit, swiglu_up_offset=swiglu_up_offset,
             copies=expert_mesh is None, **where,
         )  # fmt: skip
         self.shared = None
@@ -141,12 +152,13 @@ class ParallelMoE(ShardedModule):
             flat = scatter_to_group(flat, self.group, sizes=split)
         routing = self.router(flat)
         experts, capacity = self.router.num_experts, self._capacity(flat.shape[0])
+        # The bias of an expert's result counts with the token's weight too.
+        early, late = (None, routing.weights) if self.experts.down_bias is not None else (routing.weights, None)
         dispatched = Dispatch(
-            flat, routing.experts, routing.load, experts, group=self.expert_group, weights=routing.weights,
-            capacity=capacity,
-        )  # fmt: skip
+            flat, routing.experts, routing.load, experts, group=self.expert_group, weights=early, capacity=capacity
+        )
         shared = None if self.shared is None else self.shared(x, sizes=sizes)  # while the rows are under way
-        y = dispatched.combine(self._run_experts(dispatched.arrive()))
+        y = dispatched.combine(self._run_experts(dispatched.arrive()), late)
         self._count(routing.load, capacity)
         if losses is not None and self.training:
             y = losses.attach(y, routing, self._load_of_all(routing.load))
@@ -156,16 +168,12 @@ class ParallelMoE(ShardedModule):
             y = y + shared
         if residual is None:
             return y
-        drops, first = dropout > 0.0 and self.training, 0
-        positions = row_positions if drops else None
-        if drops and self.sequence_parallel:
-            assert self.group is not None
+        first = 0
+        if self.sequence_parallel:
             lengths = [x.shape[0]] * self.ranks if sizes is None else list(sizes)
             first = sum(lengths[: group_rank(self.group)])
-            positions = None if positions is None else positions[first : first + x.shape[0]]
-        offset = first * x.shape[1:].numel() if positions is None else 0
-        return bias_dropout_add(
-            y, None, residual, dropout, training=self.training, index_offset=offset, row_positions=positions
+        return add_residual(
+            y, None, residual, dropout, training=self.training, first=first, row_positions=row_positions
         )
 
     def _run_experts(self, given: Arrived) -> Tensor:

@@ -35,7 +35,8 @@ class ParallelTransformerLayer(ShardedModule):
     """Attention and MLP around a residual stream.
 
     Args:
-        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, window: see ``ParallelSelfAttention``.
+        hidden_size, num_heads, num_kv_heads, head_dim, qk_norm, qk_norm_over, sink, window: see
+            ``ParallelSelfAttention``.
         core_attention, attention_dropout: see ``ParallelSelfAttention``.
         attention: in the place of ``ParallelSelfAttention``, such as ``ParallelLatentAttention`` over the same mesh.
         ffn_hidden_size, activation: see ``ParallelMLP``. mlp: in its place, such as a ``ParallelMoE`` over the same
@@ -43,8 +44,8 @@ class ParallelTransformerLayer(ShardedModule):
         mesh: the ranks that share the weights; ``None`` for one.
         norm: ``"layer_norm"`` or ``"rms_norm"``. norm_eps: added to the variance or the mean square.
         dropout: probability, on both projections into the residual stream.
-        bias: whether the linears have biases.
-        qkv_bias: the same for queries, keys and values; ``None`` for ``bias``.
+        bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
+        qkv_bias: the same for queries, keys and values; ``None`` for ``attention_bias``.
         sequence_parallel: shard the residual stream by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
@@ -75,7 +76,9 @@ class ParallelTransformerLayer(ShardedModule):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         bias: bool = True,
+        attention_bias: bool | None = None,
         qkv_bias: bool | None = None,
+        sink: bool = False,
         window: int | None = None,
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
@@ -102,11 +105,12 @@ class ParallelTransformerLayer(ShardedModule):
             qk_norm=qk_norm,
             qk_norm_over=qk_norm_over,
             norm_eps=norm_eps,
+            sink=sink,
             window=window,
             core_attention=core_attention,
             attention_dropout=attention_dropout,
             qkv_bias=qkv_bias,
-            **linear,  # type: ignore[arg-type]
+            **(linear if attention_bias is None else {**linear, "bias": attention_bias}),  # type: ignore[arg-type]
             **where,  # type: ignore[arg-type]
         )
         self.norm_mlp = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]

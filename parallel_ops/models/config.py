@@ -1,5 +1,6 @@
 """The configuration of a transformer."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -35,8 +36,77 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN's scaling of rotary frequencies, for sequences longer than those of pre-training (Peng et al.,
+    arXiv:2309.00071).
+
+    Pairs that turn less than ``beta_slow`` times within ``original_length`` positions turn ``factor`` times slower;
+    pairs that turn more than ``beta_fast`` times stay; in between, a linear interpolation by the index of the pair.
+    Cosines and sines are multiplied by ``rotary_factor``, which scales the scores of attention by its square.
+
+    Attributes:
+        factor: at least 1. original_length: in positions. beta_fast, beta_slow: in turns.
+        truncate: round the first interpolated pair down and the last one up.
+        attention_factor: the value of ``rotary_factor``; ``None`` to compute it.
+        mscale, mscale_all_dim: replace the paper's ``rotary_factor`` if both are given, as DeepSeek-V2 has it
+            (DeepSeek-AI, arXiv:2405.04434). ``None`` or 0 for not given.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"YarnScaling: factor must be at least 1, got {self.factor}")
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ValueError(
+                f"YarnScaling: beta_fast must be above beta_slow and both above 0, got {self.beta_fast} and "
+                f"{self.beta_slow}"
+            )
+        # Otherwise no pair turns often enough, and the range to interpolate in lies before the first one.
+        if not self.original_length > 2 * math.pi * self.beta_slow:
+            raise ValueError(
+                "YarnScaling: original_length must be above 2 pi beta_slow, in which the fastest pair turns beta_slow "
+                f"times, got {self.original_length}"
+            )
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ValueError(f"YarnScaling: attention_factor must be positive, got {self.attention_factor}")
+        for name in ("mscale", "mscale_all_dim"):
+            if not 0 <= (getattr(self, name) or 0.0) < math.inf:
+                raise ValueError(f"YarnScaling: {name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def rotary_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the scores of latent attention are multiplied by besides, as DeepSeek-V2 has it: its rotary part alone
+        gets ``rotary_factor``. 1 without ``mscale_all_dim``; no other attention applies it."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen and Mistral are configurations of it.
+    """Shape of a causal pre-norm transformer; GPT-2, Llama, Qwen, Mistral, GPT-OSS and
+    DeepSeek are configurations of it.
 
     Attributes:
         vocab_size, seq_length, num_layers, hidden_size, num_heads: positive. ``seq_length`` is the length of the
@@ -48,11 +118,15 @@ class TransformerConfig:
         norm: ``"layer_norm"`` or ``"rms_norm"`` (which has no bias). norm_eps: added to variance or mean square.
         qk_norm: RMS norms of the heads of queries and keys, before their rotation. qk_norm_over: ``"head"``, or
             ``"all_heads"`` for one norm of all heads together, as OLMoE has it.
-        bias: whether the linear layers have biases. qkv_bias: the same for queries, keys and values; ``None`` for
-            ``bias``.
+        bias: whether the linear layers have biases; those of experts have their own field. attention_bias: the same
+            for the linears of attention, ``None`` for ``bias``. qkv_bias: the same for queries, keys and values,
+            ``None`` for ``attention_bias``.
+        attention_sinks: every head has a learned logit that takes part in the softmax, without a value, as GPT-OSS has
+            it (OpenAI, arXiv:2508.10925).
         positions: ``"learned"`` (an embedding) or ``"rotary"`` (half-rotated, over the whole head, whose size is
             even).
-        rotary_base: wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: see ``Llama3Scaling``.
+        rotary_base: wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: see
+            ``Llama3Scaling`` and ``YarnScaling``.
         window: number of tokens that a token attends to at most, itself included: one value for all layers, or a tuple
             with one a layer; ``None`` for all earlier tokens.
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
@@ -81,10 +155,12 @@ class TransformerConfig:
     qk_norm: bool = False
     qk_norm_over: str = "head"
     bias: bool = True
+    attention_bias: bool | None = None
     qkv_bias: bool | None = None
+    attention_sinks: bool = False
     positions: str = "learned"
     rotary_base: float = 10_000.0
-    rotary_scaling: Llama3Scaling | None = None
+    rotary_scaling: Llama3Scaling | YarnScaling | None = None
     window: int | tuple[int | None, ...] | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -137,19 +213,26 @@ class TransformerConfig:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             self._fail("rotary_scaling needs positions='rotary'")
+        if isinstance(self.rotary_scaling, YarnScaling) and self.rotary_base <= 1:
+            self._fail(f"rotary_base must be above 1 with YarnScaling, got {self.rotary_base}")
 
     def _check_latent(self) -> None:
         for name, value in (("num_kv_heads", self.num_kv_heads), ("head_dim", self.head_dim)):
             if value is not None:
                 self._fail(f"{name} must be left out with latent attention, got {value}")
-        if self.positions != "rotary" or self.bias or self.qkv_bias or self.qk_norm:
+        if self.positions != "rotary" or self.resolved_attention_bias or self.resolved_qkv_bias or self.qk_norm:
             self._fail("latent attention needs positions='rotary', and neither biases nor qk_norm")
+        if self.attention_sinks:
+            self._fail("attention_sinks must be False with latent attention")
 
     def _check_experts(self, experts: ExpertsConfig) -> None:
         if experts.dense_layers >= self.num_layers:
             self._fail(f"experts.dense_layers must be below num_layers ({self.num_layers}), got {experts.dense_layers}")
         if self.activation != "swiglu" or self.bias:
-            self._fail("experts need activation='swiglu' and bias=False")
+            self._fail(
+                "experts need activation='swiglu' and bias=False; attention_bias and experts.bias add biases to "
+                "attention and to experts alone"
+            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
@@ -174,6 +257,16 @@ class TransformerConfig:
     def resolved_ffn_hidden_size(self) -> int:
         """``ffn_hidden_size``, or its default."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def resolved_attention_bias(self) -> bool:
+        """``attention_bias``, or its default."""
+        return self.bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def resolved_qkv_bias(self) -> bool:
+        """``qkv_bias``, or its default."""
+        return self.resolved_attention_bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -59,10 +59,11 @@ class RingCoreAttention:
         first_head: int = 0,
         length: int | None = None,
         cu_seqlens: Tensor | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         return ring_attention(
             q, k, v, group=self.group, layout=self.layout, algorithm=self.algorithm, causal=causal, scale=scale,
-            window=window, dropout_p=dropout_p, first_head=first_head, length=length, cu_seqlens=cu_seqlens,
+            window=window, sink=sink, dropout_p=dropout_p, first_head=first_head, length=length, cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RingCoreAttention":

@@ -1,11 +1,13 @@
 """The configuration of layers with experts."""
 
+import math
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts in the place of the MLP: Mixtral, Qwen3-MoE, OLMoE and DeepSeek are configurations of it.
+    """A mixture of experts in the place of the MLP: Mixtral, Qwen3-MoE, OLMoE, GPT-OSS and
+    DeepSeek are configurations of it.
 
     Attributes:
         num_experts: experts of a layer. top_k: experts that each token uses.
@@ -15,6 +17,11 @@ class ExpertsConfig:
         score: ``"softmax"`` or ``"sigmoid"`` of the router's logits.
         top_k_first: choose by the logits; the weights are then the softmax (sigmoid) of the chosen alone.
         normalize: divide the weights of a token by their sum. scale: of the weights, at the end.
+        router_bias: the logits have a learned bias. bias: the linears of the experts have biases; not with
+            ``shared_experts``.
+        swiglu_alpha, swiglu_limit, swiglu_up_offset: the experts' SwiGLU is ``gate * sigmoid(swiglu_alpha * gate) *
+            (up + swiglu_up_offset)``, of gates clamped to at most ``swiglu_limit`` and ``up`` clamped from both sides;
+            GPT-OSS has 1.702, 7 and 1. The defaults are plain SwiGLU, which ``shared_experts`` and dense layers have.
         groups, top_groups: choose from the experts of the best ``top_groups`` of ``groups`` alone (DeepSeek-V3).
         selection_bias: a bias of the scores that only the choice sees. balance_rate: what it changes by in a step
             towards equal loads; 0 for never.
@@ -36,6 +43,11 @@ class ExpertsConfig:
     top_k_first: bool = False
     normalize: bool = True
     scale: float = 1.0
+    router_bias: bool = False
+    bias: bool = False
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
+    swiglu_up_offset: float = 0.0
     groups: int = 1
     top_groups: int = 1
     selection_bias: bool = False
@@ -70,14 +82,20 @@ class ExpertsConfig:
             self._fail("balance_rate needs selection_bias=True")
         if not self.scale > 0:
             self._fail(f"scale must be positive, got {self.scale}")
+        self._check_experts()
         if self.capacity_factor is not None and not self.capacity_factor >= 0:
             self._fail(f"capacity_factor must be at least 0, got {self.capacity_factor}")
 
-    def capacity(self, tokens: int) -> int | None:
-        """Rows of an expert at most, of so many tokens; ``None`` for no limit."""
-        if self.capacity_factor is None:
-            return None
-        return -int(-self.capacity_factor * tokens * self.top_k // self.num_experts)
+    def _check_experts(self) -> None:
+        """Checks the fields about the experts' own layers."""
+        for name in ("swiglu_alpha", "swiglu_up_offset"):
+            if not math.isfinite(getattr(self, name)):
+                self._fail(f"{name} must be finite, got {getattr(self, name)}")
+        if self.swiglu_limit is not None and not 0 < self.swiglu_limit < math.inf:
+            self._fail(f"swiglu_limit must be positive and finite, or None for no limit, got {self.swiglu_limit}")
+        changed = (self.swiglu_alpha, self.swiglu_limit, self.swiglu_up_offset) != (1.0, None, 0.0)
+        if self.shared_experts and (self.bias or changed):
+            self._fail("shared_experts must be 0 with bias or with options of SwiGLU, which shared experts do not have")
 
     def untrained(self) -> "ExpertsConfig":
         """Without the fields that concern training alone."""

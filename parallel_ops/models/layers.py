@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
-from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.config import TransformerConfig, YarnScaling
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
@@ -36,10 +36,13 @@ def layer_of(
         "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
     }
     attention: ParallelLatentAttention | None = None
-    if config.latent is not None:
+    if (latent := config.latent) is not None:
+        scale, scaling = None, config.rotary_scaling
+        if isinstance(scaling, YarnScaling):
+            scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5 * scaling.softmax_factor
         attention = ParallelLatentAttention(
-            config.hidden_size, config.num_heads, **dataclasses.asdict(config.latent), window=config.windows[number],
-            core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
+            config.hidden_size, config.num_heads, **dataclasses.asdict(latent), window=config.windows[number],
+            scale=scale, core_attention=core_attention, attention_dropout=config.attention_dropout, **init, **common,
         )  # fmt: skip
     mlp: ParallelMoE | None = None
     if config.experts is not None and config.has_experts(number):
@@ -62,7 +65,9 @@ def layer_of(
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         bias=config.bias,
+        attention_bias=config.attention_bias,
         qkv_bias=config.qkv_bias,
+        sink=config.attention_sinks,
         window=config.windows[number],
         core_attention=core_attention,
         **init,

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.dropout import seed_generators
-from parallel_ops.comm import copy_to_group, gather_from_group, reduce_from_group
+from parallel_ops.comm import copy_to_group, gather_from_group
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
-from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
 from parallel_ops.layers.core_attention import CoreAttention
+from parallel_ops.models.auxiliary import auxiliary_losses, with_auxiliary
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
@@ -169,7 +169,7 @@ class Transformer(PretrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights, zero biases, norms of one. Each module's seed is made of its name and torch's seed."""
+        """Normal weights and sinks, zero biases, norms of one; a module's seed is made of its name and torch's seed."""
         base = int(torch.randint(2**62, ()))
         state = torch.get_rng_state()
         for name, module in self.named_modules():
@@ -178,8 +178,9 @@ class Transformer(PretrainedModel):
             key = hashlib.blake2b(f"{base} {plain_name(name)}".encode(), digest_size=7).digest()
             torch.default_generator.manual_seed(int.from_bytes(key, "little"))
             module.reset_parameters()
-            if module._parameters.get("bias") is not None:
-                nn.init.zeros_(module._parameters["bias"])
+            for own, parameter in module._parameters.items():
+                if own.endswith("bias") and parameter is not None:
+                    nn.init.zeros_(parameter)
         torch.set_rng_state(state)
 
     def forward(
@@ -239,7 +240,7 @@ class Transformer(PretrainedModel):
         if self.config.positions == "rotary":
             angles, positions = self._angles(x, positions)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
-        losses = self._losses(aux_scale)
+        losses = auxiliary_losses(self, aux_scale)
         for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
             self._seed(dropout_seed, number, tokens.device)
             x = self.layers[number](
@@ -258,29 +259,7 @@ class Transformer(PretrainedModel):
             reduction="mean" if count is None else "sum",
         )  # fmt: skip
         loss = loss if count is None else self.context.mean(loss, count)
-        return loss if losses is None or aux_scale is not None else self._with_auxiliary(loss, losses)
-
-    def _losses(self, scale: Tensor | float | None) -> AuxiliaryLosses | None:
-        """Where the layers with experts put their auxiliary losses; ``None`` if there are none."""
-        experts = self.config.experts
-        if experts is None or not (experts.aux_loss or experts.z_loss) or not self.training:
-            return None
-        if scale is None and self.stages is not None and torch.is_grad_enabled():
-            raise ValueError("Transformer: aux_scale must be given for a model with stages and auxiliary losses")
-        return AuxiliaryLosses(
-            experts.aux_loss, experts.z_loss, over_model=experts.aux_loss_over == "model", scale=scale,
-            ranks=self.context.ranks,
-        )  # fmt: skip
-
-    def _with_auxiliary(self, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
-        """The loss with the auxiliary ones, whose gradients the layers compute."""
-        assert self.config.experts is not None
-        if not torch.is_grad_enabled():
-            return loss
-        value = losses.value(self.config.experts.top_k).to(loss)
-        for group in (self.group, self.context.group):
-            value = reduce_from_group(value, group)
-        return losses.follow(loss) + value
+        return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
         if seed is None or not self.training or not (self.config.dropout or self.config.attention_dropout):

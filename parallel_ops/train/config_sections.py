@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from parallel_ops.models import TransformerConfig
-from parallel_ops.models.config import Llama3Scaling
+from parallel_ops.models.config import Llama3Scaling, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.planner.plan import Plan
@@ -63,12 +63,15 @@ class RunSettings(Section):
     timeout: Annotated[float, Field(ge=1, le=86400)] | None = 300.0
 
 
-def _table_of(kind: type) -> BeforeValidator:
-    """Converts a TOML table to a dataclass."""
+def _table_of(*kinds: type) -> BeforeValidator:
+    """Converts a TOML table to a dataclass: of several, the first that has most of the table's keys."""
 
     def convert(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kind = max(kinds, key=lambda kind: len(given.keys() & {field.name for field in fields(kind)}))
         try:
-            return kind(**given) if isinstance(given, dict) else given
+            return kind(**given)
         except TypeError as error:
             raise ValueError(str(error).replace(".__init__()", "")) from None
 
@@ -79,11 +82,11 @@ def _model_fields() -> dict[str, Any]:
     """The fields of ``TransformerConfig``, each optional: a Hugging Face folder defines them too."""
     hints = typing.get_type_hints(TransformerConfig)
     for name, kind in (
-        ("rotary_scaling", Llama3Scaling),
+        ("rotary_scaling", Llama3Scaling | YarnScaling),
         ("latent", LatentAttentionConfig),
         ("experts", ExpertsConfig),
     ):
-        hints[name] = Annotated[kind, _table_of(kind)]
+        hints[name] = Annotated[kind, _table_of(*(typing.get_args(kind) or [kind]))]
     return {f.name: (hints[f.name] | None, None) for f in fields(TransformerConfig)}
 
 

@@ -23,14 +23,17 @@ def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
 
     torch would allocate it in the first step or when a checkpoint is loaded, and count the latter as a step.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = list(named.values())
     # Fused, the parameters of a group must be on one mesh, and experts have one of their own.
     by_kind: dict[Any, list[nn.Parameter]] = {}
-    for parameter in trained:
-        by_kind.setdefault((parameter.dim() <= 1, mesh_of(parameter)), []).append(parameter)
+    for name, parameter in named.items():
+        # The biases of experts are matrices.
+        decays = parameter.dim() > 1 and not name.endswith("bias")
+        by_kind.setdefault((decays, mesh_of(parameter)), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": 0.0 if is_vector else settings.weight_decay}
-        for (is_vector, _), some in by_kind.items()
+        {"params": some, "weight_decay": settings.weight_decay if decays else 0.0}
+        for (decays, _), some in by_kind.items()
     ]
     # With a rate of 0 and gradients of 0 parameters stay what they are.
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)

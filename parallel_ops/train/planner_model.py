@@ -6,7 +6,7 @@ from parallel_ops.planner.model import LatentAttention, Model
 
 def planner_model(config: TransformerConfig, sequence: int, name: str = "model") -> Model:
     """The planner's model for sequences of ``sequence`` tokens. It does not include windows, norms of queries and keys,
-    and learned positions beyond the sequence."""
+    sinks, biases of experts and of attention's output alone, and learned positions beyond the sequence."""
     experts = {}
     if config.experts is not None:
         experts = {
@@ -26,7 +26,6 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
             rope_head=config.latent.qk_rope_head_dim,
             value_head=config.latent.v_head_dim,
         )
-    biases = {(True, True): "all", (False, True): "qkv", (False, False): "none", (True, False): "all"}
     return Model(
         name=name,
         num_layers=config.num_layers,
@@ -39,7 +38,7 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
         latent=latent,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
         gated=config.activation == "swiglu",
-        bias=biases[config.bias, config.bias if config.qkv_bias is None else config.qkv_bias],
+        bias="all" if config.bias else "qkv" if config.resolved_qkv_bias else "none",
         norm="rms" if config.norm == "rms_norm" else "layer",
         positions=config.positions,
         tied_embeddings=config.tied_embeddings,

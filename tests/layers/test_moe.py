@@ -12,7 +12,10 @@ OPTIONS = [
     {"num_experts": 4, "top_k": 2},
     {"num_experts": 8, "top_k": 3, "shared_experts": 2, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5},
     {"num_experts": 4, "top_k": 2, "capacity_factor": 4.0},
-]
+    {"num_experts": 4, "top_k": 2, "top_k_first": True, "router_bias": True, "bias": True, "swiglu_alpha": 1.702,
+     "swiglu_limit": 0.9, "swiglu_up_offset": 1.0},
+    {"num_experts": 8, "top_k": 2, "bias": True, "capacity_factor": 8.0},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -24,8 +27,18 @@ def test_one_process_is_a_loop_over_the_experts(options):
     want = torch.zeros(15, 12, dtype=torch.float64)
     for token, (experts, weights) in enumerate(zip(routing.experts.tolist(), routing.weights, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
-            gate, up = F.linear(x.flatten(0, 1)[token], moe.experts.gate_up[expert]).chunk(2)
-            want[token] += weight * F.linear(F.silu(gate) * up, moe.experts.down[expert])
+            own = moe.experts
+            biases = (None, None) if own.down_bias is None else (own.gate_up_bias[expert], own.down_bias[expert])
+            gate, up = F.linear(x.flatten(0, 1)[token], own.gate_up[expert], biases[0]).chunk(2)
+            if limit := options.get("swiglu_limit"):
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + options["swiglu_up_offset"]
+            y = gate * torch.sigmoid(options.get("swiglu_alpha", 1.0) * gate) * up
+            want[token] += weight * F.linear(y, own.down[expert], biases[1])
+    if options.get("router_bias"):
+        logits = F.linear(x.flatten(0, 1), moe.router.weight, moe.router.bias)
+        chosen = logits.topk(options["top_k"])
+        assert torch.equal(routing.experts, chosen.indices)
+        torch.testing.assert_close(routing.weights, chosen.values.softmax(-1))
     if moe.shared is not None:
         want += moe.shared(x).flatten(0, 1)
     torch.testing.assert_close(moe(x), want.view(5, 3, 12))
@@ -64,6 +77,14 @@ def test_capacity_drops_the_last_tokens_and_counts_them():
     y = none(x)
     y.sum().backward()
     assert not y.any() and none.experts.down.grad is not None and not none.experts.down.grad.any()
+    biased = ParallelMoE(12, 10, 4, 2, mesh=None, capacity_factor=0.5, bias=True)
+    biased(x).sum().backward()  # every row that was not dropped has a weight, padding has none
+    kept, taken, routing = torch.zeros(4), [0] * 4, biased.router(x.flatten(0, 1))
+    for experts, weights in zip(routing.experts.tolist(), routing.weights.tolist(), strict=True):
+        for expert, weight in zip(experts, weights, strict=True):
+            taken[expert] += 1
+            kept[expert] += weight * (taken[expert] <= 4)
+    torch.testing.assert_close(biased.experts.down_bias.grad, kept[:, None].expand(4, 12))
 
 
 def test_what_it_refuses():

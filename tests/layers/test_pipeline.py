@@ -23,7 +23,7 @@ def test_a_split_backward_gives_the_gradients_of_a_whole_one(kind):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", pipeline.LAYERS)
+@pytest.mark.parametrize("kind", [*pipeline.LAYERS, "experts"])
 def test_no_weight_half_leads_to_another(kind, sequence_parallel):
     """torch runs the ops that read one group of parameters together, each from the gradient that its input half kept.
 

@@ -17,6 +17,9 @@ from support.distributed import Raised, ranks
         ("zigzag", 5, 4, None, {"qk_norm": True}),  # fewer tokens than chunks
         ("striped", 13, 4, None, {"window": 3}),
         ("contiguous", 7, 2, None, {}),
+        ("zigzag", 13, 4, None, {"attention_sinks": True}),
+        ("striped", 7, 2, None, {"attention_sinks": True, "window": (3, None)}),
+        ("contiguous", 13, 4, [0, 1, 12, 13], {"attention_sinks": True}),
         ("zigzag", 16, 2, [0, 3, 3, 9, 16], {}),
         ("striped", 13, 4, [0, 1, 12, 13], {}),
     ],

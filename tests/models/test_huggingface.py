@@ -3,8 +3,10 @@
 The models are tiny ones of transformers, made on the spot, with weights so large that every part shows in the logits.
 """
 
+import contextlib
 import json
 import math
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -15,8 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
+from parallel_ops.models import Transformer, TransformerConfig, YarnScaling, config_from_pretrained
+from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.huggingface import loading
+from parallel_ops.models.huggingface.rotary import read_rotary
+from parallel_ops.models.inputs import rotary_angles
 from parallel_ops.planner import Plan
 from support import expert_parallel, huggingface
 from support import transformer as on_rank
@@ -33,12 +38,25 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 16,
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.8}
 DEEPSEEK = SIZES | {
     "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
     "moe_intermediate_size": 20, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 16,
 }  # fmt: skip
+GPT_OSS_EXPERTS = ExpertsConfig(
+    num_experts=4, top_k=2, ffn_hidden_size=128, top_k_first=True, router_bias=True, bias=True, swiglu_alpha=1.702,
+    swiglu_limit=7.0, swiglu_up_offset=1.0,
+)  # fmt: skip
 MODELS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES),
     "gpt2-untied": lambda: transformers.GPT2Config(
@@ -46,6 +64,9 @@ MODELS = {
     ),
     "llama2": lambda: transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3), head_dim=12),
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **SIZES, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
     "mistral-whole": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, **WINDOWS, tie_word_embeddings=True),
@@ -58,13 +79,23 @@ MODELS = {
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
+    "deepseek_v3-yarn": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.5}
+    ),
     "deepseek_v3-plain": lambda: transformers.DeepseekV3Config(
         **DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2, "first_k_dense_replace": 0}
     ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **SIZES | {"num_key_value_heads": 4}, num_experts=4, num_experts_per_tok=2, pad_token_id=None
     ),
-}
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **GPT_OSS, rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}
+    ),
+    "gpt_oss-yarn": lambda: transformers.GptOssConfig(
+        **SIZES, **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +115,7 @@ def make(name):
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
-            if p.dim() == 1:
+            if p.dim() == 1 or parameter_name.endswith("bias"):
                 p.normal_(0.0 if parameter_name.endswith("bias") else 1.0, 0.3)
     return model
 
@@ -178,6 +209,7 @@ def test_a_configuration_of_ones_own_becomes_the_family_that_has_it(tmp_path):
         "mistral": llama | {"window": 3},
         "qwen2": llama | {"qkv_bias": True, "window": (None, 3)},
         "qwen3": llama | {"qk_norm": True, "num_kv_heads": 2},
+        "gpt_oss": llama | {"attention_sinks": True, "attention_bias": True, "experts": GPT_OSS_EXPERTS},
     }
     for name, options in cases.items():
         model = Transformer(TransformerConfig(**shape, **options))
@@ -246,24 +278,32 @@ def change_tensors(folder, changes):
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD_OPTIONS = {
-    "has model_type 'opt'; supported are deepseek_v3, gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe": {
+    "has model_type 'opt'; supported are deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, olmoe, qwen2": {
         "model_type": "opt"
     },
     "has model_type 'None'": {"model_type": ...},
     "lacks hidden_size": {"hidden_size": ...},
     "has hidden_act 'relu'; supported is 'silu'": {"hidden_act": "relu"},
     "has attention_bias True; supported is False": {"attention_bias": True},
-    "has rope_type 'yarn'; supported are 'default' and 'llama3'": {
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0}
+    "has rope_type 'longrope'; supported are 'default', 'llama3' and 'yarn'": {
+        "rope_parameters": {"rope_type": "longrope", "factor": 4.0}
     },
+    "lacks factor in its rope_scaling": {"rope_parameters": {"rope_type": "yarn"}},
+    "YarnScaling: factor must be at least 1, got 0.5": {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
     "lacks low_freq_factor in its rope_scaling": {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
     "has mscale in its rope_scaling, which is not supported": {
         "rope_parameters": {"rope_type": "default", "mscale": 1}
     },
     "has both rope_parameters and rope_scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     "has a partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    "has attention_sinks, logit_softcap, which is not supported": {"attention_sinks": 4, "logit_softcap": 30.0},
+    "has attn_logit_softcapping, logit_softcap, which is not supported": {
+        "attn_logit_softcapping": 50.0,
+        "logit_softcap": 30.0,
+    },
     "has quantization_config {'bits': 4}; supported is fp8": {"quantization_config": {"bits": 4}},
+    "has weights quantized by mxfp4, which are not supported; save them in bfloat16 first, with transformers: ": {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    },
     "has a value of a wrong type": {"rms_norm_eps": "small"},
     "num_heads must be an int of at least 1, got 4.0": {"num_attention_heads": 4.0},
     "differs from the model's configuration in window": {"model_type": "mistral", "sliding_window": 3},
@@ -325,6 +365,110 @@ def broken_files(good, tmp_path):
         places = weight_map if isinstance(weight_map, dict) else dict.fromkeys(weight_map, "a.safetensors")
         (folder / loading.INDEX).write_text(json.dumps({"weight_map": places}))
     return broken
+
+
+def test_any_slices_of_stacked_tensors_are_read(folders):
+    """As ranks hold them: some experts, or some rows or columns of each, on both sides of gates and ups."""
+    config, draw = config_from_pretrained(folders / "gpt_oss"), random.Random(0)
+    whole = Transformer.from_pretrained(folders / "gpt_oss").state_dict()
+    options = json.loads((folders / "gpt_oss" / loading.CONFIG).read_text())
+    with contextlib.ExitStack() as stack:
+        files = loading._Files(folders / "gpt_oss", options, stack)
+        files.check(config, Transformer.global_shapes)
+        for trial in range(200):
+            name = f"layers.{trial % 2}.mlp.experts.{draw.choice(('gate_up', 'gate_up_bias', 'down', 'down_bias'))}"
+            ends = [sorted(draw.sample(range(size + 1), 2)) for size in whole[name].shape]
+            part = tuple(slice(*pair) for pair in ends)
+            assert torch.equal(files.read(name, whole[name].shape, part), whole[name][part]), (name, part)
+
+
+def test_yarn_is_that_of_transformers():
+    """Frequencies, and factors of cosines and sines, of any options."""
+    draw = random.Random(0)
+    for trial in range(100):
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": draw.choice((100.0, 10_000.0, 150_000.0, 1e6)),
+            "factor": draw.choice((1.0, 1.5, 4.0, 32.0)),
+            "original_max_position_embeddings": draw.choice((64, 512, 4096)),
+            "beta_slow": draw.choice((0.5, 1.0, 2.0)),
+            "beta_fast": draw.choice((2.5, 8.0, 32.0)),
+            "truncate": draw.random() < 0.5,
+        }
+        rope |= {key: draw.choice((0.5, 0.7, 1.0)) for key in ("mscale", "mscale_all_dim") if draw.random() < 0.6}
+        rope |= {"attention_factor": 1.3} if draw.random() < 0.3 else {}
+        size = draw.choice((8, 16, 64, 128))
+        theirs = transformers.LlamaConfig(
+            **SIZES | {"max_position_embeddings": 8192}, rope_parameters=dict(rope), head_dim=size
+        )
+        frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+        scaling = read_rotary({"rope_parameters": rope, "max_position_embeddings": 8192})["rotary_scaling"]
+        assert scaling.rotary_factor == pytest.approx(factor), trial
+        config = TransformerConfig(
+            vocab_size=8, seq_length=8192, num_layers=1, hidden_size=size, num_heads=1, positions="rotary",
+            rotary_base=rope["rope_theta"], rotary_scaling=scaling,
+        )  # fmt: skip
+        positions = torch.tensor([0, 1, 7, 100])
+        cos, sin = rotary_angles(config, positions)
+        angles = positions[:, None] * frequencies
+        torch.testing.assert_close(cos, angles.cos() * factor, rtol=1e-5, atol=2e-5, msg=lambda m, r=rope: f"{r}: {m}")
+        torch.testing.assert_close(sin, angles.sin() * factor, rtol=1e-5, atol=2e-5)
+
+
+def test_a_published_gpt_oss_folder_is_read(tmp_path):
+    """Its keys of an older form, and the defaults of the family where keys are missing."""
+    options = {
+        "model_type": "gpt_oss", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3,
+        "intermediate_size": 48, "num_attention_heads": 8, "max_position_embeddings": 131072, "experts_per_token": 4,
+        "num_experts_per_tok": 4, "initial_context_length": 4096, "num_local_experts": 8, "head_dim": 64,
+        "output_router_logits": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    config = config_from_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.windows == (128, None, 128)
+    assert config.rotary_base == theirs.rope_parameters["rope_theta"] == 150_000.0
+    assert config.rotary_scaling == YarnScaling(factor=32.0, original_length=4096, truncate=False)
+    assert theirs.rope_parameters["factor"] == 32.0 and not theirs.rope_parameters["truncate"]
+    assert config.experts.aux_loss == theirs.router_aux_loss_coef
+    assert (config.experts.swiglu_alpha, config.experts.swiglu_limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
+    assert (config.resolved_qkv_bias, config.resolved_attention_bias, config.bias) == (True, True, False)
+    for changes, message in (
+        ({"experts_per_token": 2}, "num_experts_per_tok 4 and experts_per_token 2, which must be equal"),
+        ({"layer_types": ["full_attention"]}, r"has layer_types \['full_attention'\] for 3 layers"),
+        ({"sliding_window": None}, "for 3 layers and a sliding window of None"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(options | changes))
+        with pytest.raises(ValueError, match=message):
+            config_from_pretrained(tmp_path)
+
+
+def test_quantized_gpt_oss_is_read_after_what_its_error_says(tokens, tmp_path):
+    """Blocks of 32 numbers of 4 bits with a scale: transformers makes them bfloat16, we read that."""
+    torch.manual_seed(0)
+    folder, other = tmp_path / "mxfp4", tmp_path / "bf16"
+    sizes = SIZES | GPT_OSS | {"hidden_size": 64, "intermediate_size": 64}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, rope_parameters=dict(YARN)))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+    save_file(tensors, folder / loading.SINGLE, metadata={"format": "pt"})
+    options = json.loads((folder / loading.CONFIG).read_text())
+    options["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "embed_tokens", "lm_head"],
+    }
+    (folder / loading.CONFIG).write_text(json.dumps(options))
+    with pytest.raises(ValueError, match="weights quantized by mxfp4, which are not supported") as raised:
+        Transformer.from_pretrained(folder)
+    command = str(raised.value).rpartition("with transformers: ")[2]
+    names = {name: getattr(transformers, name) for name in ("GptOssForCausalLM", "Mxfp4Config")}
+    exec(command, names | {"folder": folder, "other": other})
+    want = logits_of(opened(other).float(), tokens)
+    torch.testing.assert_close(Transformer.from_pretrained(other).float().eval()(tokens), want, rtol=1e-4, atol=1e-4)
 
 
 def test_other_families_name_their_options(folders, tmp_path):
@@ -390,7 +534,7 @@ def test_memory_is_needed_before_loading(folders):
         model.load_pretrained(folders / "gpt2")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize(
     ("plan", "aux"),
     [

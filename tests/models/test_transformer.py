@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from parallel_ops.models import Llama3Scaling, Transformer
+from parallel_ops.layers.core_attention import unfused
+from parallel_ops.models import Llama3Scaling, Transformer, YarnScaling
+from parallel_ops.models.experts import ExpertsConfig
 from support import transformer as on_rank
 from support.distributed import Raised, ranks
 from support.transformer import CONFIGS, GPT2, LLAMA, sample
@@ -99,7 +101,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets_that_count():
     torch.testing.assert_close(model(tokens, targets), want, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "sinks"])
 def test_no_token_sees_its_future(name):
     model = build(CONFIGS[name]).eval()
     tokens, _ = sample()
@@ -161,6 +163,14 @@ def test_dropout_acts_in_training_only():
         ({"head_dim": 3, "positions": "rotary"}, "rotary positions need an even head size, got 3"),
         ({"rotary_base": 0.0}, "rotary_base must be positive, got 0.0"),
         ({"rotary_scaling": LLAMA.rotary_scaling}, "rotary_scaling needs positions='rotary'"),
+        (
+            {"rotary_scaling": YarnScaling(factor=2, original_length=8), "positions": "rotary", "rotary_base": 1.0},
+            "rotary_base must be above 1 with YarnScaling, got 1.0",
+        ),
+        (
+            {"experts": ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)},
+            r"experts need activation='swiglu' and bias=False; attention_bias and experts\.bias add biases",
+        ),
     ],
 )
 def test_bad_configurations_are_named(change, message):
@@ -173,6 +183,56 @@ def test_bad_scalings_are_named():
         Llama3Scaling(factor=0, low_frequency=1, high_frequency=4, original_length=8)
     with pytest.raises(ValueError, match=r"high_frequency \(1\) must be above low_frequency \(1\)"):
         Llama3Scaling(factor=2, low_frequency=1, high_frequency=1, original_length=8)
+    for change, message in (
+        ({"factor": 0.9}, "factor must be at least 1, got 0.9"),
+        ({"factor": float("inf")}, "factor must be at least 1, got inf"),
+        ({"beta_fast": 1.0}, "beta_fast must be above beta_slow and both above 0, got 1.0 and 1.0"),
+        ({"beta_slow": 0.0}, "beta_fast must be above beta_slow and both above 0, got 32.0 and 0.0"),
+        ({"original_length": 6}, "original_length must be above 2 pi beta_slow, .* got 6"),
+        ({"attention_factor": 0.0}, r"attention_factor must be positive, got 0\.0"),
+        ({"mscale": -1.0}, r"mscale must be at least 0, got -1\.0"),
+        ({"mscale_all_dim": float("nan")}, "mscale_all_dim must be at least 0, got nan"),
+    ):
+        with pytest.raises(ValueError, match=f"YarnScaling: {message}"):
+            YarnScaling(**{"factor": 2.0, "original_length": 8} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"swiglu_limit": 0.0}, r"swiglu_limit must be positive and finite, or None for no limit, got 0\.0"),
+        ({"swiglu_limit": float("inf")}, "swiglu_limit must be positive and finite"),
+        ({"swiglu_alpha": float("nan")}, "swiglu_alpha must be finite, got nan"),
+        ({"swiglu_up_offset": float("inf")}, "swiglu_up_offset must be finite, got inf"),
+        ({"bias": True, "shared_experts": 1}, "shared_experts must be 0 with bias or with options of SwiGLU"),
+        ({"swiglu_alpha": 2.0, "shared_experts": 1}, "shared_experts must be 0 with bias or with options of SwiGLU"),
+    ],
+)
+def test_bad_experts_are_named(change, message):
+    with pytest.raises(ValueError, match=f"ExpertsConfig: {message}"):
+        ExpertsConfig(**{"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8} | change)
+
+
+def test_what_cannot_have_sinks_says_so():
+    with pytest.raises(ValueError, match="ParallelSelfAttention: sink needs a core_attention that takes one, such as"):
+        build(CONFIGS["sinks"], core_attention=unfused)
+
+
+def test_biases_of_the_parts_alone():
+    """Those of attention, of its queries, keys and values, and of experts, which are zeros at first."""
+    experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, bias=True, router_bias=True)
+    cases = [
+        ({"attention_bias": True}, {"q", "k", "v", "out"}),
+        ({"attention_bias": True, "qkv_bias": False}, {"out"}),
+        ({"qkv_bias": True}, {"q", "k", "v"}),
+        ({"bias": True, "attention_bias": False}, {"gate", "up", "down"}),
+        ({"experts": experts}, {"gate_up_bias", "down_bias", "router"}),
+    ]
+    for options, names in cases:
+        weights = build(dataclasses.replace(LLAMA, **options)).state_dict()
+        found = {name for name in weights if name.endswith("bias")}
+        assert {name.removesuffix(".bias").rpartition(".")[2] for name in found} == names
+        assert not any(weights[name].any() for name in found)
 
 
 def test_bad_input_is_named():

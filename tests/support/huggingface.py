@@ -30,7 +30,7 @@ def fully_sharded_steps(rank, family, drop_in):
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
         config = transformers.GPT2Config(**GPT2_SIZES, **dropouts)
     else:
-        config = transformers.LlamaConfig(**SIZES)
+        config = {"llama": transformers.LlamaConfig, "mixtral": transformers.MixtralConfig}[family](**SIZES)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     if drop_in:
         huggingface.apply(model)

@@ -29,6 +29,8 @@ class Case:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int | None = None
     steps: int = 2
     dtype: torch.dtype = torch.float32
     config: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +88,10 @@ def train(rank, *cases):
     with on_cpu():
         for case in cases:
             with drop_in(case):
-                parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=case.cp)
+                parallel_state.initialize_model_parallel(
+                    case.tp, case.pp, context_parallel_size=case.cp, expert_model_parallel_size=case.ep,
+                    expert_tensor_parallel_size=case.etp,
+                )  # fmt: skip
                 try:
                     results.append(_train(case))
                 finally:
@@ -111,6 +116,8 @@ def build(case, **stages):
             "tensor_model_parallel_size": case.tp,
             "pipeline_model_parallel_size": case.pp,
             "context_parallel_size": case.cp,
+            "expert_model_parallel_size": case.ep,
+            "expert_tensor_parallel_size": case.etp,
             "pipeline_dtype": case.dtype,
             "params_dtype": case.dtype,
             "bf16": case.dtype is torch.bfloat16,
@@ -121,7 +128,9 @@ def build(case, **stages):
     if case.drop_in == "spec":
         spec = megatron.gpt_block_spec(config)
     else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization, qk_layernorm=config.qk_layernorm)
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, normalization=normalization, qk_layernorm=config.qk_layernorm
+        )
     arguments = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, **case.model, **stages}
     return config, GPTModel(config, spec, **arguments).to(case.dtype)
 

@@ -1,6 +1,7 @@
 """What each rank does in the tests of the linears over a group."""
 
 import dataclasses
+import functools
 import itertools
 import unittest.mock
 from typing import Any
@@ -381,13 +382,20 @@ def deferred_shards(rank: int, kind: str) -> tuple[int, int, int]:
         y.backward(normal(*y.shape, seed=3))
         backward = Counting.posted
         (entry,) = queue._pending
-        held = [cell.cell_contents for cell in entry.__closure__]
-        tensors = {id(t): t for c in held for t in (c if isinstance(c, list) else [c]) if isinstance(t, Tensor)}
+        tensors = {id(t): t for cell in entry.__closure__ for t in _tensors_in(cell.cell_contents)}
         held_bytes = sum(t.untyped_storage().nbytes() for t in tensors.values())
         queue.compute()
         return held_bytes, backward, Counting.posted - backward
     finally:
         use_transport(dist.group.WORLD, None)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, functools.partial):
+        value = [*value.args, *value.keywords.values()]
+    if isinstance(value, list | tuple):
+        return [t for part in value for t in _tensors_in(part)]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def grad_of_a_dtensor(rank: int, kind: str) -> list[Any]:

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B,
 from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input
 
 from parallel_ops.comm.transport.c10d import C10dTransport
-from parallel_ops.layers import ParallelTransformerLayer
+from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear import overlap as _overlap
 from support.layers import mesh_of, set_handles
@@ -19,6 +19,7 @@ STAGES, BATCH, MICRO_BATCHES = 4, 8, 4
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "qk_norm": True},
     "gpt": {},
+    "sinks": {"activation": "swiglu", "norm": "rms_norm", "bias": False, "attention_bias": True, "sink": True},
 }
 
 
@@ -73,9 +74,12 @@ def step(
 
 def chained_groups(rank: int, kind: str, sequence_parallel: bool) -> list[list[str]]:
     """Parameters that a split backward computes together although one of the ops that read them leads to another."""
-    layer = ParallelTransformerLayer(
-        32, 4, mesh=mesh_of(tp=2)["tp"], sequence_parallel=sequence_parallel, **LAYERS[kind]
-    )
+    mesh, options = mesh_of(tp=2)["tp"], LAYERS.get(kind, {})
+    if kind == "experts":
+        options = {"mlp": ParallelMoE(
+            32, 48, 4, 2, mesh=mesh, sequence_parallel=sequence_parallel, bias=True, router_bias=True
+        )}  # fmt: skip
+    layer = ParallelTransformerLayer(32, 4, mesh=mesh, sequence_parallel=sequence_parallel, **options)
     x = torch.randn(4, 2, 32, requires_grad=True)
     y = layer(x)
     names = {_get_grad_fn_or_grad_acc(p): name for name, p in layer.named_parameters()}

@@ -37,6 +37,15 @@ MODELS["experts"] = MODELS["llama"] | {
         "z_loss": 0.01,
     }
 }  # fmt: skip
+# As GPT-OSS: sinks, windows in turn, biases of attention, of the router and of experts, clamped SwiGLU, and YaRN.
+MODELS["gpt-oss"] = MODELS["llama"] | {
+    "attention_bias": True, "attention_sinks": True, "window": (5, None),
+    "rotary_scaling": {"factor": 4.0, "original_length": 12, "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False},
+    "experts": {
+        "num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "top_k_first": True, "router_bias": True, "bias": True,
+        "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "swiglu_up_offset": 1.0, "aux_loss": 0.05,
+    },
+}  # fmt: skip
 
 
 # A run of two ranks as a file, of tokens.bin beside it.

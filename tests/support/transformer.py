@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, config_from_pretrained
+from parallel_ops.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, config_from_pretrained
 from parallel_ops.models.huggingface import loading
 
 GPT2 = TransformerConfig(
@@ -32,6 +32,13 @@ CONFIGS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True, rotary_scaling=None, window=(None, 5), qkv_bias=True),
+    "sinks": dataclasses.replace(
+        LLAMA,
+        attention_bias=True,
+        attention_sinks=True,
+        window=(5, None),
+        rotary_scaling=YarnScaling(factor=4.0, original_length=12, beta_fast=3.0, beta_slow=0.5),
+    ),
     "dropout": dataclasses.replace(GPT2, dropout=0.3),
 }
 

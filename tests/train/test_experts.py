@@ -56,6 +56,38 @@ def test_any_plan_takes_the_steps_of_one_process(data, alone, plan, kind):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ({"cp": 2, "dp": 2, "zero": 3}, "none"),
+        ({"cp": 4}, "selective"),
+        ({"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 2}, "none"),
+        ({"dp": 4, "ep": 4, "zero": 1}, "full"),
+        ({"pp": 2, "cp": 2, "ep": 2, "schedule": "zb-v"}, "none"),
+        ({"pp": 2, "tp": 2, "schedule": "zb-h1"}, "full"),
+    ],
+)
+def test_sinks_and_biases_of_experts_under_any_plan(data, plan, kind):
+    model = {**runs.MODELS["gpt-oss"], "num_layers": 4, "window": (5, None) * 2}
+    sections = {"run": {"steps": 3}, "optimizer": {"weight_decay": 0.1}}
+    settings, alone = (
+        runs.settings_of(data, model=model, parallel={"global_batch": BATCH, **given}, **sections, recompute=options)
+        for given, options in ((plan, {"kind": kind}), ({"micro_batch": 1}, {}))
+    )
+    want = runs.steps_of(0, alone)
+    for got in ranks(settings.plan.gpus).run(runs.steps_of, settings):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=1e-6)
+
+
+def test_biases_and_sinks_do_not_decay(data):
+    trainer = runs.trainer_of(runs.settings_of(data, model=runs.MODELS["gpt-oss"], optimizer={"weight_decay": 0.1}))
+    trainer.loader.close()
+    decays = {id(p): group["weight_decay"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        own = name.endswith(("bias", "sink")) or "norm" in name
+        assert decays[id(parameter)] == (0.0 if own else 0.1), name
+
+
 def test_metrics_and_a_capacity(data, tmp_path):
     log = tmp_path / "log.jsonl"
     settings = settings_of(data, {}, experts={"capacity_factor": 1.0}, logging={"jsonl": str(log)})

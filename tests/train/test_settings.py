@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from parallel_ops.models import Llama3Scaling, YarnScaling
 from parallel_ops.planner import Plan, presets
 from parallel_ops.planner.export import export
 from parallel_ops.train.config import json_schema
@@ -40,6 +41,24 @@ def test_a_file_and_changes_to_it(file):
     assert settings.config.windows == (8, None) and settings.optimizer.grad_clip is None
     assert (settings.run.steps, settings.optimizer.lr, str(settings.checkpoint.dir)) == (7, 1.0, "runs/a")
     assert (settings.plan.zero, settings.plan.dtype, settings.seq_length) == (3, "bf16", 32)
+
+
+def test_tables_of_the_model(file):
+    """A table that may be one of several kinds is told by its keys."""
+    text = file.read_text()
+    for table, want in (
+        ("low_frequency = 1.0\nhigh_frequency = 4.0", Llama3Scaling(
+            factor=8.0, original_length=16, low_frequency=1.0, high_frequency=4.0)),
+        ("truncate = false", YarnScaling(factor=8.0, original_length=16, truncate=False)),
+    ):  # fmt: skip
+        shape = f"positions = 'rotary'\n[model.rotary_scaling]\nfactor = 8.0\noriginal_length = 16\n{table}\n"
+        file.write_text(text.replace("window = [8, 'none']\n", shape))
+        settings = read_settings(file)
+        assert settings.config.rotary_scaling == want
+        assert type(settings).model_validate(settings.model_dump(exclude_unset=True)).config == settings.config
+    file.write_text(text.replace("window = [8, 'none']\n", shape + "beta = 2\n"))
+    with pytest.raises(ValueError, match="unexpected keyword argument 'beta'"):
+        read_settings(file)
 
 
 def test_the_plan_in_one_line_and_fields_that_other_sections_have(file):

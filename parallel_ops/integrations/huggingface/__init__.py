@@ -5,9 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
     print(huggingface.apply(model))
 
-For Llama, Mistral, Qwen 2, Qwen 3 and GPT-2, of Transformers 4.50 and later. Training (by your own loop or by
-``Trainer``, with gradient checkpointing, autocast or ``torch.compile``), evaluation, generation and saving work as
-before: modules and parameters stay the same objects under the same names; only forwards change.
+For Llama, Mistral, Qwen 2, Qwen 3 and GPT-2, and for the mixtures of experts Mixtral, Qwen3-MoE and OLMoE, of
+Transformers 4.50 and later. Training (by your own loop or by ``Trainer``, with gradient checkpointing, autocast or
+``torch.compile``), evaluation, generation and saving work as before: modules and parameters stay the same objects under
+the same names; only forwards change.
 
 | in ``ops`` | what is replaced |
 |---|---|
@@ -16,6 +17,8 @@ before: modules and parameters stay the same objects under the same names; only 
 | ``rotary`` | the rotation of queries and keys: ``rotary_embedding_qk`` |
 | ``attention`` | causal core attention on a CPU: ``flash_attention`` |
 | ``residual`` | GPT-2's dropouts and the additions after them: ``bias_dropout_add`` |
+| ``router`` | the choice of experts and their weights: ``route`` |
+| ``experts`` | ``sort_by_expert``, ``permute``, ``grouped_linear``, ``bias_swiglu`` or ``gelu_mul``, ``unpermute`` |
 | ``loss`` | output projection and loss: ``vocab_parallel_linear_cross_entropy`` |
 
 **Attention.** Only the ``"sdpa"`` implementation, the default, is replaced. It still calls SDPA with a mask (padding,
@@ -27,9 +30,15 @@ memory that it saves. ``model(..., skip_logits=False)`` returns logits for one c
 for every call; the loss is then computed from them, without a copy in float32. In evaluation mode, without labels, and
 with ``return_dict=False`` logits are always returned, unless the call has ``skip_logits=True``.
 
+**Experts.** Routers and experts need Transformers 5, which stacks the experts' weights (5.0 returned probabilities as
+router logits; there the router is kept). Of stock's implementations ``"grouped_mm"``, the default, and ``"eager"`` are
+replaced; any other, chosen before or after, is kept, as is expert parallelism. ``output_router_logits`` works: logits
+and ``aux_loss`` are stock's, and the loss contains it.
+
 **Differences.** Norms and rotations round once where Transformers round twice in 16 bits; dropout draws other masks
 from the same generators; a batch whose labels are all ignored has loss 0, not NaN; a label outside the vocabulary is a
-``ValueError``.
+``ValueError``. Routers keep their weights in float32, and choose the lower index between equal logits. Under autocast
+experts compute in its dtype, as ``"eager"`` does and ``"grouped_mm"`` does not.
 """
 
 from collections.abc import Collection
@@ -102,8 +111,9 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
     """Replaces the forwards of ``model``'s modules by the ops.
 
     Args:
-        model: Llama, Mistral, Qwen 2, Qwen 3 or GPT-2 of Transformers, with any head, or a module that contains such
-            models, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and DDP after.
+        model: Llama, Mistral, Qwen 2, Qwen 3, GPT-2, Mixtral, Qwen3-MoE or OLMoE of Transformers, with any head, or a
+            module that contains such models, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and
+            DDP after.
         ops: ``"all"``, or one or several of ``OPS``, described at the top of this file.
         skip_logits: whether a model in training that gets labels returns no logits.
 

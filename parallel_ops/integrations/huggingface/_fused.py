@@ -82,3 +82,8 @@ def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., An
 def uses(function: Callable[..., Any], name: str) -> bool:
     """Whether ``function`` reads the global ``name``."""
     return name in inspect.unwrap(function).__code__.co_names
+
+
+def has_local(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` has the local variable ``name``."""
+    return name in inspect.unwrap(function).__code__.co_varnames

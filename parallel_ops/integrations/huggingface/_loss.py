@@ -62,13 +62,29 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
     of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
     for name in _OF_THE_HEAD:
         given.pop(name, None)
+    mixture = hasattr(model, "router_aux_loss_coef")
+    if mixture and given.get("output_router_logits") is None:
+        given["output_router_logits"] = model.config.output_router_logits
     outputs = dict(model.base_model(**given, return_dict=True))
     hidden = outputs.pop("last_hidden_state")
     loss = _reduced(functools.partial(model.lm_head, hidden), hidden, **of_the_loss)
     kind: Any = modeling_outputs.CausalLMOutputWithPast
     if "cross_attentions" in outputs:
         kind = modeling_outputs.CausalLMOutputWithCrossAttentions
+    if mixture:
+        kind = modeling_outputs.MoeCausalLMOutputWithPast
+        if given["output_router_logits"]:
+            outputs["aux_loss"] = _auxiliary_loss(model, outputs["router_logits"], given.get("attention_mask"))
+            loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
     return kind(loss=loss, **outputs)
+
+
+def _auxiliary_loss(model: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    """By the function of the model's own family, which skips padding and rounds as Transformers does."""
+    stock: Any = stock_class(model)
+    function = inspect.unwrap(stock.forward).__globals__["load_balancing_loss_func"]
+    loss: Tensor = function(router_logits, model.num_experts, model.num_experts_per_tok, mask)
+    return loss
 
 
 def _loss_of_logits(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **options: Any) -> Tensor:

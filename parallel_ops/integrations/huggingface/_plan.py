@@ -8,13 +8,22 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from parallel_ops.integrations.huggingface import _attention, _layers, _loss
-from parallel_ops.integrations.huggingface._fused import Recipe, fused_class, obstacle, uses
+from parallel_ops.integrations.huggingface import _attention, _experts, _layers, _loss
+from parallel_ops.integrations.huggingface._fused import Recipe, fused_class, has_local, obstacle, uses
 
-OPS = ("norm", "activation", "rotary", "attention", "residual", "loss")
+OPS = ("norm", "activation", "rotary", "attention", "residual", "router", "experts", "loss")
 
 # Packages of transformers.models, and the prefixes of their class names.
-FAMILIES = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def _steps(name: str, module: nn.Module, config: Any, ops: Collection[str], skip
             yield _layer_norm(name, module)
         return
     stock, kind = family
-    if kind in ("Block", "DecoderLayer"):
+    if kind in ("Block", "DecoderLayer") or (kind == "SparseMoeBlock" and not _has_separate_experts(module)):
         for child_name, child in module.named_children():
             if _family(child) is None and type(child) is not nn.LayerNorm:
                 yield Skipped(
@@ -83,8 +92,11 @@ def _steps(name: str, module: nn.Module, config: Any, ops: Collection[str], skip
         "RMSNorm": ("norm", _rms_norm),
         "MLP": ("activation", _gelu_mlp if hasattr(module, "c_fc") else _gated_mlp),
         "Block": ("residual", _block),
+        "TopKRouter": ("router", _router),
+        "Experts": ("experts", _experts_steps),
+        "SparseMoeBlock": ("experts", _separate_experts),
     }
-    if kind == "Attention":
+    if kind in ("Attention", "SdpaAttention"):
         yield from _attention_steps(name, module, stock, config, ops)
     elif hasattr(module, "lm_head") and "loss" in ops:
         yield from _loss_steps(name, module, stock, kind, skip_logits)
@@ -149,6 +161,37 @@ def _block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     yield _swap(name, module, ("bias_dropout_add",), _layers.gpt2_block)
     for path, dropout in dropouts.items():
         yield _swap(f"{name}.{path}", dropout, (), _layers.deferred_dropout)
+
+
+def _has_separate_experts(module: Any) -> bool:
+    """Whether a mixture of experts has a list of MLPs and a linear router, as before Transformers 5."""
+    return isinstance(module.experts, nn.ModuleList)
+
+
+def _router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
+    reason = obstacle(module, stock)
+    if not has_local(stock.forward, "router_probs"):
+        reason = "this version of Transformers returns probabilities as the router's logits"
+    yield Skipped(name, module, "route", reason) if reason else _swap(name, module, ("route",), _experts.router)
+
+
+def _experts_steps(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
+    activation = _layers.activation_of(module.act_fn)
+    gated = "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu"
+    reason = obstacle(module, stock, (module.act_fn,)) or _not_fused(activation, module.act_fn)
+    implementation = module.config._experts_implementation
+    if implementation not in _experts.REPLACED:
+        reason = f"the model is set to {implementation!r} experts; only 'grouped_mm' and 'eager' are replaced"
+    if reason:
+        yield Skipped(name, module, "grouped_linear", reason)
+        return
+    ops = ("sort_by_expert", "permute", "grouped_linear", gated, "unpermute")
+    yield _swap(name, module, ops, _experts.experts, activation)
+
+
+def _separate_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
+    if _has_separate_experts(module):
+        yield Skipped(name, module, "grouped_linear", "its experts have separate weights, as before Transformers 5")
 
 
 def _attention_steps(

@@ -6,6 +6,8 @@ from typing import Any
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
+from parallel_ops.integrations.megatron.experts import groups_fit
+
 # Ops, the field of the configuration that their replacement needs, and its value.
 _NEEDED = (
     (("bias_gelu", "bias_swiglu", "bias_geglu"), "bias_activation_fusion", True),
@@ -36,6 +38,31 @@ def _by_config(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:
             yield field, f"{', '.join(applied)}: it is {'off' if wanted else 'on'}"
     if "cross_entropy" in ops and config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         yield "cross_entropy_fusion_impl", "cross_entropy: it is 'te'"
+    if getattr(config, "num_moe_experts", None):
+        yield from _of_experts(config, ops)
+
+
+def _of_experts(config: Any, ops: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Features of the router and the dispatcher of tokens that the ops lack."""
+    on = {
+        "router": ("moe_router_fusion", "moe_enable_routing_replay"),
+        "permute": ("moe_permute_fusion", "moe_pad_expert_input_to_capacity"),
+    }
+    for op, fields in on.items():
+        for field in fields:
+            if op in ops and getattr(config, field, False):
+                yield field, f"{op}: it is on"
+    if "router" not in ops:
+        return
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds):
+        yield "moe_router_load_balancing_type", "router: it is 'sinkhorn'"
+    score = getattr(config, "moe_router_score_function", "softmax")
+    if score not in ("softmax", "sigmoid"):
+        yield "moe_router_score_function", f"router: it is {score!r}"
+    group_topk = getattr(config, "moe_router_group_topk", None)
+    if not groups_fit(config.moe_router_topk, getattr(config, "moe_router_num_groups", None), group_topk):
+        yield "moe_router_group_topk", "router: a group's score is not the sum of its two best"
 
 
 def _by_kind(module: nn.Module, ops: Collection[str]) -> str | None:

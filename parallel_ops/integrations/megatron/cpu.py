@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced
@@ -33,7 +34,8 @@ def on_cpu() -> Iterator[None]:
         "_set_cuda_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
     }
     nothing = {name: lambda *args, **kwargs: None for name in ("synchronize", "set_device", "empty_cache")}
-    streams = {name: lambda *args, **kwargs: _Stream() for name in ("current_stream", "default_stream")}
+    streams: dict[str, Any] = {name: lambda *args, **kwargs: _STREAM for name in ("current_stream", "default_stream")}
+    streams |= {"Stream": lambda *args, **kwargs: _STREAM, "stream": lambda stream: contextlib.nullcontext()}
     device = {"current_device": lambda: torch.device("cpu")}
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     owners: list[tuple[Any, dict[str, Any]]] = [
@@ -42,7 +44,10 @@ def on_cpu() -> Iterator[None]:
         (torch, factories),
         (Tensor, {"cuda": _unmoved}),
         (torch.nn.Module, {"cuda": _unmoved}),
+        (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_already}),
     ]
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16's router reads it without Transformer Engine too
+        owners.append((moe_utils, {"te_general_gemm": None}))
     bindings = [
         Binding(owner, name, vars(owner).get(name, MISSING), new)
         for owner, names in owners
@@ -62,6 +67,11 @@ def _unmoved(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
+def _moved_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's leaves tensors of a CPU as they are, but all-to-all takes no tensors as sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Tensor:
@@ -75,5 +85,16 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Stream:
+    """The one stream of a CPU, and its events."""
+
     def wait_stream(self, other: object) -> None:
         pass
+
+    def record_event(self) -> "_Stream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_STREAM = _Stream()

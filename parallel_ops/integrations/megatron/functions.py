@@ -31,7 +31,7 @@ def bias_gelu(original: Function, exact: bool) -> Function:
 
 def bias_swiglu(original: Function, exact: bool) -> Function:
     def bias_swiglu_impl(input: Tensor, bias: Tensor | None, *storage: Any, **options: Any) -> Tensor:
-        if any(storage) or _given(options):
+        if any(storage) or given(options):
             return original(input, bias, *storage, **options)
         return ops.bias_swiglu(input, bias)
 
@@ -43,7 +43,7 @@ def weighted_bias_swiglu(original: Function, exact: bool) -> Function:
         input: Tensor, bias: Tensor | None, weights: Tensor, *storage: Any, **options: Any
     ) -> Tensor:
         a_row = weights.shape in (input.shape[:-1], (*input.shape[:-1], 1))
-        if bias is not None or not a_row or any(storage) or _given(options):
+        if bias is not None or not a_row or any(storage) or given(options):
             return original(input, bias, weights, *storage, **options)
         return ops.bias_swiglu(input, None, weights=weights)
 
@@ -79,7 +79,8 @@ def weighted_bias_quick_geglu(original: Function, exact: bool) -> Function:
     return weighted_bias_quick_geglu_impl
 
 
-def _given(options: dict[str, Any]) -> bool:
+def given(options: dict[str, Any]) -> bool:
+    """Whether any of a newer version's options is set."""
     return any(value is not None and value is not False for value in options.values())
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import megatron.core
 import torch
 
-from parallel_ops.integrations.megatron import attention, functions, rotary, weight_gradient
+from parallel_ops.integrations.megatron import attention, experts, functions, rotary, weight_gradient
 from parallel_ops.integrations.megatron._rebind import MISSING, Binding, Replaced, find, holders
 from parallel_ops.integrations.megatron._unreplaced import unreplaced_in
 
@@ -21,6 +21,7 @@ _FUSIONS = "megatron.core.fusions"
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _NORM = "megatron.core.transformer.torch_norm"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_MOE = "megatron.core.transformer.moe.moe_utils"
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 _REPLACEMENTS = {
@@ -62,6 +63,11 @@ _REPLACEMENTS = {
             f"{_FUSIONS}.fused_cross_entropy:fused_vocab_parallel_cross_entropy", functions.fused_vocab_parallel_loss
         ),
     ],
+    "router": [_Replacement(f"{_MOE}:topk_routing_with_score_function", experts.topk_routing)],
+    "permute": [
+        _Replacement(f"{_MOE}:permute", experts.permute),
+        _Replacement(f"{_MOE}:unpermute", experts.unpermute),
+    ],
     "weight_gradient": [],  # without Apex Megatron has no name to replace; see _bindings
 }
 
@@ -96,6 +102,8 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
             parallelism, zero-centred weights and the flags of Apex's kernels;
             ``"rotary"``: with ``apply_rope_fusion`` off;
             ``"cross_entropy"``: ``vocab_parallel_cross_entropy`` and the fused one;
+            ``"router"``: the choice of experts, with ``moe_router_fusion`` off;
+            ``"permute"``: tokens by expert and back, with ``moe_permute_fusion`` off;
             ``"weight_gradient"``: ``gradient_accumulation_fusion`` without Apex.
         exact_megatron: run Megatron's own code wherever its convention differs from that of these ops. The differences:
 
@@ -109,6 +117,8 @@ def apply(ops: str | Sequence[str] = "all", exact_megatron: bool = False) -> App
             softmax with sinks    reads the scores                    writes the mask over them
             quick GeGLU           clamped after the bias              before it, unlike its own unfused MLP
             rotary                angles in fp32                      rounded to the dtype of the heads
+            router                16-bit logits: scores in fp32       rounded before the choice, through 0.17
+            permute               16-bit rows added in fp32           rounded after each addition
             cross_entropy         no loss outside the vocabulary      log sum exp(x - max x), and its gradient
             \\                     label smoothing over the            over each rank's part, so that the ranks'
             \\                     vocabulary                          losses differ

@@ -9,7 +9,8 @@ from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.expert_families import FAMILIES, deepseek
-from parallel_ops.models.huggingface.families import Family, Options, listed
+from parallel_ops.models.huggingface.families import Family
+from parallel_ops.models.huggingface.rotary import Options, listed
 
 _REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
@@ -48,6 +49,12 @@ def scale_block(options: Mapping[str, Any]) -> tuple[int, int] | None:
     given = options.get("quantization_config")
     if given is None:
         return None
+    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+        raise ValueError(
+            "has weights quantized by mxfp4, which are not supported; save them in bfloat16 first, with transformers: "
+            "GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), "
+            "dtype='bfloat16').save_pretrained(other, save_original_format=False)"
+        )
     block = given.get("weight_block_size") if isinstance(given, dict) and given.get("quant_method") == "fp8" else None
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise ValueError(f"has quantization_config {given!r}; supported is fp8 with a weight_block_size")
@@ -122,7 +129,8 @@ def _resolved(config: TransformerConfig) -> TransformerConfig:
         num_kv_heads=None if config.latent else config.resolved_num_kv_heads,
         head_dim=None if config.latent else config.resolved_head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,
-        qkv_bias=config.bias if config.qkv_bias is None else config.qkv_bias,
+        attention_bias=config.resolved_attention_bias,
+        qkv_bias=config.resolved_qkv_bias,
         window=windows[0] if len(set(windows)) == 1 else windows,
         rotary_base=config.rotary_base if config.positions == "rotary" else 10_000.0,
         dropout=0.0,

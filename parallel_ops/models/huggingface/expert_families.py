@@ -12,11 +12,11 @@ from parallel_ops.models.huggingface.families import (
     LLAMA_NAMES,
     LLAMA_TENSORS,
     Family,
-    Options,
     Stored,
-    read_rotary,
-    write_rotary,
+    kinds_of,
+    windows_of,
 )
+from parallel_ops.models.huggingface.rotary import Options, read_rotary, write_rotary
 from parallel_ops.models.latent import LatentAttentionConfig
 
 
@@ -117,6 +117,65 @@ def _write_olmoe(config: TransformerConfig) -> Options:
         "norm_topk_prob": experts.normalize,
         "router_aux_loss_coef": experts.aux_loss,
     }
+
+
+def _read_gpt_oss(options: Options) -> Options:
+    layers, top_k = options["num_hidden_layers"], options.pop("num_experts_per_tok", 4)
+    if (again := options.pop("experts_per_token", top_k)) != top_k:
+        raise ValueError(f"has num_experts_per_tok {top_k} and experts_per_token {again}, which must be equal")
+    options.pop("initial_context_length", None)  # that of rope_scaling, which is read
+    experts = ExpertsConfig(
+        num_experts=options.pop("num_local_experts", 128),
+        top_k=top_k,
+        ffn_hidden_size=options["intermediate_size"],
+        top_k_first=True,
+        router_bias=True,
+        bias=True,
+        swiglu_alpha=options.pop("swiglu_alpha", 1.702),
+        swiglu_limit=options.pop("swiglu_limit", 7.0),
+        swiglu_up_offset=1.0,
+        **_balance(options),
+    )
+    if not (options.get("rope_parameters") or options.get("rope_scaling")):
+        options["rope_scaling"] = dict(_GPT_OSS_ROPE)
+    options.setdefault("rope_theta", 150_000.0)
+    window, kinds = options.pop("sliding_window", 128), options.pop("layer_types", None)
+    kinds = kinds_of(layer % 2 == 0 for layer in range(layers)) if kinds is None else kinds
+    return read_rotary(options) | {"experts": experts, "window": windows_of(kinds, layers, window)}
+
+
+def _write_gpt_oss(config: TransformerConfig) -> Options:
+    experts, rope = _experts_of(config), write_rotary(config)
+    if config.rotary_scaling is None:  # without this key it would be the family's default
+        rope["rope_scaling"] = {"rope_type": "default"}
+    return rope | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "swiglu_alpha": experts.swiglu_alpha,
+        "swiglu_limit": experts.swiglu_limit,
+        "router_aux_loss_coef": experts.aux_loss,
+        "sliding_window": next((window for window in config.windows if window is not None), 128),
+        "layer_types": kinds_of(window is not None for window in config.windows),
+    }
+
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GPT_OSS_TENSORS = {
+    "attention.sink": Stored("self_attn.sinks"),
+    "mlp.router.weight": Stored("mlp.router.weight"),
+    "mlp.router.bias": Stored("mlp.router.bias"),
+    "mlp.experts.gate_up": Stored("mlp.experts.gate_up_proj", transposed=True, stacked=True, interleaved=True),
+    "mlp.experts.gate_up_bias": Stored("mlp.experts.gate_up_proj_bias", stacked=True, interleaved=True),
+    "mlp.experts.down": Stored("mlp.experts.down_proj", transposed=True, stacked=True),
+    "mlp.experts.down_bias": Stored("mlp.experts.down_proj_bias", stacked=True),
+}
 
 
 def _read_deepseek(options: Options) -> Options:
@@ -250,5 +309,21 @@ FAMILIES = DENSE | {
         read=_read_olmoe,
         write=_write_olmoe,
         tensors=LLAMA_TENSORS | _experts_at("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "gpt_oss": replace(
+        LLAMA,
+        architecture="GptOssForCausalLM",
+        names=LLAMA_NAMES | {"attention_bias": "attention_bias"},
+        defaults=LLAMA_DEFAULTS
+        | {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
+        fixed={"hidden_act": "silu"},
+        always={name: value for name, value in LLAMA_ALWAYS.items() if name != "qkv_bias"} | {"attention_sinks": True},
+        read=_read_gpt_oss,
+        write=_write_gpt_oss,
+        tensors=LLAMA_TENSORS
+        | {
+            f"layers.{{}}.{ours}": replace(stored, name=f"model.layers.{{}}.{stored.name}")
+            for ours, stored in _GPT_OSS_TENSORS.items()
+        },
     ),
 }

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from parallel_ops.models.config import Llama3Scaling, TransformerConfig
-
-Options = dict[str, Any]
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.huggingface.rotary import Options, listed, read_rotary, write_rotary
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,17 @@ class Stored:
         transposed: whether it is stored ``[in, out]``.
         part, parts: the parameter is block ``part`` of ``parts`` equal blocks of rows. Of weights of experts, which
             have a tensor for each, ``name`` has a second {} for the expert, and ``parts`` names, separated by spaces,
-            of the blocks of rows.
+            of the blocks of rows; unless they are ``stacked``.
+        stacked: whether a parameter of experts is one tensor ``[n, ...]`` for all experts of a layer.
+        interleaved: whether the file has gate, up, gate, up where a stacked parameter has gates and then ups.
     """
 
     name: str
     transposed: bool = False
     part: int = 0
     parts: int = 1
+    stacked: bool = False
+    interleaved: bool = False
 
 
 class Piece(NamedTuple):
@@ -37,6 +40,15 @@ class Piece(NamedTuple):
 
     stored: Stored
     place: tuple[slice, ...]
+
+    def file_shape(self, whole: Sequence[int]) -> list[int]:
+        """The shape of the tensor in the files, of a parameter of the shape ``whole``."""
+        if self.stored.stacked:
+            matrix = whole[1:]
+            return [whole[0], *(matrix[::-1] if self.stored.transposed else matrix)]
+        rows, *columns = [part.stop - part.start for part in self.place[-2:]]
+        shape = [rows * self.stored.parts, *columns]
+        return shape[::-1] if self.stored.transposed else shape
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,9 @@ class Family:
             ValueError: the family has no such parameter.
         """
         stored = self._stored(parameter)
+        if len(shape) == 3 and stored.stacked:  # an expert at a time: all of a layer are large
+            matrix = tuple(slice(0, size) for size in shape[1:])
+            return [Piece(stored, (slice(expert, expert + 1), *matrix)) for expert in range(shape[0])]
         if len(shape) < 3:
             return [Piece(stored, tuple(slice(0, size) for size in shape))]
         each, found = shape[1] // stored.parts, []
@@ -93,51 +108,6 @@ class Family:
         return replace(found, name=" ".join(name.replace("{}", layer[1], 1) for name in found.name.split(" ")))
 
 
-def listed(names: Iterable[object]) -> str:
-    return ", ".join(sorted(map(str, names)))
-
-
-def read_rotary(options: Options) -> Options:
-    """Rotary options in the format of transformers 5 (``rope_parameters``) or 4 (``rope_theta``, ``rope_scaling``)."""
-    given = [options.pop(key, None) for key in ("rope_parameters", "rope_scaling")]
-    if all(given):
-        raise ValueError("has both rope_parameters and rope_scaling")
-    rope = dict(given[0] or given[1] or {})
-    base = options.pop("rope_theta", 10_000.0)
-    fraction = options.pop("partial_rotary_factor", 1.0)
-    kind = rope.pop("type", "default")
-    kind, base = rope.pop("rope_type", kind), rope.pop("rope_theta", base)
-    if rope.pop("partial_rotary_factor", fraction) != 1.0:
-        raise ValueError("has a partial_rotary_factor, which is not supported")
-    scaling = None
-    if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
-        try:
-            scaling = Llama3Scaling(**{ours: rope.pop(theirs) for ours, theirs in _LLAMA3.items()})
-        except KeyError as missing:
-            raise ValueError(f"lacks {missing.args[0]} in its rope_scaling") from None
-    elif kind != "default":
-        raise ValueError(f"has rope_type {kind!r}; supported are 'default' and 'llama3'")
-    if rope:
-        raise ValueError(f"has {listed(rope)} in its rope_scaling, which is not supported")
-    return {"rotary_base": base, "rotary_scaling": scaling}
-
-
-def write_rotary(config: TransformerConfig) -> Options:
-    scaling = config.rotary_scaling
-    if scaling is not None:
-        scaled = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
-    return {"rope_theta": config.rotary_base, "rope_scaling": None if scaling is None else scaled}
-
-
-_LLAMA3 = {
-    "factor": "factor",
-    "low_frequency": "low_freq_factor",
-    "high_frequency": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
-}
-
-
 def _read_mistral(options: Options) -> Options:
     return read_rotary(options) | {"window": options.pop("sliding_window", 4096)}
 
@@ -153,11 +123,8 @@ def _read_qwen(options: Options) -> Options:
     first = options.pop("max_window_layers", 28)
     kinds = options.pop("layer_types", None)
     if kinds is None:
-        kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
-        raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
-    windows = tuple(window if kind == _KINDS[True] else None for kind in kinds)
-    return read_rotary(options) | {"window": windows[0] if len(set(windows)) == 1 else windows}
+        kinds = kinds_of(window is not None and layer >= first for layer in range(layers))
+    return read_rotary(options) | {"window": windows_of(kinds, layers, window)}
 
 
 def _write_qwen(config: TransformerConfig) -> Options:
@@ -166,8 +133,21 @@ def _write_qwen(config: TransformerConfig) -> Options:
         "use_sliding_window": any(sliding),
         "sliding_window": next((window for window in config.windows if window is not None), None),
         "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
-        "layer_types": [_KINDS[slides] for slides in sliding],
+        "layer_types": kinds_of(sliding),
     }
+
+
+def kinds_of(sliding: Iterable[bool]) -> list[str]:
+    """The ``layer_types`` of layers, by whether their window slides."""
+    return [_KINDS[slides] for slides in sliding]
+
+
+def windows_of(kinds: Sequence[str], layers: int, window: int | None) -> int | tuple[int | None, ...] | None:
+    """``TransformerConfig.window`` for ``layer_types`` and the window of those that slide."""
+    if len(kinds) != layers or not set(kinds) <= set(_KINDS) or (window is None and _KINDS[True] in kinds):
+        raise ValueError(f"has layer_types {kinds!r} for {layers} layers and a sliding window of {window}")
+    windows = tuple(window if kind == _KINDS[True] else None for kind in kinds)
+    return windows[0] if len(set(windows)) == 1 else windows
 
 
 _KINDS = ("full_attention", "sliding_attention")

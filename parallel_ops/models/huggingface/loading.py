@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from parallel_ops._internal.compat import local_box
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
-from parallel_ops.models.huggingface.families import Piece
+from parallel_ops.models.huggingface.families import Piece, Stored
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -156,10 +156,8 @@ class _Files:
         shapes = shapes_of(config)
         wanted: dict[str, list[int]] = {}
         for parameter, whole in shapes.items():
-            for stored, place in self._pieces(parameter, whole):
-                rows, *columns = [part.stop - part.start for part in place[-2:]]
-                shape = [rows * stored.parts, *columns]
-                wanted[stored.name] = shape[::-1] if stored.transposed else shape
+            for piece in self._pieces(parameter, whole):
+                wanted[piece.stored.name] = piece.file_shape(whole)
         if absent := wanted.keys() - self._tensors.keys():
             raise ValueError(f"{self._folder} lacks {some(absent)}")
         for name in self._tensors.keys() - wanted.keys():
@@ -178,8 +176,9 @@ class _Files:
         """The shape of a tensor that is no parameter; ``None`` for one that can be computed. Raises for any other."""
         if name == self._head():  # tied embeddings, stored twice
             return wanted[self._pieces("tokens.weight", [1])[0].stored.name]
-        if name.endswith(SCALE) and self._block is not None and name.removesuffix(SCALE) in wanted:
-            return [-(-size // n) for size, n in zip(wanted[name.removesuffix(SCALE)], self._block, strict=True)]
+        of = wanted.get(name.removesuffix(SCALE), [])
+        if name.endswith(SCALE) and self._block is not None and len(of) == 2:
+            return [-(-size // n) for size, n in zip(of, self._block, strict=True)]
         if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= config.num_layers:
             raise ValueError(
                 f"{self._folder} has {name}, but the model has {config.num_layers} layers: layers that predict "
@@ -198,17 +197,13 @@ class _Files:
     def read(self, parameter: str, shape: torch.Size, slices: Slices) -> Tensor:
         """This rank's slices of a parameter, whose whole shape is ``shape``."""
         out: Tensor | None = None
-        for stored, place in self._pieces(parameter, shape):
-            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(slices, place, strict=True)]
+        for piece in self._pieces(parameter, shape):
+            both = zip(slices, piece.place, strict=True)
+            common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in both)
             if any(part.start >= part.stop for part in common):
                 continue
-            # In the file's tensor, a matrix or a vector; then in the result.
-            inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
-            first = stored.part * shape[0]
-            index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
-            found = self._values(stored.name, index[::-1] if stored.transposed else index)
-            found = found.t() if stored.transposed else found
-            if common == list(slices):
+            found = self._read_piece(piece, common, shape)
+            if common == tuple(slices):
                 return found.view([part.stop - part.start for part in slices])
             if out is None:
                 out = found.new_empty([part.stop - part.start for part in slices])
@@ -216,6 +211,32 @@ class _Files:
             out[target] = found
         assert out is not None
         return out
+
+    def _read_piece(self, piece: Piece, common: Slices, shape: Sequence[int]) -> Tensor:
+        """The slices ``common`` of a parameter of the whole ``shape``, which are all in one piece."""
+        stored, place = piece
+        if stored.stacked:
+            return self._read_stack(stored, common, shape)
+        # In the file's tensor, a matrix or a vector.
+        inside = [slice(c.start - p.start, c.stop - p.start) for c, p in zip(common, place, strict=True)][-2:]
+        first = stored.part * shape[0]
+        index = (slice(first + inside[0].start, first + inside[0].stop), *inside[1:])
+        found = self._values(stored.name, index[::-1] if stored.transposed else index)
+        return found.t() if stored.transposed else found
+
+    def _read_stack(self, stored: Stored, common: Slices, shape: Sequence[int]) -> Tensor:
+        """The same of a parameter of experts that are one tensor in the files."""
+        experts, rows, *columns = common
+        order = torch.arange(rows.start, rows.stop)
+        if stored.interleaved:
+            half = shape[1] // 2
+            order = order % half * 2 + order // half
+            rows = slice(int(order.min()), int(order.max()) + 1)
+        matrix = (rows, *columns)
+        index = (experts, *(matrix[::-1] if stored.transposed else matrix))
+        found: Tensor = self._tensors[stored.name][index]
+        found = found.transpose(1, 2) if stored.transposed else found
+        return found[:, order - rows.start] if stored.interleaved else found
 
     def _values(self, name: str, index: Slices) -> Tensor:
         """A part of a tensor, multiplied with its scales if it is stored in 8 bits."""

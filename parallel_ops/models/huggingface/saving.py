@@ -115,10 +115,20 @@ def _gather(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, ke
     whole = []
     for piece, t in blocks:
         full = (_whole(piece, t) if isinstance(t, DTensor) else t[piece.place]).detach()
-        full = full.flatten(0, -2) if t.dim() > 2 else full
+        if piece.stored.stacked:
+            full = _in_stack(piece, full)
+        elif t.dim() > 2:
+            full = full.flatten(0, -2)
         whole.append(full.to("cpu", dtype) if keep else full.new_empty(0))
-    joined = whole[0] if len(whole) == 1 else torch.cat(whole)
-    return (joined.t() if blocks[0][0].stored.transposed else joined).contiguous()
+    joined, stored = whole[0] if len(whole) == 1 else torch.cat(whole), blocks[0][0].stored
+    return (joined.t() if stored.transposed and not stored.stacked else joined).contiguous()
+
+
+def _in_stack(piece: Piece, full: Tensor) -> Tensor:
+    """Parameters of experts, ``[n, ...]``, in the layout of a file that stacks them."""
+    if piece.stored.interleaved:
+        full = full.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return full.transpose(1, 2) if piece.stored.transposed else full
 
 
 def _whole(piece: Piece, t: DTensor) -> Tensor:

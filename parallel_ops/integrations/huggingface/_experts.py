@@ -1,0 +1,49 @@
+"""The router and the experts of a mixture of experts, as Transformers 5 has them: two modules with stacked weights.
+
+    chosen experts, weights = route(x W_router^T)
+    rows                    = permute(x) by expert
+    y                       = unpermute(down_e(weight * silu(gate_e rows) * (up_e rows)))
+
+The weights are applied with the activation, so what the experts return is not kept for the backward.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel_ops.integrations.huggingface._layers import Activation
+from parallel_ops.ops import bias_swiglu, gelu_mul, grouped_linear, permute, route, sort_by_expert, unpermute
+
+# Transformers' own for a step of generation on a GPU, "batched_mm", needs no sorting, and "deepgemm" and others are
+# kernels that a user has chosen.
+REPLACED = (None, "eager", "grouped_mm")
+
+
+def router(stock: type[nn.Module]) -> dict[str, Any]:
+    """``[..., h]`` to the router's logits ``[t, n]``, and weights and indices ``[t, k]`` of the chosen experts."""
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        # Mixtral always divides by the sum, so it has no option for that.
+        routing = route(logits, self.top_k, normalize=bool(getattr(self, "norm_topk_prob", True)))
+        return logits, routing.weights, routing.experts
+
+    return {"forward": forward}
+
+
+def experts(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.config._experts_implementation not in REPLACED or getattr(self, "_is_expert_parallel", False):
+            return stock.forward(self, hidden_states, top_k_index, top_k_weights)
+        order = sort_by_expert(top_k_index, self.num_experts)
+        weights = top_k_weights.flatten().index_select(0, order.rows)
+        rows = grouped_linear(permute(hidden_states, order), self.gate_up_proj, order.ends)
+        if activation == "silu":
+            rows = bias_swiglu(rows, weights=weights)
+        else:
+            gate, up = rows.chunk(2, dim=-1)
+            rows = gelu_mul(gate, up, approximate=activation, weights=weights)
+        return unpermute(grouped_linear(rows, self.down_proj, order.ends), order).to(hidden_states.dtype)
+
+    return {"forward": forward}

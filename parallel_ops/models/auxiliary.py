@@ -1,0 +1,54 @@
+"""The auxiliary losses of a transformer with experts."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_ops.comm import reduce_from_group
+from parallel_ops.expert_parallel import AuxiliaryLosses
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.context import Context
+from parallel_ops.pipeline_parallel.cut import Stages
+
+
+class Model(Protocol):
+    """What is needed of a ``Transformer``."""
+
+    config: TransformerConfig
+    context: Context
+    group: ProcessGroup | None
+    stages: Stages | None
+    training: bool
+
+
+def auxiliary_losses(model: Model, scale: Tensor | float | None) -> AuxiliaryLosses | None:
+    """Where the layers with experts put their auxiliary losses in a forward; ``None`` if there are none.
+
+    Args:
+        scale: see ``Transformer.forward``.
+
+    Raises:
+        ValueError: there is none, but the model has stages.
+    """
+    experts = model.config.experts
+    if experts is None or not (experts.aux_loss or experts.z_loss) or not model.training:
+        return None
+    if scale is None and model.stages is not None and torch.is_grad_enabled():
+        raise ValueError("Transformer: aux_scale must be given for a model with stages and auxiliary losses")
+    return AuxiliaryLosses(
+        experts.aux_loss, experts.z_loss, over_model=experts.aux_loss_over == "model", scale=scale,
+        ranks=model.context.ranks,
+    )  # fmt: skip
+
+
+def with_auxiliary(model: Model, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
+    """The loss with the auxiliary ones, whose gradients the layers compute."""
+    assert model.config.experts is not None
+    if not torch.is_grad_enabled():
+        return loss
+    value = losses.value(model.config.experts.top_k).to(loss)
+    for group in (model.group, model.context.group):
+        value = reduce_from_group(value, group)
+    return losses.follow(loss) + value
