@@ -1,5 +1,6 @@
 """flash_attention, causal, against scaled_dot_product_attention: torch's own choice of a backend, which is what a user
-gets, and each backend by itself; and flex_attention, compiled. Beside them flash_attention with less to do: a window of
+gets, and each backend by itself; and flex_attention, compiled. On a GPU flash_attention takes torch's kernels where it
+can; "triton" are this package's own. Beside them flash_attention with less to do: a window of
 a quarter of the tokens, and six documents. Shapes are [b, h, s, d], and with grouped queries [b, h, s, d, kv heads];
 all are given [s, b, h, d]."""
 
@@ -99,6 +100,7 @@ BENCHMARK = Benchmark(
     shapes,
     tiny=(1, 1, 8, 8),
     peers={
+        "triton": Peer(lambda: partial(flash_attention, backend="triton"), ("cuda",)),
         "sdpa_flash": Peer(partial(backend, SDPBackend.FLASH_ATTENTION), ("cpu", "cuda")),
         "sdpa_efficient": Peer(partial(backend, SDPBackend.EFFICIENT_ATTENTION)),
         "sdpa_cudnn": Peer(partial(backend, SDPBackend.CUDNN_ATTENTION)),

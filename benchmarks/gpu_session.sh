@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks this tree on a machine with an NVIDIA GPU, without a package registry.
 #
-#   [STEPS="tests overlap"] benchmarks/gpu_session.sh OUTPUT_FOLDER [--shapes 1 | other arguments of python -m benchmarks]
+#   [CALL=1 | STEPS="tests overlap"] benchmarks/gpu_session.sh OUTPUT_FOLDER [--shapes 1 | other arguments of python -m benchmarks]
 #
 # Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, rich, typer, matplotlib
 # and transformers, and a C++ compiler.
@@ -9,9 +9,10 @@
 # OUTPUT_FOLDER gets summary.txt, whose end says how each step ended, and results.tar.gz with one log a step, the CSV file
 # and the charts. A step that fails or exceeds its time limit does not keep the next from running; the exit status is then
 # 1. Where the tree is not a git checkout, set PARALLEL_OPS_COMMIT to the commit that the results should carry. PYTHON can
-# be set too, STEPS to some of "tests models attention benchmarks overlap" (all by default), and in seconds BUILD_LIMIT,
-# TEST_LIMIT, MODEL_LIMIT, ATTENTION_LIMIT, BENCHMARK_LIMIT and OVERLAP_LIMIT. On 16 cores and one H100 the first four,
-# with --dtype bfloat16 --shapes 1, take less than ten minutes.
+# be set too, STEPS to some of "choice tests models attention benchmarks overlap" (all by default), and in seconds
+# BUILD_LIMIT, CHOICE_LIMIT, TEST_LIMIT, MODEL_LIMIT, ATTENTION_LIMIT, BENCHMARK_LIMIT and OVERLAP_LIMIT.
+# CALL=1, 2 or 3 are the steps in three calls whose limits add up to nine minutes each: 1 which attention is taken, whether
+# it is right, TFLOP/s and the ops at one shape; 2 the tests; 3 models and the overlapped linears.
 set -uo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -26,11 +27,23 @@ python=${PYTHON:-python3}
 scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
 cd "$tree" || exit 2
+case ${CALL-} in
+  "") ;;
+  1) STEPS="choice attention benchmarks" BUILD_LIMIT=${BUILD_LIMIT:-120} CHOICE_LIMIT=${CHOICE_LIMIT:-60}
+    ATTENTION_LIMIT=${ATTENTION_LIMIT:-130} BENCHMARK_LIMIT=${BENCHMARK_LIMIT:-160}
+    [[ $# -gt 0 ]] || set -- --dtype bfloat16 --shapes 1 ;;
+  2) STEPS=tests BUILD_LIMIT=${BUILD_LIMIT:-120} TEST_LIMIT=${TEST_LIMIT:-360} ;;
+  3) STEPS="models overlap" BUILD_LIMIT=${BUILD_LIMIT:-120} MODEL_LIMIT=${MODEL_LIMIT:-240} OVERLAP_LIMIT=${OVERLAP_LIMIT:-120} ;;
+  *)
+    echo "CALL must be 1, 2 or 3, got $CALL" >&2
+    exit 2
+    ;;
+esac
 failed=0
 : >"$output/summary.txt"
 
 # wanted NAME: is the step among those asked for?
-wanted() { [[ " ${STEPS-tests models attention benchmarks overlap} " == *" $1 "* ]]; }
+wanted() { [[ " ${STEPS-choice tests models attention benchmarks overlap} " == *" $1 "* ]]; }
 verdicts=()
 
 # step NAME LIMIT_SECONDS COMMAND...
@@ -72,6 +85,9 @@ export PYTHONPATH="$scratch/site:$tree${PYTHONPATH:+:$PYTHONPATH}"
 # Of the tests over process groups those that a single GPU can run.
 device_tests=(tests/ops tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
   tests/comm/test_capture.py tests/benchmarks/test_simulated_link.py tests/comm/transport/test_stream_signal.py tests/kernels/test_launch.py)
+if wanted choice; then
+  TAIL_LINES=60 step choice "${CHOICE_LIMIT:-90}" "$python" -m benchmarks.attention_choice
+fi
 if wanted tests; then
   # Some processes beside each other: most of the time goes into compiling kernels.
   step tests "${TEST_LIMIT:-300}" "$python" -m pytest -q -p no:cacheprovider -n "${TEST_PROCESSES:-14}" --tb=short \

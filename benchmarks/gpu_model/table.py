@@ -13,8 +13,9 @@ _HEAD = """# What the GPU kernels should reach
 `python -m benchmarks.gpu_model --json FILE --table docs/gpu_model.md`, which takes a quarter of an hour of one core and
 no GPU. The PTX of every launch runs in the executor of the tests (a sample of its programs), which counts trips of
 loops, bytes, sectors and barriers; registers and machine instructions are those of ptxas for the GPU. What the kernels
-may need at most is held by `tests/benchmarks/test_gpu_model.py`. `flash_attention` and the linear loss are not here,
-being bound by products: `tests/kernels/attention/test_flash_attention.py` holds the former's instructions a score.
+may need at most is held by `tests/benchmarks/test_gpu_model.py`. `flash_attention` and the linear loss are not among
+the ops, being bound by products: how full the former keeps a GPU stands at the end, and
+`tests/kernels/attention/test_flash_attention.py` holds its instructions a score.
 
 - **Share**, below each GPU: the expected speed against `torch.clone` moving the least bytes that the op must move, and
   what limits it: bytes; issue (of instructions); special (functions: exponentials, reciprocals); L2 (what is asked of

@@ -9,8 +9,9 @@ Each rank has some of the tokens and passes their queries, keys and values. Four
 
 The bytes that a rank sends, and the length above which a ring hides them, are in ``cost.py``; the schedules in
 ``schedule/``. Results of steps are merged in fp32, and gradients of keys are sent to their owner in fp32, so the error
-does not grow with the number of ranks. Sources: Liu et al., arXiv:2310.01889 (ring attention); Jacobs et al.,
-arXiv:2309.14509 (Ulysses); Fang and Zhao, arXiv:2405.07719 (hybrid); Dubey et al., arXiv:2407.21783 (all-gather);
+does not grow with the number of ranks (of torch's kernels, see ``backend``, the parts are rounded first). Sources:
+Liu et al., arXiv:2310.01889 (ring attention); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
+arXiv:2405.07719 (hybrid); Dubey et al., arXiv:2407.21783 (all-gather);
 zigzag: github.com/zhuzilin/ring-flash-attention.
 """
 
@@ -38,6 +39,7 @@ from parallel_ops.context_parallel.schedule.blocks import Options
 from parallel_ops.context_parallel.schedule.transport import Attention
 from parallel_ops.context_parallel.schedule.ulysses import tensors_of
 from parallel_ops.context_parallel.token_ranges import count_tokens, lengths, shard_ranges
+from parallel_ops.ops.attention.backends import BackendName, check_backend
 from parallel_ops.ops.attention.checks import check_attention
 from parallel_ops.ops.attention.flash_attention import (
     AttentionArguments,
@@ -65,6 +67,7 @@ def ring_attention(
     first_head: int = 0,
     length: int | None = None,
     ulysses_degree: int | None = None,
+    backend: BackendName = "auto",
 ) -> Tensor:
     """``flash_attention`` over a sequence sharded over ``group``.
 
@@ -93,6 +96,9 @@ def ring_attention(
             number that the layout gives this rank, which is 0 on some ranks if there are fewer tokens than ranks.
         ulysses_degree: for ``"hybrid"``, the number of ranks that exchange heads for tokens: a divisor of ``kv_heads``
             and of the group's size; ``None`` for the largest below the group's size.
+        backend: as in ``flash_attention``, for each block of keys that it can do; the others, such as those of the
+            striped layout or with documents, are computed by this package's kernels, and so is the backward where ranks
+            exchange heads for tokens. torch's kernels round each block's result and gradients to the dtype of q.
 
     Returns:
         ``[s, b, heads, d_v]``, the dtype of q. Under autocast q, k and v are cast to the autocast dtype.
@@ -110,7 +116,7 @@ def ring_attention(
         check_placement(q, group, layout, algorithm, length, ulysses_degree)
         return flash_attention(
             q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=dropout_p,
-            seed=seed, cu_seqlens=cu_seqlens, first_head=first_head,
+            seed=seed, cu_seqlens=cu_seqlens, first_head=first_head, backend=backend,
         )  # fmt: skip
     with propagate_errors(NAME, group, q, checked=True):
         check_tensor(NAME, q, group)
@@ -119,6 +125,10 @@ def ring_attention(
             raise ValueError(f"{NAME}: k must have the {q.shape[0]} tokens of q, got {k.shape[0]}")
         if q.is_cuda and q.dtype is torch.float64:
             raise TypeError(f"{NAME}: q must be float32, float16 or bfloat16 on a GPU, got {q.dtype}")
+        check_backend(
+            NAME, backend, q, k, v, causal=causal, scale=scale, window=window, documents=cu_seqlens is not None,
+            softcap=softcap, dropout_p=dropout_p,
+        )  # fmt: skip
         drawn = dropout_seed(NAME, "dropout_p", dropout_p, seed, "q", q)
         check_placement(q, group, layout, algorithm, length, ulysses_degree)
         documents = cu_seqlens is not None
@@ -132,7 +142,7 @@ def ring_attention(
     out, *_ = _op(
         q, k, v, sink, drawn, cu_seqlens, name, whole, head_tokens, layout, *selected, causal,
         1 / math.sqrt(q.shape[3]) if scale is None else scale, window, softcap or 0.0,
-        0.0 if drawn is None else dropout_p, first_head, gradients,
+        0.0 if drawn is None else dropout_p, first_head, backend, gradients,
     )  # fmt: skip
     return out
 
@@ -169,6 +179,7 @@ class _Call(NamedTuple):
     softcap: float
     dropout_p: float
     first_head: int
+    backend: str
 
     @property
     def algorithm(self) -> Algorithm:
@@ -176,8 +187,9 @@ class _Call(NamedTuple):
 
     def attention(self, seed: Tensor | None, cu_seqlens: Tensor | None) -> Attention:
         options = Options(
-            self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head
-        )
+            self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head,
+            self.backend,
+        )  # fmt: skip
         transport = transport_of(resolve_group(self.group))
         return Attention(NAME, transport, self.length, self.layout, self.algorithm, options)
 
@@ -201,7 +213,7 @@ class _Call(NamedTuple):
             f"q of {[s, *rest]} {q.dtype}, {k.shape[2]} kv heads{of_values}, length={self.length}, "
             f"causal={self.causal}, window={self.window}, requires_grad={gradients}, "
             f"dropout_p={self.dropout_p:.4g}, seed={drawn}, documents={documents}, sink={sink is not None}, "
-            f"softcap={self.softcap:.4g}, scale={self.scale:.4g}"
+            f"softcap={self.softcap:.4g}, scale={self.scale:.4g}, backend={self.backend}"
         )
         same = (q.dtype, *options, documents, drawn, transport.capabilities.name, in_flight(transport))
         answer = check_consistency(group, CallSignature(NAME, same, text, (s,)), q.device)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops.ops import flash_attention, scaled_causal_softmax, scaled_masked_softmax
+from parallel_ops.ops.attention.backends import BackendName
 
 # With a sliding window, a block of queries reads at most ``window`` keys more than it has queries.
 _LEAST_BLOCK = 256
@@ -50,10 +51,9 @@ def flash(
     first_head: int = 0,
     cu_seqlens: Tensor | None = None,
     sink: Tensor | None = None,
+    backend: BackendName = "auto",
 ) -> Tensor:
-    """``flash_attention``; on a GPU torch's ``sdpa`` for calls without window, documents, sinks and dropout.
-
-    On CPUs ``flash_attention`` is the faster of the two; on GPUs they have not been compared yet.
+    """``flash_attention``, which on a GPU takes torch's kernels where torch itself would.
 
     Args:
         window: number of keys that a query attends to at most, its own included; causal only.
@@ -61,12 +61,11 @@ def flash(
         first_head: index of the first head among the heads of all ranks.
         cu_seqlens: starts of documents; see ``flash_attention``.
         sink: ``[heads]``, one more logit of every row, without a value.
+        backend: ``"triton"`` for the same bits on every run of a GPU; see ``flash_attention``.
     """
-    if q.is_cuda and window is None and cu_seqlens is None and sink is None and not dropout_p:
-        return sdpa(q, k, v, causal=causal, scale=scale)
     return flash_attention(
         q, k, v, causal=causal, scale=scale, window=window, sink=sink, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
-        first_head=first_head,
+        first_head=first_head, backend=backend,
     )  # fmt: skip
 
 

@@ -40,8 +40,8 @@ def test_a_failing_and_a_slow_step_do_not_keep_the_next_from_running(tmp_path):
     verdicts = ran.stdout.strip().rpartition("\n\n")[2].splitlines()
     found = [re.fullmatch(r"(\w+) +\d+ s  (.*)", line).groups() for line in verdicts]
     assert found == [
-        ("machine", "passed"), ("build", "passed"), ("tests", "FAILED, exit 3"), ("models", "passed"),
-        ("attention", "passed"), ("benchmarks", "passed"), ("overlap", "TIME LIMIT of 1 s"),
+        ("machine", "passed"), ("build", "passed"), ("choice", "passed"), ("tests", "FAILED, exit 3"),
+        ("models", "passed"), ("attention", "passed"), ("benchmarks", "passed"), ("overlap", "TIME LIMIT of 1 s"),
     ]  # fmt: skip
     assert ran.returncode == 1 and (output / "summary.txt").read_text().endswith(verdicts[-1] + "\n")
     assert sorted(os.listdir(output)) == ["results.tar.gz", "summary.txt"]
@@ -58,6 +58,25 @@ def test_steps_can_be_run_alone(tmp_path):
     ran, _ = session(tmp_path, STEPS="attention")
     assert ran.returncode == 0
     assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == ["machine", "build", "attention"]
+
+
+@pytest.mark.parametrize(
+    ("call", "steps"), [("1", ["choice", "attention", "benchmarks"]), ("2", ["tests"]), ("3", ["models", "overlap"])]
+)
+def test_the_three_calls(tmp_path, call, steps):
+    ran, output = session(tmp_path, CALL=call)
+    assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == ["machine", "build", *steps]
+    assert len(os.listdir(output)) <= 8
+    script = (ROOT / "benchmarks/gpu_session.sh").read_text()
+    (of_call,) = re.findall(rf"^  {call}\) (.*?);;$", script, re.MULTILINE | re.DOTALL)
+    limits = [int(n) for n in re.findall(r"_LIMIT:-(\d+)}", of_call)]
+    # Each step may take ten seconds more to die, the machine's takes 20 at most.
+    assert len(limits) == len(steps) + 1 and 20 + sum(limits) + 10 * (len(limits) + 1) <= 540
+
+
+def test_an_unknown_call_is_refused(tmp_path):
+    ran, _ = session(tmp_path, CALL="4")
+    assert ran.returncode == 2 and "CALL must be 1, 2 or 3" in ran.stderr
 
 
 def test_it_names_tests_that_exist():

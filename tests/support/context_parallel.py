@@ -38,6 +38,7 @@ class Case:
     layout: str = "zigzag"
     ulysses_degree: int = 1
     all_gather: bool = False
+    backend: str = "auto"
 
     @property
     def scale(self) -> float:
@@ -60,7 +61,10 @@ class Case:
 
     def options(self) -> Options:
         seed = torch.tensor([SEED]) if self.dropout_p else None
-        return Options(self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, self.cu_seqlens)
+        return Options(
+            self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, self.cu_seqlens,
+            backend=self.backend,
+        )  # fmt: skip
 
 
 def full_attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:

@@ -227,5 +227,5 @@ def opcheck(rank: int, algorithm: str) -> None:
     q, k, v = inputs(rank, 4)
     name, size = dist.group.WORLD.group_name, dist.get_world_size()
     ways = {"ring": (1, False), "all_to_all": (2, False), "all_gather": (1, True)}
-    arguments = (name, 4 * size, 8, "zigzag", *ways[algorithm], True, 0.3, None, 0.0, 0.0, 0, True)
+    arguments = (name, 4 * size, 8, "zigzag", *ways[algorithm], True, 0.3, None, 0.0, 0.0, 0, "auto", True)
     suite.check_op(torch.ops.parallel_ops.ring_attention.default, [q, k, v, None, None, None, *arguments])

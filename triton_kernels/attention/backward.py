@@ -15,6 +15,7 @@ from parallel_ops.triton_kernels.attention.common import (
     exponential,
     kept,
     load_tile,
+    place,
     runs,
     scores,
     store_tile,
@@ -59,8 +60,8 @@ def _keys_tiles(
         grad = load_tile(grad_ptr, start, queries, grad_stride, BLOCK_QUERIES, DIMS_V, BLOCK_DIMS_V, True)
         dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         if DROPOUT:
-            place = (tl.cast(query_start, tl.int64) + query_step * query.to(tl.int64)).to(tl.uint32)
-            keep = kept(seed, last_dropped, place, key_place, key_step, head, batch, BLOCK_KEYS, BY_FOUR, True)
+            drawn = (tl.cast(query_start, tl.int64) + query_step * query.to(tl.int64)).to(tl.uint32)
+            keep = kept(seed, last_dropped, drawn, key_place, key_step, head, batch, BLOCK_KEYS, BY_FOUR, True)
             dv = tl.dot(tl.where(keep, p, 0.0).to(grad.dtype), grad, dv, input_precision=PRECISION)
             dp = tl.where(keep, dp * kept_scale, 0.0)
         else:
@@ -73,14 +74,16 @@ def _keys_tiles(
 
 
 @triton.jit
-def _place(program, blocks, heads):
-    """(block, head, batch) of a program. Early keys are seen by most queries under a causal mask: they go first."""
-    return program % blocks, program // blocks % heads, program // blocks // heads
+def _keys_place(program, blocks, pairs, section, kv_heads, splits):
+    """(block, part of the group, kv head, batch) of a program. Early keys are seen by most queries under a causal mask:
+    they go first."""
+    block, pair = place(program, blocks, pairs, section)
+    return block, pair % splits, pair // splits % kv_heads, pair // splits // kv_heads
 
 
 _UNSPECIALISED = [
-    "queries", "keys", "heads", "group", "blocks", "low", "high", "last_dropped", "query_start", "query_step",
-    "key_start", "key_step", "first_head", "first_batch", "spans_stride",
+    "queries", "keys", "heads", "group", "blocks", "pairs", "section", "splits", "low", "high", "last_dropped",
+    "query_start", "query_step", "key_start", "key_step", "first_head", "first_batch", "spans_stride",
     *(f"{name}_{axis}" for name in ("grad", "q", "k", "v", "dq", "dk", "dv") for axis in ("token", "batch", "head")),
     "rows_plane", "rows_batch", "rows_head",
 ]  # fmt: skip
@@ -89,8 +92,8 @@ _UNSPECIALISED = [
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _keys_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, dk_ptr, dv_ptr, spans_ptr, seed_ptr,
-    queries, keys, heads, group, blocks, low, high, factor, cap, scale, kept_scale, last_dropped,
-    query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
+    queries, keys, heads, group, blocks, pairs, section, splits, low, high, factor, cap, scale, kept_scale,
+    last_dropped, query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
     dk_token, dk_batch, dk_head, dv_token, dv_batch, dv_head, rows_plane, rows_batch, rows_head,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
@@ -98,9 +101,11 @@ def _keys_kernel(
     CAPPED: tl.constexpr, DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys: of all queries that see it, of all heads of its group, in their order."""
+    """dK and dV of a block of keys: of all queries that see it, of one of ``splits`` parts of the heads of its group,
+    in their order. Part n writes to batch ``n batches + batch`` of dk and dv."""
     kv_heads = heads // group
-    block, kv_head, batch = _place(tl.program_id(0), blocks, kv_heads)
+    members = group // splits
+    block, part, kv_head, batch = _keys_place(tl.program_id(0), blocks, pairs, section, kv_heads, splits)
     b, h = batch.to(tl.int64), kv_head.to(tl.int64)
     k_ptr += b * aligned(k_batch, UNIT) + h * aligned(k_head, UNIT)
     v_ptr += b * aligned(v_batch, UNIT) + h * aligned(v_head, UNIT)
@@ -110,10 +115,11 @@ def _keys_kernel(
     dk = tl.zeros((BLOCK_KEYS, BLOCK_DIMS), tl.float32)
     dv = tl.zeros((BLOCK_KEYS, BLOCK_DIMS_V), tl.float32)
     q_stride, grad_stride = stride(q_token, UNIT, WIDE), stride(grad_token, UNIT, WIDE)
-    for member in range(0, group):
+    for member in range(0, members):
         # All of this is the same for every member, or nearly; there are no registers to keep it in meanwhile.
-        block, kv_head, batch = _place(computed_here(tl.program_id(0)), blocks, kv_heads)
-        head = kv_head * group + member
+        here = computed_here(tl.program_id(0))
+        block, part, kv_head, batch = _keys_place(here, blocks, pairs, section, kv_heads, splits)
+        head = kv_head * group + part * members + member
         b, g = batch.to(tl.int64), head.to(tl.int64)
         from_query, whole, edge, to_query = walk(
             block, keys, queries, low, high, spans_ptr, spans_stride, BLOCK_KEYS, BLOCK_QUERIES, HAS_LOW
@@ -149,7 +155,9 @@ def _keys_kernel(
                 query_start, query_step, drawn, drawn_batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
                 BLOCK_QUERIES, BLOCK_KEYS, HAS_LOW, True, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
             )  # fmt: skip
-    block, kv_head, batch = _place(computed_here(tl.program_id(0)), blocks, kv_heads)
+    here = computed_here(tl.program_id(0))
+    block, part, kv_head, batch = _keys_place(here, blocks, pairs, section, kv_heads, splits)
+    batch += part * (pairs // (kv_heads * splits))
     b, h, first_key = batch.to(tl.int64), kv_head.to(tl.int64), block * BLOCK_KEYS
     dk_ptr += b * aligned(dk_batch, UNIT) + h * aligned(dk_head, UNIT)
     dv_ptr += b * aligned(dv_batch, UNIT) + h * aligned(dv_head, UNIT)
@@ -160,7 +168,7 @@ def _keys_kernel(
 @triton.jit
 def _queries_tiles(
     dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride,
-    factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
+    factor, cap, kept_scale, seed, last_dropped, query_place, key_start, key_step, head, batch,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, DROPOUT: tl.constexpr,
     BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -182,7 +190,7 @@ def _queries_tiles(
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             keep = kept(
-                seed, last_dropped, place, tl.cast(key_start, tl.int64) + key_step * start, key_step, head, batch,
+                seed, last_dropped, query_place, tl.cast(key_start, tl.int64) + key_step * start, key_step, head, batch,
                 BLOCK_KEYS, BY_FOUR, False,
             )  # fmt: skip
             dp = tl.where(keep, dp * kept_scale, 0.0)
@@ -196,7 +204,7 @@ def _queries_tiles(
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _queries_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, rows_ptr, dq_ptr, spans_ptr, seed_ptr,
-    queries, keys, heads, group, blocks, low, high, factor, cap, scale, kept_scale, last_dropped,
+    queries, keys, heads, group, blocks, pairs, section, low, high, factor, cap, scale, kept_scale, last_dropped,
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     grad_token, grad_batch, grad_head, q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head,
     dq_token, dq_batch, dq_head, rows_plane, rows_batch, rows_head,
@@ -206,10 +214,8 @@ def _queries_kernel(
     UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries, or what this block of keys adds to it."""
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    head = program // blocks % heads
-    batch = program // blocks // heads
+    number, pair = place(tl.program_id(0), blocks, pairs, section)
+    block, head, batch = blocks - 1 - number, pair % heads, pair // heads
     b, h, kv_head = batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
     from_key, whole, edge, to_key = walk(
         block, queries, keys, low, high, spans_ptr, spans_stride, BLOCK_QUERIES, BLOCK_KEYS, HAS_LOW
@@ -224,7 +230,7 @@ def _queries_kernel(
     query = first_query + tl.arange(0, BLOCK_QUERIES)
     first, end = runs(query, queries, keys, low, high, spans_ptr, spans_stride)
     seed = tl.load(seed_ptr) if DROPOUT else 0
-    place = (tl.cast(query_start, tl.int64) + query_step * query.to(tl.int64)).to(tl.uint32) if DROPOUT else query
+    drawn = (tl.cast(query_start, tl.int64) + query_step * query.to(tl.int64)).to(tl.uint32) if DROPOUT else query
     head += first_head if DROPOUT else 0
     batch += first_batch if DROPOUT else 0
     q = load_tile(q_ptr, first_query, queries, stride(q_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
@@ -241,18 +247,18 @@ def _queries_kernel(
     if HAS_LOW:
         dq = _queries_tiles(
             dq, q, grad, shift, weight, delta, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride,
-            factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
+            factor, cap, kept_scale, seed, last_dropped, drawn, key_start, key_step, head, batch,
             DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST,
             PRECISION,
         )  # fmt: skip
     dq = _queries_tiles(
         dq, q, grad, shift, weight, delta, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride,
-        factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
+        factor, cap, kept_scale, seed, last_dropped, drawn, key_start, key_step, head, batch,
         DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, False, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     dq = _queries_tiles(
         dq, q, grad, shift, weight, delta, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride,
-        factor, cap, kept_scale, seed, last_dropped, place, key_start, key_step, head, batch,
+        factor, cap, kept_scale, seed, last_dropped, drawn, key_start, key_step, head, batch,
         DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V, BLOCK_KEYS, True, HAS_LOW, CAPPED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     dq *= scale

@@ -23,6 +23,21 @@ def stride(n, UNIT: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def place(program, blocks, pairs, section):
+    """(number of the block, pair) of a program: sections of ``section`` adjacent pairs of a head and a batch one after
+    the other, and in each the first blocks of all its pairs, then the second ones.
+
+    So the programs that run last are the last blocks, which callers make the shortest, and what the programs of a
+    section read stays in the L2 cache.
+    """
+    number = program // (blocks * section)
+    first = number * section
+    within = program - first * blocks
+    size = tl.minimum(section, pairs - first)
+    return within // size, first + within % size
+
+
+@triton.jit
 def load_tile(
     base, start, count, stride, TOKENS: tl.constexpr, DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, MASKED: tl.constexpr
 ):

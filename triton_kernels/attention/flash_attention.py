@@ -1,4 +1,4 @@
-"""flash_attention: launchers of the block attention kernels. Maths, masks, dropout: ops/_attention_block.py.
+"""flash_attention: launchers of the block attention kernels. Maths, masks, dropout: ops/attention/block.py.
 
 Tensors are ``[s, b, heads, d]`` of any strides with adjacent ``d``, which for v, out and their gradients may be another
 than for q and k; ``statistics`` is ``[2, b, heads, sq]``, ``rows`` ``[3, b, heads, sq]``, fp32, of any strides with
@@ -16,6 +16,8 @@ from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel, _rows_kernel
 from parallel_ops.triton_kernels.attention.forward import _forward_kernel
+from parallel_ops.triton_kernels.attention.grids import group_splits, section_of
+from parallel_ops.triton_kernels.attention.merge import _merge_kernel, _sum_kernel
 from parallel_ops.triton_kernels.attention.tiles import Tile, Tiles, tiles
 
 _LOG2_E = 1.4426950408889634
@@ -139,10 +141,11 @@ def forward(
     t = _tiles(q, v, softcap, draws).forward
     low, high = _bounds(left, right, queries, keys)
     strides = _strides(q, k, v, out)
-    blocks = cdiv(queries, t.queries)
+    blocks, pairs, group = cdiv(queries, t.queries), heads * batch, heads // kv_heads
+    section = section_of(pairs, _bytes_of_a_head(k, v), group)
     launch(
-        _forward_kernel, (blocks * heads * batch,),
-        q, k, v, out, statistics, spans, draws.seed, queries, keys, heads, heads // kv_heads, blocks, low, high,
+        _forward_kernel, (blocks * pairs,),
+        q, k, v, out, statistics, spans, draws.seed, queries, keys, heads, group, blocks, pairs, section, low, high,
         factor, cap,
         *draws[1:], None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
         **_dims(q, v), MERGE=merge,
@@ -163,32 +166,62 @@ def backward(
     common = {
         **_dims(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": _precision(q), **draws.options,
     }  # fmt: skip
+    group = heads // kv_heads
     if k.numel():
         t = _tiles(q, v, softcap, draws).keys
         low, high = _bounds(None if right is None else -right, None if left is None else -left, keys, queries)
-        strides = _strides(grad_out, q, k, v, dk, dv)
         blocks = cdiv(keys, t.keys)
+        splits = group_splits(blocks * kv_heads * batch, group, q.device) if queries else 1
+        parts = [dk, dv]
+        if splits > 1:
+            shapes = ((splits * batch, kv_heads, keys, gradient.shape[3]) for gradient in (dk, dv))
+            parts = [k.new_empty(shape, dtype=torch.float32).permute(2, 0, 1, 3) for shape in shapes]
+        strides = _strides(grad_out, q, k, v, *parts)
+        pairs = splits * kv_heads * batch
         launch(
-            _keys_kernel, (blocks * kv_heads * batch,),
-            grad_out, q, k, v, rows, dk, dv, query_spans, draws.seed,
-            queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
+            _keys_kernel, (blocks * pairs,),
+            grad_out, q, k, v, rows, *parts, query_spans, draws.seed,
+            queries, keys, heads, group, blocks, pairs, section_of(pairs, _bytes_of_a_head(q, grad_out)), splits,
+            low, high, factor, cap, scale,
             *draws[1:], None if query_spans is None else query_spans.stride(0), *strides, *rows.stride()[:3],
             HAS_LOW=right is not None or query_spans is not None,
             HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
         )  # fmt: skip
+        if splits > 1:
+            _sum_parts(parts, dk, dv, splits)
     if q.numel():
         t = _tiles(q, v, softcap, draws).queries
         low, high = _bounds(left, right, queries, keys)
         strides = _strides(grad_out, q, k, v, dq)
-        blocks = cdiv(queries, t.queries)
+        blocks, pairs = cdiv(queries, t.queries), heads * batch
         launch(
-            _queries_kernel, (blocks * heads * batch,),
+            _queries_kernel, (blocks * pairs,),
             grad_out, q, k, v, rows, dq, spans, draws.seed,
-            queries, keys, heads, heads // kv_heads, blocks, low, high, factor, cap, scale,
+            queries, keys, heads, group, blocks, pairs, section_of(pairs, _bytes_of_a_head(k, v), group),
+            low, high, factor, cap, scale,
             *draws[1:], None if spans is None else spans.stride(0), *strides, *rows.stride()[:3],
             ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **_hints(strides),
             **common, **_options(t),
         )  # fmt: skip
+
+
+def _bytes_of_a_head(a: Tensor, b: Tensor) -> int:
+    """Of all tokens of one head and batch."""
+    return a.shape[0] * (a.shape[3] + b.shape[3]) * a.element_size()
+
+
+def _sum_parts(parts: list[Tensor], dk: Tensor, dv: Tensor, splits: int) -> None:
+    """dk and dv from the sums of each part of the groups."""
+    keys, batch, kv_heads = dk.shape[:3]
+    dims = _dims(dk, dv)
+    block_keys = max(16, 2048 // dims["BLOCK_DIMS"])  # 16 elements a thread
+    blocks = cdiv(keys, block_keys)
+    strides = _strides(dk, dv)
+    launch(
+        _sum_kernel, (blocks * kv_heads * batch,),
+        *parts, dk, dv, splits, keys, kv_heads, blocks, kv_heads * batch, *strides, **dims, BLOCK_KEYS=block_keys,
+        **_hints(strides), num_warps=4,
+    )  # fmt: skip
 
 
 def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tensor) -> None:
@@ -205,4 +238,23 @@ def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tenso
         grad_out, out, statistics, rows, queries, heads, blocks, *strides, *statistics.stride()[:3], *rows.stride()[:3],
         DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block, FAST=grad_out.dtype is not torch.float32,
         **_hints(strides), num_warps=8,
+    )  # fmt: skip
+
+
+def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> None:
+    """Merges ``block`` ``[s, b, heads, d]`` and its ``logsumexp`` ``[b, heads, s]`` into ``out`` and ``statistics``."""
+    if block.numel() == 0:
+        return
+    queries, batch, heads, dims = block.shape
+    if block.stride(3) != 1 and dims > 1:
+        block = block.contiguous()
+    block_dims = next_power_of_2(dims)
+    block_queries = max(16, 4096 // block_dims)  # 16 elements of each a thread
+    blocks = cdiv(queries, block_queries)
+    strides = _strides(block, out)
+    launch(
+        _merge_kernel, (blocks * heads * batch,),
+        block, logsumexp, out, statistics, queries, heads, blocks, *strides, *logsumexp.stride()[:2],
+        *statistics.stride()[:3], DIMS=dims, BLOCK_DIMS=block_dims, BLOCK_QUERIES=block_queries, **_hints(strides),
+        num_warps=8,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from parallel_ops.triton_kernels.attention.common import (
     exponential,
     kept,
     load_tile,
+    place,
     runs,
     scores,
     store_tile,
@@ -27,7 +28,7 @@ from parallel_ops.triton_kernels.attention.common import (
 @triton.jit
 def _tiles(
     acc, total, largest, q, k_ptr, v_ptr, from_key, to_key, keys, first, end, k_stride, v_stride, factor, cap,
-    seed, last_dropped, place, key_start, key_step, head, batch,
+    seed, last_dropped, query_place, key_start, key_step, head, batch,
     DIMS: tl.constexpr, BLOCK_DIMS: tl.constexpr, DIMS_V: tl.constexpr, BLOCK_DIMS_V: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, MASKED: tl.constexpr, HAS_LOW: tl.constexpr, CAPPED: tl.constexpr, SIGNED: tl.constexpr,
     DROPOUT: tl.constexpr, BY_FOUR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,7 +58,7 @@ def _tiles(
         largest = new
         if DROPOUT:
             keep = kept(
-                seed, last_dropped, place, tl.cast(key_start, tl.int64) + key_step * start, key_step, head, batch,
+                seed, last_dropped, query_place, tl.cast(key_start, tl.int64) + key_step * start, key_step, head, batch,
                 BLOCK_KEYS, BY_FOUR, False,
             )  # fmt: skip
             p = tl.where(keep, p, 0.0)
@@ -67,8 +68,8 @@ def _tiles(
 
 
 _UNSPECIALISED = [
-    "queries", "keys", "heads", "group", "blocks", "low", "high", "last_dropped", "query_start", "query_step",
-    "key_start", "key_step", "first_head", "first_batch", "spans_stride",
+    "queries", "keys", "heads", "group", "blocks", "pairs", "section", "low", "high", "last_dropped",
+    "query_start", "query_step", "key_start", "key_step", "first_head", "first_batch", "spans_stride",
     *(f"{name}_{axis}" for name in ("q", "k", "v", "out") for axis in ("token", "batch", "head")),
     "statistics_plane", "statistics_batch", "statistics_head",
 ]  # fmt: skip
@@ -77,7 +78,7 @@ _UNSPECIALISED = [
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, statistics_ptr, spans_ptr, seed_ptr,
-    queries, keys, heads, group, blocks, low, high, factor, cap, kept_scale, last_dropped,
+    queries, keys, heads, group, blocks, pairs, section, low, high, factor, cap, kept_scale, last_dropped,
     query_start, query_step, key_start, key_step, first_head, first_batch, spans_stride,
     q_token, q_batch, q_head, k_token, k_batch, k_head, v_token, v_batch, v_head, out_token, out_batch, out_head,
     statistics_plane, statistics_batch, statistics_head,
@@ -87,10 +88,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # The last block sees most keys under a causal mask: it goes first.
-    program = tl.program_id(0)
-    block = blocks - 1 - program % blocks
-    head = program // blocks % heads
-    batch = program // blocks // heads
+    number, pair = place(tl.program_id(0), blocks, pairs, section)
+    block, head, batch = blocks - 1 - number, pair % heads, pair // heads
     b, h, kv_head = batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
     q_ptr += b * aligned(q_batch, UNIT) + h * aligned(q_head, UNIT)
     k_ptr += b * aligned(k_batch, UNIT) + kv_head * aligned(k_head, UNIT)
@@ -107,7 +106,7 @@ def _forward_kernel(
     query = first_query + tl.arange(0, BLOCK_QUERIES)
     first, end = runs(query, queries, keys, low, high, spans_ptr, spans_stride)
     seed = tl.load(seed_ptr) if DROPOUT else 0
-    place = (query_start + query_step * query.to(tl.int64)).to(tl.uint32) if DROPOUT else query
+    drawn = (query_start + query_step * query.to(tl.int64)).to(tl.uint32) if DROPOUT else query
     head += first_head if DROPOUT else 0
     batch += first_batch if DROPOUT else 0
     q = load_tile(q_ptr, first_query, queries, stride(q_token, UNIT, WIDE), BLOCK_QUERIES, DIMS, BLOCK_DIMS, True)
@@ -118,17 +117,17 @@ def _forward_kernel(
     if HAS_LOW:
         acc, total, largest = _tiles(
             acc, total, largest, q, k_ptr, v_ptr, from_key, whole, keys, first, end, k_stride, v_stride, factor, cap,
-            seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+            seed, last_dropped, drawn, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
             BLOCK_KEYS, True, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
         )  # fmt: skip
     acc, total, largest = _tiles(
         acc, total, largest, q, k_ptr, v_ptr, whole, edge, keys, first, end, k_stride, v_stride, factor, cap,
-        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+        seed, last_dropped, drawn, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
         BLOCK_KEYS, False, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
     acc, total, largest = _tiles(
         acc, total, largest, q, k_ptr, v_ptr, edge, to_key, keys, first, end, k_stride, v_stride, factor, cap,
-        seed, last_dropped, place, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
+        seed, last_dropped, drawn, key_start, key_step, head, batch, DIMS, BLOCK_DIMS, DIMS_V, BLOCK_DIMS_V,
         BLOCK_KEYS, True, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
 

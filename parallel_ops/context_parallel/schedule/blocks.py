@@ -27,6 +27,7 @@ class Options:
     Args:
         softcap, dropout_p: 0 for none. seed: one int64 element, or ``None`` without dropout.
         first_head: the first of this rank's query heads.
+        backend: whose kernels compute the blocks that they can: see ``ops.attention.backends``.
     """
 
     causal: bool
@@ -37,6 +38,7 @@ class Options:
     seed: Tensor | None
     cu_seqlens: Tensor | None
     first_head: int = 0
+    backend: str = "auto"
 
     def with_first_head(self, head: int) -> "Options":
         return replace(self, first_head=head)
@@ -163,6 +165,7 @@ class SoftmaxAccumulator:
                 out=self.out[rows],
                 statistics=self.statistics[..., rows],
                 merge=self._begun[block.ranges.start],
+                backend=o.backend,
             )
             for i in block.ranges:
                 self._begun[i] = True
@@ -178,10 +181,18 @@ class SoftmaxAccumulator:
 
 
 class Gradients:
-    """The gradients of queries, summed over blocks of keys, and those of each block of keys."""
+    """The gradients of queries, summed over blocks of keys, and those of each block of keys.
 
-    def __init__(self, grad: Tensor, q: Tensor, rows: Tensor, ranges: Sequence[TokenRange], options: Options) -> None:
+    Args:
+        out: the final output of the queries, if it is here: torch's kernels need it.
+    """
+
+    def __init__(
+        self, grad: Tensor, q: Tensor, rows: Tensor, ranges: Sequence[TokenRange], options: Options,
+        out: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._grad, self._q, self._rows, self._ranges, self._options = grad, q, rows, ranges, options
+        self._out = out
         self.dq = q.new_empty(q.shape, dtype=rows.dtype)
         self._begun = [False] * len(ranges)
 
@@ -212,6 +223,8 @@ class Gradients:
                 dk=dk,
                 dv=dv,
                 accumulate_dq=self._begun[block.ranges.start],
+                out=None if self._out is None else self._out[rows],
+                backend=o.backend,
             )
             if not alone:
                 shares[columns] += share

@@ -8,8 +8,9 @@
 
 Keys are sent directly to the ranks that need them: in step k every rank sends to one rank and receives from one. Keys
 that the receiver's queries do not see are not sent. Under a causal mask in zigzag layout this saves a quarter of the
-bytes of a ring that passes everything on; under a window, all keys before it. Nothing is rounded in between and sums
-have a fixed order, so the error does not grow with the ring and results are bitwise reproducible.
+bytes of a ring that passes everything on; under a window, all keys before it. With this package's kernels nothing is
+rounded in between and sums have a fixed order, so the error does not grow with the ring and results are bitwise
+reproducible. torch's kernels round each block's result, and its share of each gradient, to 16 bits.
 
 On CUDA one host thread posts all exchanges, on every rank in the same order (see ``comm/transport/base.py``).
 """
@@ -78,14 +79,15 @@ def ring_forward(
 
 
 def ring_backward(
-    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *, all_gather: bool
-) -> tuple[Tensor, Tensor]:
+    ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, out: Tensor | None = None, *,
+    all_gather: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq, and dk and dv packed as ``[s, b, kv_heads, d + d_v]``, of this rank's tokens, in the dtype of ``rows``.
 
     Args:
-        rows: what ``attention_gradient_rows`` returns for the final output.
+        rows: what ``attention_gradient_rows`` returns for the final output. out: that output, if it is on this rank.
     """
-    gradients, kv = Gradients(grad, q, rows, ring.own, ring.options), pack_keys(k, v)
+    gradients, kv = Gradients(grad, q, rows, ring.own, ring.options, out), pack_keys(k, v)
     if all_gather:
         parts, keys = _gather(ring, kv)
         total = _scatter(ring, gradients.add(keys, parts), parts)

@@ -71,7 +71,7 @@ class Attention:
         dsink = None if sink is None else attention_sink_gradient(sink, rows)
         if self._heads is None:
             dq, packed = ring_backward(
-                self.ring(), grad, with_unit_last_stride(q), k, v, rows, all_gather=self.algorithm.all_gather
+                self.ring(), grad, with_unit_last_stride(q), k, v, rows, out, all_gather=self.algorithm.all_gather
             )
             dk, dv = (t.to(q.dtype).contiguous() for t in unpack_keys(packed, q.shape[3]))
             return dq.to(q.dtype), dk, dv, dsink
@@ -79,6 +79,7 @@ class Attention:
         grad = self._heads.tokens_to_heads(split_heads(u, grad)).unflatten(2, (heads, grad.shape[3]))
         rows = self._heads.tokens_to_heads(split_heads(u, rows.permute(3, 1, 2, 0))).unflatten(2, (heads, 3))
         rows = rows.permute(3, 1, 2, 0).contiguous()
+        # The outputs of these heads are on the ranks of their tokens, which sent D: the kernels are this package's.
         dq, packed = ring_backward(self.ring(at * heads), grad, q, k, v, rows, all_gather=False)
         gradients = torch.cat([t.flatten(2) for t in (dq, *unpack_keys(packed, q.shape[3]))], dim=2).to(q.dtype)
         shapes = [(t.shape[2], t.shape[3]) for t in (q, k, v)]

@@ -38,7 +38,7 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """``query`` ``[b, h, s, d]``, ``key`` and ``value`` with as many heads or fewer -> ``[b, s, h, d]``.
 
-        On GPUs SDPA is kept: it has kernels for each generation, with which ours have not been compared yet.
+        On GPUs SDPA is kept: of the kernels that ``flash_attention`` would choose among, it takes the same.
         """
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         whole = causal and attention_mask is None and query.shape[2] == key.shape[2] > 1

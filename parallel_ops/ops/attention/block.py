@@ -31,6 +31,8 @@ from torch import Tensor
 import parallel_ops._internal.extension  # noqa: F401  (defines the torch ops)
 from parallel_ops._internal.philox import philox4x32, threshold
 from parallel_ops._internal.token_range import TokenRange
+from parallel_ops.ops.attention import torch_kernels
+from parallel_ops.ops.attention.backends import resolve
 
 
 class MaskBounds(NamedTuple):
@@ -162,6 +164,7 @@ def block_attention(
     out: Tensor,
     statistics: Tensor,
     merge: bool,
+    backend: str = "triton",
 ) -> None:
     """Writes the attention of ``q`` over ``k`` and ``v`` to ``out`` and ``statistics``, or merges it into them.
 
@@ -171,7 +174,14 @@ def block_attention(
         softcap: 0 for none.
         out: ``[sq, b, heads, d_v]`` in the dtype of ``q`` or fp32; with ``merge`` fp32 (fp64 for fp64).
         statistics: M and Z, ``[2, b, heads, sq]``, fp32 (fp64 for fp64).
+        backend: whose kernels compute the block, if they can: see ``backends``. torch's round the block's result to
+            the dtype of ``q`` before it is merged.
     """
+    taken = _taken_by_torch(backend, q, k, v, mask, scale, softcap, dropout)
+    if taken is not None:
+        theirs = torch_kernels.forward(taken[0], q, k, v, taken[1], scale)
+        merge_block(*theirs, out=out, statistics=statistics, merge=merge)
+        return
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
@@ -196,6 +206,8 @@ def block_attention_backward(
     dk: Tensor,
     dv: Tensor,
     accumulate_dq: bool,
+    out: Tensor | None = None,
+    backend: str = "triton",
 ) -> None:
     """The gradients from these keys.
 
@@ -204,7 +216,17 @@ def block_attention_backward(
         rows: what ``attention_gradient_rows`` returns for the final output.
         dq, dk, dv: like ``q``, ``k`` and ``v``, in their dtype or fp32; dk and dv are overwritten, dq is with
             ``accumulate_dq`` fp32 and added to.
+        out: the final output ``[sq, b, heads, d_v]`` in the dtype of q, for torch's kernels, which take it in place of
+            D; without it the kernels are this package's. backend: as in ``block_attention``.
     """
+    taken = None if out is None else _taken_by_torch(backend, q, k, v, mask, scale, softcap, dropout)
+    if taken is not None and out is not None:
+        # On a GPU the rows of 16-bit data already hold the logsumexp.
+        lse = rows[0] if q.is_cuda else rows[0] - rows[1].log()
+        theirs = torch_kernels.backward(taken[0], grad_out, q, k, v, out, lse, taken[1], scale)
+        for ours, gradient, add in zip((dq, dk, dv), theirs, (accumulate_dq, False, False), strict=True):
+            ours.add_(gradient) if add else ours.copy_(gradient)
+        return
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
@@ -213,6 +235,51 @@ def block_attention_backward(
         return
     masked = _cpu_options(mask, scale, softcap, dropout)
     _backward(grad_out, q, k, v, rows, *masked, dq, dk, dv, accumulate_dq)
+
+
+def _taken_by_torch(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, mask: MaskBounds, scale: float, softcap: float,
+    dropout: Dropout | None,
+) -> tuple[str, torch_kernels.Mask] | None:  # fmt: skip
+    """Which of torch's kernels compute the block and with which mask; ``None`` if this package's do."""
+    causal = mask.right == 0 and q.shape[0] == k.shape[0]
+    full = mask.right is None and mask.left is None
+    if backend == "triton" or mask.spans is not None or not (causal or full):
+        return None
+    window = None if mask.left is None else 1 - mask.left
+    chosen = resolve(
+        backend, q, k, v, causal=causal, scale=scale, window=window is not None, softcap=softcap > 0.0,
+        dropout=dropout is not None,
+    )  # fmt: skip
+    return None if chosen == "triton" else (chosen, torch_kernels.Mask(causal, window))
+
+
+def merge_block(block: Tensor, logsumexp: Tensor, *, out: Tensor, statistics: Tensor, merge: bool) -> None:
+    """Writes the result of a block to ``out`` and ``statistics``, or merges it into them.
+
+    Args:
+        block: ``[sq, b, heads, d_v]``, any floating-point dtype. logsumexp: ``[b, heads, sq]``.
+        out, statistics, merge: as in ``block_attention``.
+    """
+    largest, total = statistics
+    if not merge:
+        out.copy_(block)
+        largest.copy_(logsumexp)
+        total.fill_(1.0)
+    elif out.is_cuda:
+        from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+        kernels.merge(block, logsumexp.contiguous(), out, statistics)
+    else:
+        most = torch.maximum(largest, logsumexp)
+        shift = torch.where(most == -torch.inf, 0.0, most)
+        old, ours = (largest - shift).exp() * total, (logsumexp - shift).exp()
+        sums = old + ours
+        share = torch.where(sums == 0.0, 0.0, 1.0 / sums)
+        (old, ours) = ((part * share).permute(2, 0, 1).unsqueeze(3) for part in (old, ours))
+        out.mul_(old).add_(block.to(out.dtype) * ours)
+        largest.copy_(most)
+        total.copy_(sums)
 
 
 def begin_carry(out: Tensor, statistics: Tensor, sink: Tensor | None) -> None:

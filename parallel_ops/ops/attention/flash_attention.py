@@ -22,6 +22,8 @@ from parallel_ops._internal.philox import kept_scale
 from parallel_ops._internal.registration import cast_first, register
 from parallel_ops._internal.split_backward import kept_parameter, requested
 from parallel_ops._internal.token_range import TokenRange
+from parallel_ops.ops.attention import torch_kernels
+from parallel_ops.ops.attention.backends import BackendName, check_backend, resolve
 from parallel_ops.ops.attention.block import (
     Dropout,
     MaskBounds,
@@ -33,6 +35,7 @@ from parallel_ops.ops.attention.block import (
     block_attention_backward,
     dense_mask,
     dropout_keep_mask,
+    merge_block,
 )
 from parallel_ops.ops.attention.checks import check_attention
 from parallel_ops.ops.softmaxes.shared import visible_softmax
@@ -50,6 +53,7 @@ class AttentionArguments(TypedDict, total=False):
     seed: int | Tensor | None
     cu_seqlens: Tensor | None
     first_head: int
+    backend: BackendName
 
 
 def flash_attention(
@@ -66,6 +70,7 @@ def flash_attention(
     seed: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     first_head: int = 0,
+    backend: BackendName = "auto",
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` over the keys visible to each query, without scores in memory.
 
@@ -89,6 +94,20 @@ def flash_attention(
             ``sq == sk == s``: document n is the tokens from ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``, and a query
             sees keys of its own document. The host does not read its values, so they are not checked.
         first_head: the index of the first of these heads among those of all ranks, for dropout.
+        backend: whose kernels compute the call, forward and backward. ``"auto"``: on CUDA torch's (``"cudnn"``,
+            ``"flash"``) where torch's ``scaled_dot_product_attention`` would take one of them and it can do the call,
+            else this package's (``"triton"``); on CPUs this package's. The others by name:
+
+            ==========  ==================================================================================
+            triton      CUDA; everything
+            cudnn       CUDA; 16 bits, d and d_v multiples of 8 up to 128; full, or causal with sq = sk
+            flash       CUDA; 16 bits, d = d_v a multiple of 8 up to 256 (128 on some GPUs); full, or causal
+                        with sq = sk, also with a window or, for b = 1, cu_seqlens. CPU; d = d_v; full or causal
+            ==========  ==================================================================================
+
+            A sink is joined to any. torch's take neither softcap nor dropout, and their gradients of q differ in the
+            last bits from run to run. Under ``torch.use_deterministic_algorithms(True)`` ``"auto"`` is ``"triton"``,
+            with the same bits on every run. Memory that is not aligned to 16 bytes goes to this package's kernels.
 
     Returns:
         ``[sq, b, heads, d_v]``, contiguous, in the dtype of ``q`` (under autocast, in its dtype); arithmetic in fp32
@@ -98,7 +117,7 @@ def flash_attention(
         TypeError: unsupported or different dtypes, an option of a wrong type.
         ValueError: wrong shapes or devices, ``sq > sk`` if causal, ``window`` without ``causal`` or below 1,
             ``softcap`` not above 0, ``scale`` not finite, ``dropout_p`` outside 0 to 1, ``cu_seqlens`` with
-            ``sq != sk``.
+            ``sq != sk``, a ``backend`` that is none or cannot do the call.
 
     Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also
     its dropout mask. So does any shard of batch without dropout. Queries and keys must be whole; ``ring_attention``
@@ -106,6 +125,10 @@ def flash_attention(
     """
     op = "flash_attention"
     check_attention(op, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)
+    check_backend(
+        op, backend, q, k, v, causal=causal, scale=scale, window=window, documents=cu_seqlens is not None,
+        softcap=softcap, dropout_p=dropout_p,
+    )  # fmt: skip
     drawn = dropout_seed(op, "dropout_p", dropout_p, seed, "q", q)
     sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -116,7 +139,7 @@ def flash_attention(
             cu_seqlens=cu_seqlens, first_head=first_head,
         )  # fmt: skip
         return y.contiguous()
-    return _forward(q, k, v, sink, cu_seqlens, drawn, causal, scale, window, softcap or 0.0, p, first_head)[0]
+    return _forward(q, k, v, sink, cu_seqlens, drawn, causal, scale, window, softcap or 0.0, p, first_head, backend)[0]
 
 
 def flash_attention_reference(
@@ -133,8 +156,9 @@ def flash_attention_reference(
     seed: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     first_head: int = 0,
+    backend: BackendName = "auto",
 ) -> Tensor:
-    """The same in plain PyTorch, all scores in memory."""
+    """The same in plain PyTorch, all scores in memory, whatever the backend."""
     (sq, b, heads, d), sk = q.shape, k.shape[0]
     k, v = (t.repeat_interleave(heads // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in (k, v))
     scores = q.permute(1, 2, 0, 3) @ k.transpose(2, 3) * (d**-0.5 if scale is None else scale)
@@ -181,9 +205,12 @@ def _fake_backward(
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None,
-    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
+    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = (with_unit_last_stride(t) for t in (q, k, v))
+    taken = _taken_by_torch(backend, q, k, v, causal, scale, window, cu_seqlens, softcap, seed)
+    if taken is not None:
+        return _run_by_torch(*taken, q, k, v, sink, scale)
     out, statistics = _fake(q, k, v)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head)
     if sink is None and mask is not None:
@@ -200,12 +227,51 @@ def _run(
     return carry.to(q.dtype), statistics
 
 
+def _taken_by_torch(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None,
+    cu_seqlens: Tensor | None, softcap: float, seed: Tensor | None,
+) -> tuple[str, torch_kernels.Mask] | None:  # fmt: skip
+    """Which of torch's kernels compute the call and with which mask; ``None`` if this package's do."""
+    window = None if window is not None and window >= k.shape[0] else window
+    chosen = resolve(
+        backend, q, k, v, causal=causal, scale=scale, window=window is not None, documents=cu_seqlens is not None,
+        softcap=softcap > 0.0, dropout=seed is not None,
+    )  # fmt: skip
+    if chosen == "triton":
+        return None
+    return chosen, torch_kernels.Mask(causal, window, None if cu_seqlens is None else cu_seqlens.to(torch.int32))
+
+
+def _run_by_torch(
+    backend: str, mask: torch_kernels.Mask, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, logsumexp = torch_kernels.forward(backend, q, k, v, mask, scale)
+    statistics = _fake(q, k, v)[1]
+    if sink is None:
+        statistics[0].copy_(logsumexp)
+        statistics[1].fill_(1.0)
+        return out.contiguous(), statistics
+    carry = torch.empty_like(out, dtype=statistics.dtype, memory_format=torch.contiguous_format)
+    begin_carry(carry, statistics, sink)
+    merge_block(out, logsumexp, out=carry, statistics=statistics, merge=True)
+    return carry.to(q.dtype), statistics
+
+
 def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None,
     cu_seqlens: Tensor | None, seed: Tensor | None,
-    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int,
+    causal: bool, scale: float, window: int | None, softcap: float, p: float, first_head: int, backend: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grad, q, k, v = (with_unit_last_stride(t) for t in (grad, q, k, v))
+    taken = _taken_by_torch(backend, q, k, v, causal, scale, window, cu_seqlens, softcap, seed)
+    if taken is not None:
+        # A forward of either backend leaves M and Z. Their sum has no rows that see nothing: these calls have none.
+        logsumexp = statistics[0] + statistics[1].log()
+        theirs = torch_kernels.backward(taken[0], grad, q, k, v, out, logsumexp, taken[1], scale)
+        dsink = statistics.new_empty(0)
+        if sink is not None:
+            dsink = attention_sink_gradient(sink, attention_gradient_rows(grad, out, statistics))
+        return *(t.contiguous() for t in theirs), dsink
     dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, statistics, sink)
     rows = attention_gradient_rows(grad, out, statistics)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
@@ -238,7 +304,7 @@ def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     if sink is not None:
         sink = kept_parameter(ctx, "flash_attention", "sink", sink, 3, requested(ctx))
     dq, dk, dv, dsink = _backward(grad, q, k, v, out, statistics, sink, *rest, *ctx.options)
-    return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * 9
 
 
 _backward = register("flash_attention_backward", fake=_fake_backward, cuda=_run_backward, cpu=_run_backward)

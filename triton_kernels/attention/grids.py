@@ -1,0 +1,38 @@
+"""How many programs the attention kernels run, and in which order.
+
+A program keeps a block of queries or of keys, and takes as long as the walk along what the block sees: under a causal
+mask some take many times as long as others. With all registers of a multiprocessor it runs there alone. So a grid fills
+a GPU if there are some programs for each multiprocessor and the longest go first: then all end at about the same time.
+`benchmarks/gpu_model/attention.py` schedules the grids of given shapes.
+"""
+
+import torch
+
+from parallel_ops.triton_kernels._common import cdiv, multiprocessors
+
+# A head's keys and values are read by each of its blocks, and from the L2 cache if they are still there: it has 40 MB
+# on an A100, 50 on an H100, 60 on an H200. What else passes through takes some of it.
+_SECTION_BYTES = 32 << 20
+
+
+def section_of(pairs: int, bytes_of_a_head: int, sharing: int = 1) -> int:
+    """How many pairs of a head and a batch run at a time: as many as have their tensors in the L2 cache.
+
+    Args:
+        bytes_of_a_head: what the programs of a pair read. sharing: adjacent pairs that read the same.
+    """
+    most = max(1, _SECTION_BYTES // max(1, bytes_of_a_head)) * sharing
+    return cdiv(pairs, cdiv(pairs, most)) if pairs > most else max(1, pairs)
+
+
+def group_splits(programs: int, group: int, device: torch.device) -> int:
+    """Parts of a group of query heads that programs of dK and dV share: the fewest that fill the GPU.
+
+    ``programs``: with one part. Sums of parts are added in their order by another kernel, so results depend on the
+    number of multiprocessors, and are the same on the same model of GPU. At three and a half programs a multiprocessor
+    the schedule of a causal mask is 94 % full or more; twice as many would double the fp32 sums written and read.
+    """
+    for splits in range(1, group):
+        if group % splits == 0 and 2 * programs * splits >= 7 * multiprocessors(device):
+            return splits
+    return group
