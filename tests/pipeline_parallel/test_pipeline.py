@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as runtime
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.communication.step_traffic import StepTraffic
-from parallel_ops.planner.compute.efficiency import efficiency
+from parallel_ops.planner.compute.software import efficiency
 from parallel_ops.planner.plan import SCHEDULES, Plan
 from parallel_ops.train.planner_model import planner_model
 from support import staged, torch_runtime
