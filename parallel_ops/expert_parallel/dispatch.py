@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import all_to_all
+from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.ops.experts import ExpertOrder, permute, sort_by_expert, unpermute
 
@@ -45,7 +46,10 @@ class Dispatch:
         group: the ranks that share the experts; ``None`` for one.
         weights: ``[t, k]``, sent with the rows; ``None`` for nothing.
         capacity: rows of each expert from each rank at most; further ones are dropped, in the order of the tokens.
-            ``None`` for no limit.
+            ``None`` for no limit. The same on every rank.
+
+    Raises:
+        ValueError: on every rank, before data moves, where ranks disagree (on CUDA: in the first call of a kind).
 
     Sharding: x S(0) over group; gradients are complete.
     """
@@ -63,6 +67,10 @@ class Dispatch:
         self._parts = [rows] if own is None else [rows, own]
         self._leaving: list[Exchange] = []
         if group is not None:
+            if capacity is not None:  # otherwise the ranks compare what they exchange
+                same = x.dtype, x.shape[1], num_experts, capacity, weights is None
+                text = f"rows of {x.shape[1]} {x.dtype} for {num_experts} experts, capacity={capacity}"
+                check_consistency(group, CallSignature("expert_parallel", same, text, ()), x.device)
             table = self._exchange_sizes(load, num_experts, capacity)
             self._leaving = [Exchange(part, self._sent, self._received, group) for part in self._parts]
             # What a rank will have received is ordered by sender and expert.

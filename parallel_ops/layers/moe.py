@@ -151,7 +151,9 @@ class ParallelMoE(ShardedModule):
             split = shard_sizes(flat.shape[0], self.ranks)
             flat = scatter_to_group(flat, self.group, sizes=split)
         routing = self.router(flat)
-        experts, capacity = self.router.num_experts, self._capacity(flat.shape[0])
+        # Of the rank with the most tokens: all must have the same capacity.
+        rows = max(split) if split else flat.shape[0] if sizes is None else max(sizes) * x.shape[1:-1].numel()
+        experts, capacity = self.router.num_experts, self._capacity(rows)
         # The bias of an expert's result counts with the token's weight too.
         early, late = (None, routing.weights) if self.experts.down_bias is not None else (routing.weights, None)
         dispatched = Dispatch(

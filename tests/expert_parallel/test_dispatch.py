@@ -43,6 +43,11 @@ def test_tokens_find_their_experts_and_the_way_back(size, pytestconfig):
             assert sum(int(got["rows"]) for got in found) == sum(got["experts"].numel() for got in found)
 
 
+def test_ranks_of_another_capacity():
+    for outcome in ranks(2).outcomes(on_rank.of_another_capacity):
+        assert outcome.type == "ValueError" and "capacity=3" in outcome.message and "capacity=4" in outcome.message
+
+
 def test_gradients_of_the_losses_are_those_of_their_formulas():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 40, 6, generator=generator, dtype=torch.float64)

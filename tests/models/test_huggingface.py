@@ -534,18 +534,17 @@ def test_memory_is_needed_before_loading(folders):
         model.load_pretrained(folders / "gpt2")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+OF_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+# With the auxiliary loss of the whole batch where all ranks share it. Each family takes one plan of either kind.
+SHARING = ("dp=1,tp=2,sequence_parallel=true", "dp=1,cp=2,ep=2,zero=1")
+APART = ("dp=4,ep=4,zero=3", "dp=2,tp=2,ep=2,zero=2")
+
+
 @pytest.mark.parametrize(
-    ("plan", "aux"),
-    [
-        ("dp=1,tp=2,sequence_parallel=true", True),
-        ("dp=1,cp=2,ep=2,zero=1", True),
-        ("dp=4,ep=4,zero=3", False),
-        ("dp=2,tp=2,ep=2,zero=2", False),
-    ],
+    ("name", "plan", "aux"),
+    [(name, plans[n % 2], plans is SHARING) for n, name in enumerate(OF_EXPERTS) for plans in (SHARING, APART)],
 )
 def test_losses_and_gradients_of_experts_are_those_of_transformers(name, plan, aux, folders, tmp_path):
-    """With the auxiliary loss of the whole batch where all ranks share it."""
     folder = tmp_path / "m"
     shutil.copytree(folders / name, folder)
     factor = 0.3 if aux and name != "deepseek_v3" else 0.0

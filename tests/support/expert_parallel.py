@@ -39,6 +39,12 @@ def sent(rank: int, trial: int, num_experts: int, top_k: int, capacity: int | No
             "dx": x.grad, "dweights": weights.grad, "rows": torch.tensor(way.rows.shape[0])}  # fmt: skip
 
 
+def of_another_capacity(rank: int) -> None:
+    """Ranks that do not agree about the capacity."""
+    x, experts = torch.randn(4, HIDDEN), torch.zeros(4, 1, dtype=torch.int64)
+    Dispatch(x, experts, torch.tensor([4, 0]).int(), 2, group=dist.group.WORLD, capacity=3 + rank)
+
+
 def tokens_of(
     generator: torch.Generator, trial: int, rank: int, num_experts: int, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
