@@ -65,7 +65,7 @@ def grouped_linear(
 
     Raises:
         TypeError: unsupported or differing dtypes. ValueError: wrong shapes or devices; ``ends`` that descend or leave
-        the rows of x; ``main_grad`` or ``deferred`` under torch.compile or inside DistributedDataParallel.
+            the rows of x; ``main_grad`` or ``deferred`` under torch.compile or inside DistributedDataParallel.
 
     Source: Gale et al., arXiv:2211.15841.
 

@@ -53,7 +53,7 @@ def unpermute(y: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> T
         ``[t, h]``, contiguous, dtype of ``y``. A token whose slots were all dropped is zero. Autocast changes nothing.
 
     Raises:
-        As ``permute``.
+        TypeError, ValueError: as ``permute``.
 
     Sharding: y may be sharded over h, and the result is sharded alike; the gradient of weights is then partial over
     those ranks.
