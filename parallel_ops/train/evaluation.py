@@ -50,7 +50,7 @@ class Evaluation:
     def begin(self) -> None:
         """Starts from the best checkpoint in ``checkpoint.dir``; all ranks call it."""
         folder, group = self.trainer.settings.checkpoint.dir, self.trainer.writers
-        found = [None if folder is None else best_in(folder)]
+        found = [best_in(folder) if folder is not None and self.trainer.rank == 0 else None]
         if group is not None:  # files appear on other nodes with a delay
             dist.broadcast_object_list(found, src=0, group=group)
         self.best = None if found[0] is None else found[0][0]

@@ -42,6 +42,11 @@ def _experts_of(config: TransformerConfig) -> ExpertsConfig:
     return config.experts
 
 
+def _write_router(experts: ExpertsConfig) -> Options:
+    """The keys that all families but DeepSeek's have."""
+    return {"num_experts_per_tok": experts.top_k, "router_aux_loss_coef": experts.aux_loss}
+
+
 def _read_mixtral(options: Options) -> Options:
     experts = ExpertsConfig(
         num_experts=options.pop("num_local_experts", 8),
@@ -55,12 +60,14 @@ def _read_mixtral(options: Options) -> Options:
 
 def _write_mixtral(config: TransformerConfig) -> Options:
     experts = _experts_of(config)
-    return write_rotary(config) | {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "router_aux_loss_coef": experts.aux_loss,
-        "sliding_window": config.windows[0],
-    }
+    return (
+        write_rotary(config)
+        | _write_router(experts)
+        | {
+            "num_local_experts": experts.num_experts,
+            "sliding_window": config.windows[0],
+        }
+    )
 
 
 def _read_qwen3_moe(options: Options) -> Options:
@@ -87,15 +94,17 @@ def _read_qwen3_moe(options: Options) -> Options:
 
 def _write_qwen3_moe(config: TransformerConfig) -> Options:
     experts = _experts_of(config)
-    return write_rotary(config) | {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.ffn_hidden_size,
-        "norm_topk_prob": experts.normalize,
-        "mlp_only_layers": list(range(experts.dense_layers)),
-        "decoder_sparse_step": 1,
-        "router_aux_loss_coef": experts.aux_loss,
-    }
+    return (
+        write_rotary(config)
+        | _write_router(experts)
+        | {
+            "num_experts": experts.num_experts,
+            "moe_intermediate_size": experts.ffn_hidden_size,
+            "norm_topk_prob": experts.normalize,
+            "mlp_only_layers": list(range(experts.dense_layers)),
+            "decoder_sparse_step": 1,
+        }
+    )
 
 
 def _read_olmoe(options: Options) -> Options:
@@ -111,12 +120,14 @@ def _read_olmoe(options: Options) -> Options:
 
 def _write_olmoe(config: TransformerConfig) -> Options:
     experts = _experts_of(config)
-    return write_rotary(config) | {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": experts.normalize,
-        "router_aux_loss_coef": experts.aux_loss,
-    }
+    return (
+        write_rotary(config)
+        | _write_router(experts)
+        | {
+            "num_experts": experts.num_experts,
+            "norm_topk_prob": experts.normalize,
+        }
+    )
 
 
 def _read_gpt_oss(options: Options) -> Options:
@@ -148,15 +159,17 @@ def _write_gpt_oss(config: TransformerConfig) -> Options:
     experts, rope = _experts_of(config), write_rotary(config)
     if config.rotary_scaling is None:  # without this key it would be the family's default
         rope["rope_scaling"] = {"rope_type": "default"}
-    return rope | {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "swiglu_alpha": experts.swiglu_alpha,
-        "swiglu_limit": experts.swiglu_limit,
-        "router_aux_loss_coef": experts.aux_loss,
-        "sliding_window": next((window for window in config.windows if window is not None), 128),
-        "layer_types": kinds_of(window is not None for window in config.windows),
-    }
+    return (
+        rope
+        | _write_router(experts)
+        | {
+            "num_local_experts": experts.num_experts,
+            "swiglu_alpha": experts.swiglu_alpha,
+            "swiglu_limit": experts.swiglu_limit,
+            "sliding_window": next((window for window in config.windows if window is not None), 128),
+            "layer_types": kinds_of(window is not None for window in config.windows),
+        }
+    )
 
 
 _GPT_OSS_ROPE = {
