@@ -121,7 +121,7 @@ class Ranks:
 def _context() -> Any:
     """Processes start as forks of one that has imported what they need, which takes each of them seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["parallel_ops.models", "torch._inductor.compile_fx"])
+    context.set_forkserver_preload(["parallel_ops.models", "parallel_ops.train", "torch._inductor.compile_fx"])
     return context
 
 

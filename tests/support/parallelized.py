@@ -31,7 +31,7 @@ def plan_of(mesh: ParallelMesh, **options: Any) -> Plan:
 
 
 def train(
-    rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 3
+    rank: int, kind: str, sizes: dict[str, int], options: dict[str, Any], accumulation: int = 1, steps: int = 2
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a few steps, the same data in all over any ranks and micro-batches."""
     mesh = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh()
@@ -40,7 +40,8 @@ def train(
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     model.reset_parameters()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    # Unlike Adam's, its updates show the scale of gradients.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, norms = [], []
     replicas, replica = mesh.size("dp"), mesh.rank("dp")
     for step in range(steps):

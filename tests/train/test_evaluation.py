@@ -110,9 +110,10 @@ PLANS = [
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_it_is_the_same_on_every_mesh(data, held_out, document_mask):
-    options = {"data": {"document_mask": document_mask}, "run": {"steps": 2}}
+    """After an update, of 11 sequences, which no number of ranks divides."""
+    options = {"data": {"document_mask": document_mask}, "run": {"steps": 1}}
+    options |= {"optimizer": {"warmup": 0}, "evaluation": {"sequences": 11}}
     want = runs.evaluated(0, settings_of(data, held_out, **options))
-    assert len({pair[2] for pair in want}) == 2
     for plan in PLANS[document_mask::2]:
         settings = settings_of(data, held_out, **options, parallel={"global_batch": BATCH, **plan})
         for got in ranks(settings.plan.gpus).run(runs.evaluated, settings):
