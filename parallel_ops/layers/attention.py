@@ -8,7 +8,6 @@ The core attention is a callable (``core_attention.py``). If there are fewer key
 weights are whole on every rank, each rank computes the one head that its queries use, and gradients are summed.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,16 +18,15 @@ from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import copy_to_group, reduce_from_group
+from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.core_attention import CoreAttention, flash
+from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
 from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import (
     InitFn,
-    ShardedModule,
     empty_parameter,
-    ensure_divisible,
     fill_,
     init_sharded_,
     to_local,
@@ -39,7 +37,7 @@ from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 Angles = tuple[Tensor, Tensor]
 
 
-class ParallelSelfAttention(ShardedModule):
+class ParallelSelfAttention(AttentionHeads):
     """Multi-head self-attention, causal by default.
 
     Args:
@@ -99,7 +97,14 @@ class ParallelSelfAttention(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
+        super().__init__(
+            num_heads,
+            mesh,
+            causal=causal,
+            window=window,
+            core_attention=core_attention,
+            attention_dropout=attention_dropout,
+        )
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None and (num_heads < 1 or hidden_size % num_heads):
             raise ValueError(
@@ -113,17 +118,7 @@ class ParallelSelfAttention(ShardedModule):
             raise ValueError(
                 f"ParallelSelfAttention: num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
             )
-        if window is not None and (not causal or window < 1):
-            raise ValueError(f"ParallelSelfAttention: window must be positive and needs causal=True, got {window}")
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(
-                f"ParallelSelfAttention: attention_dropout must be from 0 to below 1, got {attention_dropout}"
-            )
-        self.local_heads = ensure_divisible("ParallelSelfAttention", "num_heads", num_heads, self.ranks)
         self.local_kv_heads, rows = self._split_kv_heads(num_kv_heads)
-        self.causal, self.window, self.attention_dropout = causal, window, attention_dropout
-        self.core_attention: CoreAttention = flash if core_attention is None else core_attention
-        self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
         if sink and "sink" not in self._core_takes:
             raise ValueError(
                 "ParallelSelfAttention: sink needs a core_attention that takes one, such as "
@@ -212,8 +207,7 @@ class ParallelSelfAttention(ShardedModule):
         replicated (a mask that differs by heads: this rank's).
         """
         check_input("ParallelSelfAttention", x, self.q.weight, "[s, b, {}]")
-        given = dict(core_options or {}) if mask is None else {**(core_options or {}), "mask": mask}
-        self._check_options(given)
+        given = self._options_of(core_options, mask)
         (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
         q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -224,17 +218,10 @@ class ParallelSelfAttention(ShardedModule):
             q, k = norm(q, q_weight, self.q_norm.eps), norm(k, k_weight, self.k_norm.eps)
         if angles is not None:
             q, k = (rotary_embedding(t, *angles, positions=positions) for t in (q, k))
-        dropout_p = self.attention_dropout if self.training else 0.0
-        if dropout_p and "first_head" in self._core_takes:
-            given["first_head"] = self.local_heads * group_rank(self.group)
         if self.sink is not None:
             (given["sink"],) = to_local(self, self.sink)
-        y = self.core_attention(
-            q, k, v, causal=self.causal, scale=None, window=self.window, dropout_p=dropout_p, **given
-        )  # fmt: skip
-        out: Tensor = self.out(
-            y.flatten(2), residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes
-        )
+        y = self._attend(q, k, v, None, given)
+        out: Tensor = self.out(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
 
     def _norm_all_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -247,16 +234,6 @@ class ParallelSelfAttention(ShardedModule):
         squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
         mean = copy_to_group(squares, self.group) / weight.numel()
         return (wide * torch.rsqrt(mean + eps) * own).to(x.dtype).view(x.shape)
-
-    def _check_options(self, given: Mapping[str, Any]) -> None:
-        """Raises unless the core attention takes these keywords."""
-        for name in given:
-            if name not in self._core_takes:
-                raise TypeError(
-                    f"ParallelSelfAttention: {name} must be None for this core_attention, which does not take one"
-                    + ("; give the layer core_attention=parallel_ops.layers.core_attention.unfused and causal=False")
-                    * (name == "mask")
-                )
 
     def extra_repr(self) -> str:
         return f"local_heads={self.local_heads}, local_kv_heads={self.local_kv_heads}, head_dim={self.head_dim}"

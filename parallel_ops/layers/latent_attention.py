@@ -9,7 +9,6 @@ With sequence parallelism the narrow vectors are gathered, not the residual stre
 arXiv:2405.04434, section 2.1.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import all_gather, copy_to_group
 from parallel_ops.layers.attention import Angles
+from parallel_ops.layers.attention_heads import AttentionHeads
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.core_attention import CoreAttention, flash
+from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linears
 from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.norm import Norm
@@ -31,7 +30,6 @@ from parallel_ops.layers.parameters import (
     InitFn,
     ShardedModule,
     empty_parameter,
-    ensure_divisible,
     init_sharded_,
     to_local,
     uniform,
@@ -81,7 +79,7 @@ class ReplicatedLinear(ShardedModule):
         return F.linear(x, weight)
 
 
-class ParallelLatentAttention(ShardedModule):
+class ParallelLatentAttention(AttentionHeads):
     """Causal multi-head latent attention, in the place of ``ParallelSelfAttention``.
 
     Args:
@@ -126,18 +124,22 @@ class ParallelLatentAttention(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mesh)
-        self.local_heads = ensure_divisible("ParallelLatentAttention", "num_heads", num_heads, self.ranks)
+        super().__init__(
+            num_heads,
+            mesh,
+            causal=True,
+            window=window,
+            core_attention=core_attention,
+            attention_dropout=attention_dropout,
+        )
         if qk_rope_head_dim % 2:
             raise ValueError(f"ParallelLatentAttention: qk_rope_head_dim must be even, got {qk_rope_head_dim}")
         self.nope, self.rope, self.v_head_dim, self.kv_lora_rank = (
             qk_nope_head_dim, qk_rope_head_dim, v_head_dim, kv_lora_rank,
         )  # fmt: skip
         self.scale = (self.nope + self.rope) ** -0.5 if scale is None else scale
-        self.interleaved, self.window, self.attention_dropout = interleaved, window, attention_dropout
+        self.interleaved = interleaved
         self.sequence_parallel = sequence_parallel and self.ranks > 1
-        self.core_attention: CoreAttention = flash if core_attention is None else core_attention
-        self._core_takes = frozenset(inspect.signature(self.core_attention).parameters)
         where: dict[str, Any] = {
             "mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
         }  # fmt: skip
@@ -179,19 +181,16 @@ class ParallelLatentAttention(ShardedModule):
 
         Args:
             angles: cosines and sines, ``[positions, qk_rope_head_dim / 2]`` each.
-            mask: must be ``None``.
+            mask: for a core attention that takes one.
 
         Raises:
-            TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, a mask, options
+            TypeError, ValueError: x that is not ``[s, b, hidden_size]`` in the dtype of the weights, options
                 that the core attention does not take, angles or positions that do not fit.
 
         Sharding: x and the result replicated, or both S(0) with ``sequence_parallel``.
         """
         check_input("ParallelLatentAttention", x, self.kv_down.weight, "[s, b, {}]")
-        given = dict(core_options or {})
-        if mask is not None or not self._core_takes.issuperset(given):
-            wrong = "mask" if mask is not None else next(name for name in given if name not in self._core_takes)
-            raise TypeError(f"ParallelLatentAttention: {wrong} must be None for this core_attention")
+        given = self._options_of(core_options, mask)
         latent = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
         (q,), _ = column_linears(latent, [self.q], sizes=sizes)
         latent, k_rope = self.kv_down(x).split([self.kv_lora_rank, self.rope], dim=-1)
@@ -207,15 +206,8 @@ class ParallelLatentAttention(ShardedModule):
             )
         q = torch.cat([q_nope, q_rope], dim=-1)
         k = torch.cat([k_nope, k_rope.expand(-1, -1, self.local_heads, -1)], dim=-1)
-        dropout_p = self.attention_dropout if self.training else 0.0
-        if dropout_p and "first_head" in self._core_takes:
-            given["first_head"] = self.local_heads * group_rank(self.group)
-        y = self.core_attention(
-            q, k, v, causal=True, scale=self.scale, window=self.window, dropout_p=dropout_p, **given
-        )  # fmt: skip
-        out: Tensor = self.out(
-            y.flatten(2), residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes
-        )
+        y = self._attend(q, k, v, self.scale, given)
+        out: Tensor = self.out(y, residual=residual, dropout=dropout, row_positions=row_positions, sizes=sizes)
         return out
 
     def _of_all_tokens(self, k_rope: Tensor, sizes: Sequence[int] | None) -> Tensor:
