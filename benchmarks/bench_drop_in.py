@@ -1,7 +1,7 @@
 """A training step of Megatron-core's GPT with and without ``parallel_ops.integrations.megatron``.
 
-    python -m benchmarks.bench_drop_in [--model gpt] [--dtype bfloat16] [--rounds 9] [--compiled] [--liger]
-    torchrun --nproc-per-node 2 -m benchmarks.bench_drop_in [--sequence-parallel]        tensor parallel
+    python -m benchmarks drop_in [--model gpt] [--dtype bfloat16] [--rounds 9] [--compiled] [--liger]
+    torchrun --nproc-per-node 2 -m benchmarks drop_in [--sequence-parallel]        tensor parallel
 
 Models of 4 layers with hidden size 512, 8 heads and a vocabulary of 16,384; 512 tokens, two sequences, forward and
 backward. GPT has biases, GeLU, layer norm, learned positions and dropout of 0.1; Llama has SwiGLU, RMS
@@ -37,7 +37,7 @@ from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
 from benchmarks.patches import Patch
 from benchmarks.timing import take_turns
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.integrations import megatron
 
 _BATCH = 2
@@ -203,7 +203,3 @@ def _model(
             spec.submodules.self_attention.submodules.core_attention = _Sdpa
         positions = "rope" if family == "llama" else "learned_absolute"
         return GPTModel(config, spec, vocab, length, position_embedding_type=positions).to(device, dtype).train()
-
-
-if __name__ == "__main__":
-    run(app, prog_name="python -m benchmarks.bench_drop_in")

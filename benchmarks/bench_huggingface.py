@@ -1,6 +1,6 @@
 """A training step of Transformers' models with and without ``parallel_ops.integrations.huggingface``.
 
-    python -m benchmarks.bench_huggingface [--model llama] [--dtype bfloat16] [--batch 1] [--rounds 9] [--compiled]
+    python -m benchmarks huggingface [--model llama] [--dtype bfloat16] [--batch 1] [--rounds 9] [--compiled]
         [--liger] [--large]
 
 Random models of 4 layers with hidden size 512, 8 heads of 64 and a vocabulary of 16,384; 512 tokens with labels,
@@ -28,7 +28,7 @@ from benchmarks import liger as ligers
 from benchmarks.memory import peak_bytes
 from benchmarks.patches import Patch
 from benchmarks.timing import HostTimer, take_turns
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.integrations import huggingface
 
 _LENGTH, _VOCAB = 512, 16_384
@@ -142,7 +142,3 @@ def _step(model: PreTrainedModel, tokens: torch.Tensor, patch: Patch | None = No
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     if tokens.is_cuda:
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    run(app, prog_name="python -m benchmarks.bench_huggingface")

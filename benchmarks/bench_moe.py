@@ -1,6 +1,6 @@
 """The experts of a transformer layer: ours, Transformers' two ways, and the matrix products alone.
 
-    python -m benchmarks.bench_moe [--dtype bfloat16] [--case "64 top 2"] [--rounds 15] [--cpu-time]
+    python -m benchmarks moe [--dtype bfloat16] [--case "64 top 2"] [--rounds 15] [--cpu-time]
         [--keep-memory]
 
 A layer of Qwen3-MoE, forward and backward, of 2,048 tokens with hidden size 512 by default: router, choice of the
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.timing import Call, HostTimer, Timer, take_turns
 from parallel_ops import bias_swiglu, grouped_linear, permute, route, sort_by_expert, unpermute
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.train.malloc import keep_freed_memory
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -206,7 +206,3 @@ def main(
     Console(width=120).print(table)
     for line in dict.fromkeys(missing):
         typer.echo(f"not measured: {line}")
-
-
-if __name__ == "__main__":
-    run(app, prog_name="python -m benchmarks.bench_moe")

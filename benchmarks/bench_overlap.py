@@ -1,7 +1,7 @@
-"""The command line: ``python -m benchmarks.bench_overlap``, or under ``torchrun`` for real transports.
+"""The command line: ``python -m benchmarks overlap``, or under ``torchrun`` for real transports.
 
-    python -m benchmarks.bench_overlap                                            a paced link, one process
-    torchrun --nproc-per-node 8 -m benchmarks.bench_overlap --transport c10d      processes: gloo or NCCL
+    python -m benchmarks overlap                                            a paced link, one process
+    torchrun --nproc-per-node 8 -m benchmarks overlap --transport c10d      processes: gloo or NCCL
 
 What is measured stands in ``overlap.py``.
 """
@@ -24,7 +24,7 @@ from benchmarks.environment import describe
 from benchmarks.overlap import Gemm, GroupTimer, Measured, Rounds, Row, gemms, measure, product_seconds
 from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 
@@ -175,7 +175,7 @@ def _check(transport: str, links: list[float], latency_us: float) -> None:
     if latency_us < 0:
         fail(f"--latency-us must not be negative, got {latency_us}")
     if transport != "paced" and "RANK" not in os.environ:
-        fail(f"the transport {transport} needs processes: torchrun --nproc-per-node N -m benchmarks.bench_overlap")
+        fail(f"the transport {transport} needs processes: torchrun --nproc-per-node N -m benchmarks overlap")
 
 
 def _device(kind: str) -> torch.device:
@@ -204,7 +204,3 @@ def _print(console: Console, rows: list[Row]) -> None:
             f"{row.ms_unfused / row.ms_overlapped:.2f}x",
         )  # fmt: skip
     console.print(table)
-
-
-if __name__ == "__main__":
-    run(app, "python -m benchmarks.bench_overlap")

@@ -1,8 +1,8 @@
 """The pipeline's executor: bubbles beside the planner's, host time of an action, tokens a second of a model.
 
-    python -m benchmarks.bench_pipeline [--seconds 0.2] [--micro-batches 8]     stages that sleep for F, I and W
-    python -m benchmarks.bench_pipeline --host                                  an action without a message or a product
-    python -m benchmarks.bench_pipeline --model [--rounds 7]                    two stages beside one process
+    python -m benchmarks pipeline [--seconds 0.2] [--micro-batches 8]     stages that sleep for F, I and W
+    python -m benchmarks pipeline --host                                  an action without a message or a product
+    python -m benchmarks pipeline --model [--rounds 7]                    two stages beside one process
 
 Stages that sleep need no cores, so their bubble is that of the schedule and of the executor, whatever the machine. The
 model has 4 layers with hidden size 512, 8 heads, 8 sequences of 512 tokens and a vocabulary of 8,192, in fp32; the two
@@ -26,7 +26,6 @@ from rich.table import Table
 from torch import Tensor
 
 from parallel_ops import ParallelMesh
-from parallel_ops._internal.command_line import run
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.pipeline_parallel import Executor, Pipeline, Stages
 from parallel_ops.pipeline_parallel.link import GroupLink
@@ -216,7 +215,3 @@ def _serve(rank: int, size: int, store: str, queue: Any, function: Callable[...,
     if rank == 0:
         queue.put(found)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(app, "python -m benchmarks.bench_pipeline")

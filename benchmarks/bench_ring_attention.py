@@ -1,7 +1,7 @@
-"""The command line: ``python -m benchmarks.bench_ring_attention``, or under ``torchrun`` for processes.
+"""The command line: ``python -m benchmarks ring_attention``, or under ``torchrun`` for processes.
 
-    python -m benchmarks.bench_ring_attention                                     a paced link, one process
-    torchrun --nproc-per-node 2 -m benchmarks.bench_ring_attention --processes    processes: gloo or NCCL
+    python -m benchmarks ring_attention                                     a paced link, one process
+    torchrun --nproc-per-node 2 -m benchmarks ring_attention --processes    processes: gloo or NCCL
 
 What is measured stands in ``ring_attention.py``.
 """
@@ -35,7 +35,7 @@ from benchmarks.ring_attention import (
 )
 from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.c10d import C10dTransport
 
 _FOLDER = Path(__file__).parent
@@ -188,7 +188,7 @@ def _check(device: str, links: list[float], layouts: list[str], processes: bool)
     if any(not gb > 0 for gb in links):
         fail(f"a link must have a positive bandwidth, got {links}")
     if processes and "RANK" not in os.environ:
-        fail("--processes needs processes: torchrun --nproc-per-node N -m benchmarks.bench_ring_attention --processes")
+        fail("--processes needs processes: torchrun --nproc-per-node N -m benchmarks ring_attention --processes")
     unknown = [name for name in layouts if name not in ("zigzag", "striped", "contiguous")]
     if unknown:
         fail(f"unknown layout {unknown[0]!r}; choose from zigzag, striped, contiguous")
@@ -217,7 +217,3 @@ def _print(console: Console, rows: list[Row]) -> None:
             f"{row.overhead:.2f}",
         )  # fmt: skip
     console.print(table)
-
-
-if __name__ == "__main__":
-    run(app, "python -m benchmarks.bench_ring_attention")

@@ -1,7 +1,7 @@
 """A whole training step of ``Trainer`` beside what a PyTorch user writes: data, forward, backward, clipping, AdamW.
 
-    python -m benchmarks.bench_step [--ranks 2] [--dtype fp32] [--micro-batch 4] [--rounds 9] [--keep-memory]
-    python -m benchmarks.bench_step --host                 what the trainer's own Python costs a step
+    python -m benchmarks step [--ranks 2] [--dtype fp32] [--micro-batch 4] [--rounds 9] [--keep-memory]
+    python -m benchmarks step --host                 what the trainer's own Python costs a step
 
 A GPT of 4 layers with hidden size 512, 8 heads, 512 tokens and a vocabulary of 8,192. "fsdp2" is the same model in
 plain PyTorch (SDPA, ``F.cross_entropy``), ``fully_shard`` on each block and the whole, eager and with compiled blocks;
@@ -34,7 +34,7 @@ from torch import multiprocessing
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import Call, take_turns
 from benchmarks.training_steps import ARMS, SIZES, TINY, Shape, arm, held_bytes, settings_of, write_tokens
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail
 from parallel_ops.train import Trainer
 from parallel_ops.train.malloc import keep_freed_memory
 from parallel_ops.train.metrics import Metrics
@@ -200,7 +200,3 @@ def _host(data: Path, rounds: int) -> None:
     torch_alone, ours = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
     beyond = statistics.median(b - a for a, b in pairs) * 1e3
     print(f"torch's own calls {torch_alone:.2f} ms, a step of the trainer {ours:.2f} ms: {beyond:.2f} ms beyond")
-
-
-if __name__ == "__main__":
-    run(app, prog_name="python -m benchmarks.bench_step")

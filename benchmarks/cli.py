@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [OP ...]``."""
+"""The command line: ``python -m benchmarks [OP ...]`` and ``python -m benchmarks COMMAND``."""
 
 import importlib
 import sys
@@ -21,16 +21,30 @@ from parallel_ops._internal import command_line
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DEVICES = ("auto", "cpu", "cuda")
+# What is not one op on one device. ``bench_<name>.py`` has the options of each.
+_COMMANDS = {
+    "drop_in": "models of Megatron-core, stock and with the ops",
+    "huggingface": "models of Transformers, stock and with the ops",
+    "moe": "a layer of experts beside Transformers' and its products alone",
+    "overlap": "what the overlapped linears hide",
+    "pipeline": "idle time and throughput of pipeline schedules",
+    "ring_attention": "attention over a sequence that ranks share",
+    "step": "a step of the trainer beside plain DDP and FSDP2",
+}
+_EPILOG = "Commands, each with a --help: " + "; ".join(f"{name}: {what}" for name, what in _COMMANDS.items()) + "."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
     """Runs the command line."""
+    if (name := next(iter(sys.argv[1:]), "")) in _COMMANDS:
+        del sys.argv[1]
+        command_line.run(importlib.import_module(f"benchmarks.bench_{name}").app, f"python -m benchmarks {name}")
     command_line.run(app, "python -m benchmarks")
 
 
-@app.command()
+@app.command(epilog=_EPILOG)
 def command(
     ops: Annotated[
         list[str] | None, typer.Argument(metavar="[OP]...", help="The ops to measure; all by default.")
@@ -75,10 +89,8 @@ def command(
 
 
 def ops_available() -> list[str]:
-    """The ops that have a benchmark file. Those of overlap, ring attention, models, experts, pipelines and steps have
-    command lines."""
-    others = {"overlap", "ring_attention", "drop_in", "huggingface", "moe", "pipeline", "step"}
-    return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - others)
+    """The ops that have a benchmark file."""
+    return sorted({path.stem.removeprefix("bench_") for path in _FOLDER.glob("bench_*.py")} - set(_COMMANDS))
 
 
 def load(op: str) -> Benchmark:

@@ -94,7 +94,7 @@ if wanted tests; then
     -k "cuda or gpu or bounds or named" "${device_tests[@]}"
 fi
 if wanted models; then
-  TAIL_LINES=30 step models "${MODEL_LIMIT:-150}" "$python" -m benchmarks.bench_huggingface --large --dtype bfloat16 \
+  TAIL_LINES=30 step models "${MODEL_LIMIT:-150}" "$python" -m benchmarks huggingface --large --dtype bfloat16 \
     --batch 2 --compiled --liger
 fi
 if wanted attention; then
@@ -107,7 +107,7 @@ if wanted benchmarks; then
     --output "$output" "$@"
 fi
 if wanted overlap; then
-  TAIL_LINES=60 step overlap "${OVERLAP_LIMIT:-120}" "$python" -m benchmarks.bench_overlap --device cuda --output "$output"
+  TAIL_LINES=60 step overlap "${OVERLAP_LIMIT:-120}" "$python" -m benchmarks overlap --device cuda --output "$output"
 fi
 
 (cd "$output" && find . -maxdepth 1 -type f ! -name summary.txt ! -name results.tar.gz -printf '%P\0' |

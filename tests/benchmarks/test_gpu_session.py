@@ -15,7 +15,7 @@ echo "ran: $*"
 case "$*" in
   *--list*) printf 'flash_attention\\nrms_norm\\n' ;;
   *"-m pytest"*) exit 3 ;;
-  *bench_overlap*) exec sleep 60 ;;
+  *"benchmarks overlap"*) exec sleep 60 ;;
   *"benchmarks rms_norm"*) echo row >"$OUTPUT/a-gpu.csv" ;;
 esac
 """

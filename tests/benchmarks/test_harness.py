@@ -201,6 +201,17 @@ def test_usage_errors_are_one_line_too(monkeypatch, capsys):
     assert err.startswith("error: No such option: --fast") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", sorted(cli._COMMANDS))
+def test_a_command_has_its_own_options(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["benchmarks", name, "--fast"])
+    if name == "drop_in":
+        pytest.importorskip("megatron.core")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    err = capsys.readouterr().err
+    assert err.startswith("error: No such option: --fast") and err.count("\n") == 1
+
+
 def test_rows_in_git_have_the_columns_that_are_written():
     for path in (Path(cli.__file__).parent / "results").glob("*.csv"):
         kinds = {"overlap": overlap.Row, "ring_attention": ring_attention.Row}
