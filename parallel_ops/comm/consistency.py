@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from parallel_ops._internal.compat import all_gather_single
+from parallel_ops._internal.compat import all_gather_single, suspended_modes
 from parallel_ops._internal.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
@@ -257,6 +258,14 @@ def _leave() -> None:
 
 
 def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
+    if is_in_torch_dispatch_mode():
+        # Selective recomputation would take what was received for a result that it has kept, and not receive it again.
+        with suspended_modes():
+            return _exchange(group, call, device)
+    return _exchange(group, call, device)
+
+
+def _exchange(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
     message = _message(group, call, _OK, device)
     received = message.new_empty((group.size(), message.numel()))
     with translate_backend_errors(call.op, group):
@@ -270,13 +279,13 @@ def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> 
     if failed:
         raise shared_error(group, f"{call.op}: rank {failed[0]} of the group {_text(messages[failed[0], 8 * end :])}")
     if len({row[1] for row in numbers}) > 1:
-        texts = [_text(row[8 * end :]) for row in messages]
+        texts = [_text(messages[rank, 8 * end :]) for rank in range(group.size())]
         raise shared_error(group, f"{call.op}: the ranks of the group make different calls: {_who_calls_what(texts)}")
     return [row[3 : 3 + row[2]] for row in numbers]
 
 
 def _text(message: Tensor) -> str:
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    return bytes(message.numpy()).rstrip(b"\0").decode(errors="replace")
 
 
 def _who_calls_what(texts: Sequence[str]) -> str:
