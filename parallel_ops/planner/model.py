@@ -22,7 +22,8 @@ class LatentAttention:
     """Multi-head latent attention: queries and keys/values pass through low-rank projections (arXiv:2405.04434).
 
     Attributes:
-        query_rank, key_value_rank: widths of the two compressed vectors.
+        query_rank, key_value_rank: widths of the two compressed vectors; no query rank (0) for queries made of the
+            hidden vector.
         head: width of the part of a head without position.
         rope_head: width of the rotary part of a head; all key heads share it.
         value_head: width of a value head.
@@ -35,7 +36,8 @@ class LatentAttention:
     value_head: int
 
     def __post_init__(self) -> None:
-        check_counts(self, ("query_rank", "key_value_rank", "head", "rope_head", "value_head"))
+        check_counts(self, ("query_rank",), at_least=0)
+        check_counts(self, ("key_value_rank", "head", "rope_head", "value_head"))
 
 
 @hashed_once
@@ -167,7 +169,8 @@ class Model:
         if self.latent is None:
             return 0
         m = self.latent
-        return m.query_rank * self.query_width + m.key_value_rank * self.num_heads * (m.head + m.value_head)
+        keys = m.key_value_rank * self.num_heads * (m.head + m.value_head)
+        return (m.query_rank or self.hidden_size) * self.query_width + keys
 
     @cached_property
     def mlp_weights(self) -> int:
@@ -197,6 +200,16 @@ class Model:
     def router_parameters(self) -> int:
         """Parameters of one sparse MLP that are not split over expert parallelism: router, shared experts, norm."""
         return self.hidden_size * self.experts + self.shared_experts * self.expert_weights + self.norm_width
+
+    def whole_in_layer(self, sparse: bool) -> int:
+        """Parameters of a layer that tensor-parallel ranks do not split: norms, biases that are added after a sum over
+        the ranks, routers, and what makes the compressed vectors of latent attention."""
+        found = 2 * self.norm_width + (self.hidden_size * (1 if sparse else 2) if self.bias == "all" else 0)
+        found += self.hidden_size * self.experts if sparse else 0
+        if (m := self.latent) is not None:
+            found += m.query_rank + m.key_value_rank
+            found += self.hidden_size * (m.query_rank + m.key_value_rank + m.rope_head)
+        return found
 
     @cached_property
     def embedding_parameters(self) -> int:

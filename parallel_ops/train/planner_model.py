@@ -19,8 +19,7 @@ def planner_model(config: TransformerConfig, sequence: int, name: str = "model")
     latent = None
     if config.latent is not None:
         latent = LatentAttention(
-            # Without compression the product is that with the hidden size.
-            query_rank=config.latent.q_lora_rank or config.hidden_size,
+            query_rank=config.latent.q_lora_rank or 0,
             key_value_rank=config.latent.kv_lora_rank,
             head=config.latent.qk_nope_head_dim,
             rope_head=config.latent.qk_rope_head_dim,

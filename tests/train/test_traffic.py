@@ -26,6 +26,12 @@ EXPERTS = {
     **LLAMA,
     "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "shared_experts": 1, "capacity_factor": 1.0},
 }
+LATENT = {
+    **LLAMA,
+    "num_kv_heads": None,
+    "latent": {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
+}
+DEEPSEEK = {**EXPERTS, "num_kv_heads": None, "latent": {**LATENT["latent"], "q_lora_rank": None}}
 # Model, plan, dtype, recomputation: every ZeRO stage, with and without accumulation, every dimension, both dtypes.
 CASES = [
     (LLAMA, "dp=4,global_batch=8", "bf16", "none"),
@@ -42,6 +48,12 @@ CASES = [
     (EXPERTS, "dp=4,ep=4,zero=1,global_batch=8", "fp32", "none"),
     (EXPERTS, "dp=4,ep=2,zero=3,global_batch=8", "bf16", "full"),
     (EXPERTS, "dp=4,dp_replicate=2,ep=2,zero=2,global_batch=8", "bf16", "none"),
+    (EXPERTS, "tp=2,dp=2,ep=2,zero=1,global_batch=4", "bf16", "none"),
+    (EXPERTS, "tp=2,dp=2,ep=4,zero=3,sequence_parallel=true,global_batch=4,micro_batch=2", "fp32", "full"),
+    (GPT, "tp=2,dp=2,zero=1,sequence_parallel=true,global_batch=4", "bf16", "none"),
+    (LATENT, "tp=2,dp=2,zero=2,global_batch=4", "bf16", "none"),
+    (LATENT, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=4", "bf16", "full"),
+    (DEEPSEEK, "tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,global_batch=4", "fp32", "selective"),
 ]
 IDS = [f"{plan} {dtype} {recompute}" for _, plan, dtype, recompute in CASES]
 # The weights of rows are 4 bytes beside thousands.

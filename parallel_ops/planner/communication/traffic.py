@@ -77,23 +77,9 @@ def layer_traffic(
     again = recomputed_share(model, work.recompute_layers) if plan.recompute == "full" else 0
     overlapped = 0.0
     if plan.tp > 1:
-        # Attention and MLP; experts that are not split over the group have no tensor-parallel communication.
-        blocks = 1 if sparse and work.expert_shards == 1 and not model.shared_experts else 2
-        link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-        if plan.sequence_parallel:
-            gather, scatter = (
-                ring_transfer("tp", kind, plan.tp, size, link, start=start) for kind in ("all-gather", "reduce-scatter")
-            )
-            seconds = gather.seconds + scatter.seconds
-            found += [(gather, 3 * blocks + blocks * again), (scatter, 2 * blocks + blocks * again)]
-            found.append((all_reduce_transfer("tp", plan.tp, model.norm_width * width, link, start=start), 2))
-        else:
-            summed = all_reduce_transfer("tp", plan.tp, size, link, start=start)
-            seconds = summed.seconds
-            found.append((summed, 2 * blocks + blocks * again))
-        forward += blocks * seconds
-        backward += blocks * seconds
-        overlapped = blocks * seconds if plan.sequence_parallel and work.tp_overlap else 0.0
+        there, forward, backward = _tensor_parallel(model, cluster, plan, efficiency, width * tokens, sparse, again)
+        found += there
+        overlapped = backward if plan.sequence_parallel and work.tp_overlap else 0.0
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
@@ -110,6 +96,61 @@ def layer_traffic(
         backward += exposed[1]
     waits, hidden = Passes(forward, backward + again * forward, 0.0), Passes(overlapped, (1 + again) * overlapped, 0.0)
     return MicroBatchTraffic(waits, tuple(found), hidden)
+
+
+def _tensor_parallel(
+    model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, column: float, sparse: bool, again: float
+) -> tuple[Transfers, float, float]:
+    """Tensor-parallel transfers of a layer with their counts, and the seconds exposed forward and backward.
+
+    Args:
+        column: bytes of one number per token.
+        again: share of the forward that is computed a second time.
+    """
+    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
+
+    def parted(kind: str, columns: float) -> Transfer:
+        return ring_transfer("tp", kind, plan.tp, column * columns, link, start=start)
+
+    def summed(size: float) -> Transfer:
+        return all_reduce_transfer("tp", plan.tp, size, link, start=start)
+
+    width, m = state_bytes(plan)[0], model.latent
+    # Experts that are not split over the group have no tensor-parallel communication of their own.
+    routed = sparse and plan.expert_shards == 1
+    blocks = int(not routed or model.shared_experts > 0) + int(m is None)
+    # Latent attention sends its compressed vectors, of which the rotary part of the keys is in no product.
+    latent = (m.query_rank or model.hidden_size) + m.key_value_rank if m is not None else 0
+    entering = latent + m.rope_head if m is not None else 0
+    found: Transfers
+    if plan.sequence_parallel:
+        gather, scatter = parted("all-gather", model.hidden_size), parted("reduce-scatter", model.hidden_size)
+        found = [(gather, blocks * (3 + again)), (scatter, blocks * (2 + again))]
+        forward = backward = blocks * (gather.seconds + scatter.seconds)
+        if latent:
+            narrow, back = parted("all-gather", entering), parted("reduce-scatter", entering)
+            found += [(narrow, 1 + again), (scatter, 1 + again), (gather, 1), (back, 1)]
+            found.append((parted("all-gather", latent), 1))  # again, for the gradients of weights
+            forward, backward = forward + narrow.seconds + scatter.seconds, backward + gather.seconds + back.seconds
+        found.append((summed(model.norm_width * width), 2))
+        # The gradients of biases are sums over the gathered gradients of all tokens.
+        biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
+        replicated = model.whole_in_layer(sparse) - biases - 2 * model.norm_width
+    else:
+        after = summed(column * model.hidden_size)
+        found = [(after, blocks * (2 + again))]
+        forward = backward = blocks * after.seconds
+        if latent:
+            back = summed(column * entering)
+            found += [(after, 1 + again), (back, 1)]
+            forward, backward = forward + after.seconds, backward + back.seconds
+        replicated = 0
+        if routed:  # each rank routes its share of the tokens, and all have the results
+            gather = parted("all-gather", model.hidden_size)
+            found.append((gather, 2 + again))
+            forward, backward = forward + gather.seconds, backward + gather.seconds
+            replicated = model.hidden_size * model.experts
+    return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward
 
 
 _ANY = Plan()

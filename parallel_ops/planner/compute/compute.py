@@ -214,7 +214,7 @@ def _shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[t
     if model.latent:
         m = model.latent
         yield tokens, h, m.query_rank + m.key_value_rank + m.rope_head, 1
-        yield tokens, m.query_rank, model.query_width / tp, 1
+        yield tokens, m.query_rank or h, model.query_width / tp, 1
         yield tokens, m.key_value_rank, model.num_heads * (m.head + m.value_head) / tp, 1
     else:
         yield tokens, h, (model.query_width + model.key_value_width) / tp, 1

@@ -72,7 +72,8 @@ def _model(model: Model) -> Iterator[Option]:
     )
     if (latent := model.latent) is not None:
         yield ("--multi-latent-attention",)
-        yield "--q-lora-rank", str(latent.query_rank)
+        if latent.query_rank:
+            yield "--q-lora-rank", str(latent.query_rank)
         yield "--kv-lora-rank", str(latent.key_value_rank)
         yield "--qk-head-dim", str(latent.head)
         yield "--qk-pos-emb-head-dim", str(latent.rope_head)

@@ -21,7 +21,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its latent attention has rotary positions and no biases"
     if model.experts and not model.gated:
         yield "its experts have gated activations"
-    if model.experts and model.bias != "none":
+    if model.experts and model.bias == "all":
         yield "its experts have no biases"
     if model.experts and plan.expert_shards > 1:
         yield "its experts are not split by tensor parallelism; add expert_tp=1"
@@ -98,7 +98,7 @@ def _shape(model: Model) -> dict[str, Any]:
 def _latent(latent: LatentAttention) -> dict[str, Any]:
     """The fields of ``LatentAttentionConfig``."""
     return {
-        "q_lora_rank": latent.query_rank,
+        **({"q_lora_rank": latent.query_rank} if latent.query_rank else {}),
         "kv_lora_rank": latent.key_value_rank,
         "qk_nope_head_dim": latent.head,
         "qk_rope_head_dim": latent.rope_head,

@@ -48,14 +48,9 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, st
     if stage == head_rank(layout):
         shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
-    # Norms, and biases added after a sum over the ranks, are not split.
-    whole = (dense_layers + sparse_layers) * _whole_in_layer(model) + model.norm_width * (stage == head_rank(layout))
+    whole = dense_layers * model.whole_in_layer(False) + sparse_layers * model.whole_in_layer(True)
+    whole += model.norm_width * (stage == head_rank(layout))
     return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / parts
-
-
-def _whole_in_layer(model: Model) -> int:
-    """Parameters of a layer that tensor-parallel ranks do not split."""
-    return 2 * model.norm_width + (2 * model.hidden_size if model.bias == "all" else 0)
 
 
 def end_parameters(model: Model, plan: Plan, stage: int) -> tuple[float, ...]:
