@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from parallel_ops._internal.compat import resumed_modes
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, GradientOf
@@ -121,6 +122,7 @@ class Experts(ShardedModule):
             ffn_hidden_size]``. gate_up_bias, down_bias: the same without the last dimension, or ``None``. DTensors S(0)
             over ``mesh``; replicated with ``copies``.
         deferred: a queue that computes weight gradients later, as that of ``ParallelLinear``.
+        recompute: keep the rows alone for the backward, and compute what lies between them and the result again.
 
     Raises:
         ValueError: the ranks do not divide ``num_experts``.
@@ -158,6 +160,7 @@ class Experts(ShardedModule):
             "alpha": swiglu_alpha, "limit": swiglu_limit, "up_offset": swiglu_up_offset
         }  # fmt: skip
         self.deferred: DeferredWeightGradients | None = None
+        self.recompute = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -177,6 +180,12 @@ class Experts(ShardedModule):
             modes: suspended dispatch modes, which see the computation.
         """
         with resumed_modes(modes):
+            if self.recompute and torch.is_grad_enabled():
+                # Within the module, so that FSDP2 has gathered the parameters both times. Nothing here is random.
+                y: Tensor = checkpoint(
+                    self._compute, rows, ends, weights, use_reentrant=False, preserve_rng_state=False
+                )
+                return y
             return self._compute(rows, ends, weights)
 
     def _compute(self, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:

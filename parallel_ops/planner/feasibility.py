@@ -32,7 +32,7 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
         _size_problem(model, cluster, *sizes)
         or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
-        or (next(_experts(model, plan), None) if plan.ep > 1 else None)
+        or (next(_experts(model, plan), None) if plan.ep > 1 or plan.recompute == "experts" else None)
     )
 
 
@@ -220,6 +220,7 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
 
 def _experts(model: Model, plan: Plan) -> Iterator[Problem]:
     if not model.experts:
-        yield Problem("ep without experts", f"EP {plan.ep} needs a model with experts")
+        what = f"EP {plan.ep}" if plan.ep > 1 else "recompute=experts"
+        yield Problem("ep without experts", f"{what} needs a model with experts")
     elif model.experts % plan.ep:
         yield Problem("ep does not divide", f"EP {plan.ep} does not divide experts ({model.experts})")

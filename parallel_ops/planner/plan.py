@@ -42,7 +42,8 @@ class Plan:
         global_batch: sequences of one step over all ranks; a multiple of ``dp * micro_batch``.
         recompute: ``"none"``, ``"selective"`` (attention scores, arXiv:2205.05198; with FlashAttention norms and
             activation functions), ``"operators"`` (every second matrix product and all elementwise ops, as torch's
-            selective checkpointing in torchtitan) or ``"full"`` (whole layers).
+            selective checkpointing in torchtitan), ``"experts"`` (the products and activation of routed experts, but
+            nothing that is sent) or ``"full"`` (whole layers).
         recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
         offload: what is kept in host memory, one of ``OFFLOAD``.
         dtype: of parameters and activations, one of ``DTYPES``.
@@ -120,7 +121,7 @@ class Plan:
         check_choice(self, "zero", (0, 1, 2, 3))
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all-to-all"))
-        check_choice(self, "recompute", (*RECOMPUTE, "operators"))
+        check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
         check_choice(self, "offload", OFFLOAD)
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "grad_dtype", ("fp32", self.dtype))

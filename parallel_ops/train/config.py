@@ -153,6 +153,8 @@ class Settings(Section):
         if experts is None:
             if plan.ep > 1:
                 yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
+            if plan.recompute == "experts":
+                yield ("recompute", "kind"), "must not be 'experts' for a model without experts"
             return
         if experts.num_experts % plan.ep:
             yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"

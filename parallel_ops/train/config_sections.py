@@ -209,7 +209,7 @@ class RecomputeSettings(Section):
         kind: What is recomputed. every: Recompute every n-th block.
     """
 
-    kind: Literal["none", "selective", "full"] = "none"
+    kind: Literal["none", "selective", "full", "experts"] = "none"
     every: Positive = 1
 
 

@@ -70,11 +70,14 @@ def parallelize(
 
     Raises:
         ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
-            recomputation or dtype; ``offload`` without shards; ``tp`` or ``cp`` for a module that is not a
-            ``Transformer`` or not on the meta device; no block matches ``blocks``.
+            recomputation or dtype; ``recompute="experts"`` for a model without experts; ``offload`` without shards;
+            ``tp`` or ``cp`` for a module that is not a ``Transformer`` or not on the meta device; no block matches
+            ``blocks``.
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
+    if plan.recompute == "experts" and not _has_experts(model):
+        raise ValueError("parallelize: recompute='experts' needs a model with experts of parallel_ops.layers")
     if isinstance(model, ModuleChain) and mesh.size("tp") * mesh.size("cp") == 1:
         if plan.pp > 1:
             model.keep(cut(model.num_blocks, plan), mesh.rank("pp"))
@@ -101,6 +104,13 @@ def experts_of(model: nn.Module) -> list[Experts]:
     return [
         module for module in model.modules() if isinstance(module, Experts) and module.ranks > 1 and not module.copies
     ]
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """True for a stage without experts of a model that has some."""
+    if isinstance(model, Transformer):
+        return model.config.experts is not None
+    return isinstance(model, ModuleChain) or any(isinstance(module, Experts) for module in model.modules())
 
 
 def _plan_of(mesh: ParallelMesh) -> Plan:

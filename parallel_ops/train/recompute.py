@@ -2,7 +2,8 @@
 
 ``none`` keeps everything. ``full`` keeps only the input of every n-th block. ``selective`` keeps the expensive results
 within a block: outputs of matrix products, attention and communication; norms, activations, rotations and dropout are
-recomputed. The results are bit-identical to ``none``: the state of the random generators is restored.
+recomputed. ``experts`` keeps the rows that experts get and recomputes their products and activation, but no
+communication. The results are bit-identical to ``none``: the state of the random generators is restored.
 
 Sources: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198.
 """
@@ -17,7 +18,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-KINDS = ("none", "selective", "full")
+from parallel_ops.layers.experts import Experts
+
+KINDS = ("none", "selective", "full", "experts")
 
 # aten's products and the kernels of SDPA. By name, since the build of torch decides which exist.
 _PRODUCTS = (
@@ -50,6 +53,11 @@ def recompute(model: nn.Module, names: Sequence[str], kind: str, *, every: int =
     if every < 1:
         raise ValueError(f"recompute: every must be at least 1, got {every}")
     if kind == "none":
+        return
+    if kind == "experts":
+        for module in (module for name in names[::every] for module in model.get_submodule(name).modules()):
+            if isinstance(module, Experts):
+                module.recompute = True
         return
     options: dict[str, Any] = {"checkpoint_impl": CheckpointImpl.NO_REENTRANT}
     if kind == "selective":

@@ -63,6 +63,20 @@ def test_recomputation_costs_a_forward_pass():
     assert full.hardware_flops > none.hardware_flops == none.model_flops == full.model_flops
 
 
+def test_recomputed_experts_cost_their_products():
+    mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
+    kinds = ("none", "selective", "experts", "full")
+    plans = [Plan(dp=64, ep=8, zero=3, global_batch=64, recompute=kind) for kind in kinds]
+    found = [estimate(mixtral, A100, plan) for plan in plans]
+    more = [each.compute - found[0].compute for each in found]
+    # Two of the matrices that a token uses in a layer's forward are not those of its experts, attention and the router.
+    share = 2 * mixtral.experts_per_token * mixtral.expert_weights / (mixtral.layer_flops(0))
+    assert 0 < more[1] < more[2] < more[3]
+    assert more[2] == pytest.approx(share * more[3], rel=0.15)
+    sent = [sum(t.bytes for t in each.transfers if t.group == "ep") for each in found]
+    assert sent[0] == sent[2] < sent[3]
+
+
 def test_overlap_hides_data_parallel_communication():
     plan = Plan(dp=64, zero=3, micro_batch=1, global_batch=64)
     hidden, exposed = (estimate(LLAMA, A100, replace(plan, overlap=on)) for on in (True, False))

@@ -80,6 +80,14 @@ def test_recomputing_every_second_product_keeps_what_torchtitan_keeps():
     assert kept == 2 * (h + h + kv + h + LLAMA.ffn_hidden_size + h) + 4 * LLAMA.num_heads
 
 
+def test_recomputed_experts_keep_the_rows_that_they_get():
+    mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
+    none, experts = (layer_activations(mixtral, Plan(recompute=kind), sparse=True) for kind in ("none", "experts"))
+    assert none - experts == 2 * 3 * mixtral.expert_ffn * mixtral.experts_per_token
+    dense = [layer_activations(mixtral, Plan(recompute=kind), sparse=False) for kind in ("none", "experts")]
+    assert dense[0] == dense[1]
+
+
 def test_the_stages_together_hold_the_model():
     for plan in (
         Plan(pp=4, global_batch=8),

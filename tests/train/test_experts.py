@@ -38,13 +38,13 @@ PLANS = [
     ({"tp": 4, "ep": 4, "global_batch": 2}, "full"),
     ({"dp": 4, "dp_replicate": 2, "ep": 2, "zero": 1}, "none"),
     ({"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v", "global_batch": 8}, "full"),
-    ({"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1", "global_batch": 8}, "none"),
+    ({"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1", "global_batch": 8}, "experts"),
     ({"pp": 2, "cp": 2, "ep": 2, "zero": 2, "schedule": "1f1b", "micro_batch": 2, "global_batch": 8}, "selective"),
 ]
 PLANS_WITH_SINKS = [
     ({"cp": 2, "dp": 2, "zero": 3}, "none"),
     ({"cp": 4, "global_batch": 2}, "selective"),
-    ({"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 2, "global_batch": 2}, "none"),
+    ({"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 2, "global_batch": 2}, "experts"),
     ({"dp": 4, "ep": 4, "zero": 1}, "full"),
     ({"pp": 2, "cp": 2, "ep": 2, "schedule": "zb-v"}, "none"),
     ({"pp": 2, "tp": 2, "schedule": "zb-h1"}, "full"),

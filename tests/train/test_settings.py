@@ -100,7 +100,7 @@ def test_a_pipeline_sends_the_input_gradient_first(file):
         ("parallel.offload=optimizer", "offload needs zero of 1 or more"),
         ("parallel=tp=2,zero=1,offload=optimizer", r"parallel.offload needs dp_shard \* cp of 2 or more"),
         ("parallel.fsdp=false", "parallel.fsdp must be True, got False: its shards are FSDP2's"),
-        ("parallel.recompute=operators", "recompute.kind: input should be 'none', 'selective' or 'full'"),
+        ("parallel.recompute=operators", "recompute.kind: input should be 'none', 'selective', 'full' or 'experts'"),
         ("precision.dtype=fp8", "precision.dtype: input should be 'bf16', 'fp32' or 'fp16'"),
         ("optimizer.lr=fast", "optimizer.lr: input should be a valid number, got 'fast'"),
         ("optimizer.schedule=wsd", "optimizer.decay must be at least 1 for the schedule wsd, got 0"),

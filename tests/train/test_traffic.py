@@ -45,7 +45,7 @@ CASES = [
     (LLAMA, "tp=2,cp=2,zero=3,global_batch=2", "fp32", "selective"),
     (LLAMA, "dp=2,cp=2,global_batch=4", "bf16", "full"),
     (EXPERTS, "dp=4,ep=2,global_batch=8", "bf16", "none"),
-    (EXPERTS, "dp=4,ep=4,zero=1,global_batch=8", "fp32", "none"),
+    (EXPERTS, "dp=4,ep=4,zero=1,global_batch=8", "fp32", "experts"),
     (EXPERTS, "dp=4,ep=2,zero=3,global_batch=8", "bf16", "full"),
     (EXPERTS, "dp=4,dp_replicate=2,ep=2,zero=2,global_batch=8", "bf16", "none"),
     (EXPERTS, "tp=2,dp=2,ep=2,zero=1,global_batch=4", "bf16", "none"),

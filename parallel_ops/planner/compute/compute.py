@@ -26,6 +26,8 @@ from parallel_ops.planner.plan import Plan
 
 # Rows of scores in one block of FlashAttention.
 _FLASH_BLOCK = 128
+# Bytes of an element; 2 for other dtypes.
+_WIDTHS = {"fp8": 1, "fp32": 4}
 
 
 class Passes(NamedTuple):
@@ -124,6 +126,12 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
         again = f
     elif work.recompute == "operators":
         again = linears / 2 + forward
+    elif work.recompute == "experts" and spread is not None:
+        rows = tuple(_expert_shapes(model, work.tp, work.ep, work.expert_shards, tokens))
+        grouped = products._replace(flops=products.flops * efficiency.grouped)
+        again = sum(linear(grouped, *shape[:3], count=shape[3], width=_WIDTHS.get(work.dtype, 2))[0] for shape in rows)
+        routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
+        again += routed * activation[0] * tokens / bandwidth
     elif work.recompute == "selective" and work.flash_attention:
         again = (shared[0] / 2 + activation[0]) * tokens / bandwidth
         if model.latent:
@@ -189,7 +197,7 @@ def _linears(
     Most of the ``Work`` of a search differs in other fields only. ``spread``: of a layer with experts, expert
     parallelism, tensor-parallel ranks of one expert, and the rate of grouped products.
     """
-    bandwidth, width = engine.bandwidth, {"fp8": 1, "fp32": 4}.get(dtype, 2)
+    bandwidth, width = engine.bandwidth, _WIDTHS.get(dtype, 2)
     f = i = w = 0.0
     shapes = [(shape, engine) for shape in _shapes(model, tp, tokens, sparse=spread is not None)]
     if spread:

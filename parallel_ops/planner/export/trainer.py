@@ -128,7 +128,10 @@ TRAINER = ExportTarget(
         "expert_tp": ((0, 1), "its experts are not split by tensor parallelism"),
         "dtype": (("bf16", "fp16", "fp32"), "its trainer runs bf16, fp16 and fp32"),
         "offload": (("none", "optimizer"), "its trainer offloads the optimizer"),
-        "recompute": (("none", "selective", "full"), "it recomputes layers, or norms and activation functions"),
+        "recompute": (
+            ("none", "selective", "full", "experts"),
+            "it recomputes layers, experts, or norms and activation functions",
+        ),
         "grad_dtype": (("fp32",), "its trainer reduces gradients in fp32"),
         "flash_attention": ((True,), "its attention stores no scores"),
         "fused_ops": ((True,), "its layers are fused ops"),

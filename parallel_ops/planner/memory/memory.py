@@ -299,7 +299,7 @@ def _layer_bytes(
     if not sparse:
         sharded += per_ffn * model.ffn_hidden_size
     else:
-        used = model.experts_per_token + model.shared_experts
+        used = model.shared_experts + (model.experts_per_token if recompute != "experts" else 0)
         sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
         unsharded += inputs * h * model.experts_per_token  # dispatched tokens
     return unsharded / shard + sharded / tp
