@@ -24,6 +24,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 # What is not one op on one device. ``bench_<name>.py`` has the options of each.
 _COMMANDS = {
     "drop_in": "models of Megatron-core, stock and with the ops",
+    "expert_exchange": "what experts in groups hide of the messages between them",
     "huggingface": "models of Transformers, stock and with the ops",
     "moe": "a layer of experts beside Transformers' and its products alone",
     "overlap": "what the overlapped linears hide",

@@ -9,6 +9,7 @@ micro-batch, as an all-to-all of uneven sizes needs them. With a capacity all si
 reads nothing. Gradients take the same ways back.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,10 @@ class Arrived(NamedTuple):
 
 
 class Dispatch:
-    """Tokens on their way to the experts of all ranks: ``arrive`` waits for them.
+    """Tokens on their way to the experts of all ranks and back.
+
+    In ``chunks`` each rank's experts are that many groups, and the rows of each group travel by themselves: what one
+    group computes hides the messages of those before and after it. Every expert still gets all its rows at once.
 
     Args:
         x: ``[t, h]``, this rank's tokens; ``t`` may differ between ranks, and be 0.
@@ -47,6 +51,11 @@ class Dispatch:
         weights: ``[t, k]``, sent with the rows; ``None`` for nothing.
         capacity: rows of each expert from each rank at most; further ones are dropped, in the order of the tokens.
             ``None`` for no limit. The same on every rank.
+        chunks: groups of each rank's experts, whose number it divides. The same on every rank; 1 without a group.
+
+    Attributes:
+        under_way: of each chunk, the rows and, where they are sent, the weights. ``arrive`` takes them back, so that a
+            module between may put its hooks on their gradients.
 
     Raises:
         ValueError: on every rank, before data moves, where ranks disagree (on CUDA: in the first call of a kind).
@@ -56,62 +65,93 @@ class Dispatch:
 
     def __init__(
         self, x: Tensor, experts: Tensor, load: Tensor, num_experts: int, *, group: ProcessGroup | None,
-        weights: Tensor | None = None, capacity: int | None = None,
+        weights: Tensor | None = None, capacity: int | None = None, chunks: int = 1,
     ) -> None:  # fmt: skip
-        self._group = group
+        self._group, self.chunks = group, chunks
+        self._sent: list[list[int]] = []
+        self._received: list[list[int]] = []
+        self._tables: Sequence[Tensor] = ()
+        self._regrouped: dict[int, ExpertOrder] = {}
+        if group is None:
+            self._order = sort_by_expert(experts, num_experts, capacity=capacity)
+            self.under_way = [self._permuted(x, weights)]
+            return
+        ranks = group.size()
+        if chunks > 1:  # chunk by chunk, and in each rank by rank
+            by_chunk = torch.arange(num_experts, device=x.device).view(ranks, chunks, -1).transpose(0, 1).flatten()
+            experts = by_chunk.argsort()[experts.long()]
         self._order = sort_by_expert(experts, num_experts, capacity=capacity)
-        self._sent: list[int] = []
-        self._received: list[int] = []
-        self._regrouped: ExpertOrder | None = None
+        parts = self._permuted(x, weights)
+        if capacity is not None:  # otherwise the ranks compare what they exchange
+            same = x.dtype, x.shape[1], num_experts, capacity, weights is None, chunks
+            text = f"rows of {x.shape[1]} {x.dtype} for {num_experts} experts, capacity={capacity}, chunks={chunks}"
+            check_consistency(group, CallSignature("expert_parallel", same, text, ()), x.device)
+        self._exchange_sizes(load, num_experts, capacity)
+        sizes = [sum(sent) for sent in self._sent]
+        pieces = zip(*(part.split(sizes) if chunks > 1 else [part] for part in parts), strict=True)
+        self._leaving = [
+            [Exchange(piece, sent, received, group) for piece in of_chunk]
+            for of_chunk, sent, received in zip(pieces, self._sent, self._received, strict=True)
+        ]
+        self.under_way = [[exchange.rows for exchange in exchanges] for exchanges in self._leaving]
+
+    def _permuted(self, x: Tensor, weights: Tensor | None) -> list[Tensor]:
         rows, own = permute(x, self._order), None if weights is None else _of_rows(weights, self._order.rows)
-        self._parts = [rows] if own is None else [rows, own]
-        self._leaving: list[Exchange] = []
-        if group is not None:
-            if capacity is not None:  # otherwise the ranks compare what they exchange
-                same = x.dtype, x.shape[1], num_experts, capacity, weights is None
-                text = f"rows of {x.shape[1]} {x.dtype} for {num_experts} experts, capacity={capacity}"
-                check_consistency(group, CallSignature("expert_parallel", same, text, ()), x.device)
-            table = self._exchange_sizes(load, num_experts, capacity)
-            self._leaving = [Exchange(part, self._sent, self._received, group) for part in self._parts]
-            # What a rank will have received is ordered by sender and expert.
-            local = table.shape[1]
-            ids = torch.arange(local, device=x.device).repeat(len(self._received))
-            ids = ids.repeat_interleave(table.flatten(), output_size=sum(self._received))
-            self._regrouped = sort_by_expert(ids[:, None], local)
+        return [rows] if own is None else [rows, own]
 
-    def arrive(self) -> Arrived:
-        """The rows of this rank's experts. Called once, before ``combine``."""
-        if self._regrouped is None:
-            return Arrived(self._parts[0], self._order.ends, self._parts[1] if len(self._parts) > 1 else None)
-        # The last that was sent first, as a backward goes through them.
-        parts = [exchange.finish() for exchange in reversed(self._leaving)][::-1]
-        weights = parts[1][self._regrouped.rows.long()] if len(parts) > 1 else None
-        return Arrived(permute(parts[0], self._regrouped), self._regrouped.ends, weights)
-
-    def combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """What the experts have computed of ``rows``, ``[r, h]``, summed for each token in fp32: ``[t, h]``.
+    def arrive(self, under_way: Sequence[Tensor], chunk: int = 0) -> Arrived:
+        """The rows of a chunk's experts on this rank. Called once for each chunk, in their order.
 
         Args:
+            under_way: those of the chunk, or what a module's hooks made of them.
+        """
+        if self._group is None:
+            return Arrived(under_way[0], self._order.ends, under_way[1] if len(under_way) > 1 else None)
+        # What a rank receives is ordered by sender and expert.
+        table, total = self._tables[chunk], sum(self._received[chunk])
+        ids = torch.arange(table.shape[1], device=table.device).repeat(table.shape[0])
+        ids = ids.repeat_interleave(table.flatten(), output_size=total)
+        order = self._regrouped[chunk] = sort_by_expert(ids[:, None], table.shape[1])
+        # The last that was sent first, as a backward goes through them.
+        exchanges = zip(reversed(self._leaving[chunk]), reversed(under_way), strict=True)
+        parts = [exchange.finish(rows) for exchange, rows in exchanges][::-1]
+        weights = parts[1][order.rows.long()] if len(parts) > 1 else None
+        return Arrived(permute(parts[0], order), order.ends, weights)
+
+    def leave(self, y: Tensor, chunk: int = 0) -> Tensor:
+        """Sends what the experts have computed of a chunk's rows, ``[r, h]``: rows on their way back."""
+        if self._group is None:
+            return y
+        y = unpermute(y, self._regrouped[chunk])
+        exchange = Exchange(y, self._received[chunk], self._sent[chunk], self._group)
+        self._leaving[chunk] = [exchange]
+        return exchange.rows
+
+    def combine(self, returning: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """What has come back, summed for each token in fp32: ``[t, h]``.
+
+        Args:
+            returning: what ``leave`` gave for each chunk.
             weights: ``[t, k]``, of each token's experts; ``None`` where the rows have them in them.
         """
-        if self._regrouped is not None:
-            y = unpermute(y, self._regrouped)
-            assert self._group is not None
-            y = Exchange(y, self._received, self._sent, self._group).finish()
+        if self._group is not None:
+            returning = [self._leaving[chunk][0].finish(rows) for chunk, rows in enumerate(returning)]
+        y = returning[0] if len(returning) == 1 else torch.cat(list(returning))
         return unpermute(y, self._order, weights)
 
-    def _exchange_sizes(self, load: Tensor, num_experts: int, capacity: int | None) -> Tensor:
-        """The rows from each rank for each of this rank's experts, ``[P, num_experts / P]``."""
+    def _exchange_sizes(self, load: Tensor, num_experts: int, capacity: int | None) -> None:
+        """Finds, for each chunk, the rows to and from each rank, and from each rank for each of this rank's experts."""
         assert self._group is not None
         ranks = self._group.size()
-        shape = ranks, num_experts // ranks
+        shape = ranks, self.chunks, num_experts // ranks // self.chunks
         if capacity is not None:
-            self._sent = self._received = [shape[1] * capacity] * ranks
-            return torch.full(shape, capacity, device=load.device)
-        table = all_to_all(load.long(), self._group).view(shape)
-        both = torch.stack([load.view(shape).sum(1), table.sum(1)]).tolist()  # the host waits for these
-        self._sent, self._received = both
-        return table
+            self._sent = self._received = [[shape[2] * capacity] * ranks] * self.chunks
+            self._tables = [torch.full((ranks, shape[2]), capacity, device=load.device)] * self.chunks
+            return
+        own, table = load.view(shape), all_to_all(load.long(), self._group).view(shape)
+        # The host waits for these.
+        self._sent, self._received = torch.stack([own.sum(2), table.sum(2)]).transpose(1, 2).tolist()
+        self._tables = table.unbind(1)
 
 
 def _of_rows(weights: Tensor, slots: Tensor) -> Tensor:

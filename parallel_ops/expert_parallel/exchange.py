@@ -28,6 +28,9 @@ class Exchange:
         x: ``[sum(sent), ...]``, the rows for rank 0 first.
         sent, received: rows to, and from, each rank. The ranks must agree about them.
 
+    Attributes:
+        rows: ``[sum(received), ...]``, undefined until ``finish``.
+
     Under dispatch modes, such as that of selective recomputation, and under ``torch.compile`` it is one op, which the
     mode sees, and nothing is under way.
     """
@@ -39,14 +42,18 @@ class Exchange:
         self._kept: tuple[Tensor, ...] = ()
         self._at_once = is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
         if self._at_once:
-            self._rows: Tensor = all_to_all(x, group, split_sizes=self.sent, concat_sizes=self.received)
+            self.rows: Tensor = all_to_all(x, group, split_sizes=self.sent, concat_sizes=self.received)
         else:
-            self._rows = _Start.apply(x, self)
+            self.rows = _Start.apply(x, self)
 
-    def finish(self) -> Tensor:
-        """The rows that have come, ``[sum(received), ...]``. Called once."""
-        rows: Tensor = self._rows if self._at_once else _Finish.apply(self._rows, self)
-        return rows
+    def finish(self, rows: Tensor) -> Tensor:
+        """The rows that have come. Called once.
+
+        Args:
+            rows: this exchange's, or what a module's hooks made of them.
+        """
+        found: Tensor = rows if self._at_once else _Finish.apply(rows, self)
+        return found
 
     def send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         x = x.contiguous()

@@ -1,6 +1,6 @@
 """The experts of a layer, sharded over a mesh, and the router that chooses among them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel_ops._internal.compat import resumed_modes
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, GradientOf
+from parallel_ops.expert_parallel import Dispatch
 from parallel_ops.layers.parameters import (
     InitFn,
     ShardedModule,
@@ -171,28 +172,40 @@ class Experts(ShardedModule):
             if bias is not None:
                 init_sharded_(bias, uniform(fan_in))
 
-    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None, modes: Sequence[Any] = ()) -> Tensor:
-        """``[r, hidden_size]`` to the same shape.
+    def forward(
+        self, under_way: Sequence[Sequence[Tensor]], dispatched: Dispatch, modes: Sequence[Any] = ()
+    ) -> list[Tensor]:
+        """What the experts compute, on its way back: ``dispatched.combine`` takes it.
 
         Args:
-            rows: ordered by expert, of this rank's experts. ends: int32 ``[experts of this rank]``, where each ends.
-            weights: ``[r]``, factors of the results without ``down_bias``, of which they are no part; ``None`` for 1.
+            under_way: those of ``dispatched``, which brings the rows, ``[r, hidden_size]`` for each chunk, and their
+                weights: factors of the results without ``down_bias``, of which they are no part.
             modes: suspended dispatch modes, which see the computation.
         """
         with resumed_modes(modes):
-            if self.recompute and torch.is_grad_enabled():
-                # Within the module, so that FSDP2 has gathered the parameters both times. Nothing here is random.
-                y: Tensor = checkpoint(
-                    self._compute, rows, ends, weights, use_reentrant=False, preserve_rng_state=False
-                )
-                return y
-            return self._compute(rows, ends, weights)
+            partial = (self.copies, self.copies)  # apart, since the second product reads what the first computes
+            parameters = (
+                *to_local(self, self.gate_up, self.gate_up_bias, partial=partial),
+                *to_local(self, self.down, self.down_bias, partial=partial),
+            )
+            returning = []
+            for chunk, chunk_parameters in enumerate(_chunked(parameters, dispatched.chunks)):
+                rows, ends, weights = dispatched.arrive(under_way[chunk], chunk)
+                if self.recompute and torch.is_grad_enabled():
+                    # Within the module, so that FSDP2 has gathered the parameters both times. Nothing here is random.
+                    y: Tensor = checkpoint(
+                        self._compute, rows, ends, weights, *chunk_parameters, use_reentrant=False,
+                        preserve_rng_state=False,
+                    )  # fmt: skip
+                else:
+                    y = self._compute(rows, ends, weights, *chunk_parameters)
+                returning.append(dispatched.leave(y, chunk))
+            return returning
 
-    def _compute(self, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
-        partial = (self.copies, self.copies)  # apart, since the second product reads what the first computes
-        gate_up, gate_up_bias = to_local(self, self.gate_up, self.gate_up_bias, partial=partial)
-        down, down_bias = to_local(self, self.down, self.down_bias, partial=partial)
-        assert gate_up is not None and down is not None
+    def _compute(
+        self, rows: Tensor, ends: Tensor, weights: Tensor | None, gate_up: Tensor, gate_up_bias: Tensor | None,
+        down: Tensor, down_bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         both = grouped_linear(rows, gate_up, ends, bias=gate_up_bias, **self._targets(self.gate_up))
         y = bias_swiglu(both, weights=weights, **self._swiglu)
         return grouped_linear(y, down, ends, bias=down_bias, **self._targets(self.down))
@@ -205,3 +218,10 @@ class Experts(ShardedModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, {self.hidden_size}, {self.ffn_hidden_size}, ranks={self.ranks}"
+
+
+def _chunked(parameters: Sequence[Tensor | None], chunks: int) -> Iterator[tuple[Any, ...]]:
+    """The parameters of each group of experts. Their gradients are joined, not added."""
+    if chunks == 1:
+        return iter([tuple(parameters)])
+    return zip(*([None] * chunks if p is None else p.chunk(chunks) for p in parameters), strict=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from parallel_ops._internal.compat import in_backward, suspended_modes
 from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import gather_from_group, reduce_from_group, scatter_to_group, shard_sizes
-from parallel_ops.expert_parallel import Arrived, AuxiliaryLosses, Dispatch
+from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
@@ -48,7 +48,9 @@ class ParallelMoE(ShardedModule):
             ``None`` for no limit.
         context: the ranks that share each sequence besides, whose load counts for the auxiliary losses.
         sequence_parallel: input and output are sharded by tokens over ``mesh``.
-        overlap: of the shared MLP's linears; see ``ParallelMLP``.
+        overlap: of the shared MLP's linears; see ``ParallelMLP``. A number is also that of the groups of this rank's
+            experts whose products hide each other's messages (the next smaller divisor of its experts). Otherwise they
+            are one group, whose messages the shared MLP alone hides.
         init_method, output_init_method: fill tiles of ``gate`` and ``up``, of the router too, and of ``down``, in
             place; ``None`` for what ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -93,7 +95,7 @@ class ParallelMoE(ShardedModule):
         super().__init__(mesh)
         expert_mesh = check_mesh("ParallelMoE", expert_mesh)
         self.sequence_parallel, self.capacity_factor = sequence_parallel and self.ranks > 1, capacity_factor
-        self.context = context
+        self.context, self.overlap = context, overlap
         self.expert_group = None if expert_mesh is None else expert_mesh.get_group()
         where: dict[str, Any] = {"init_method": init_method, "device": device, "dtype": dtype}
         self.router = Router(
@@ -157,10 +159,11 @@ class ParallelMoE(ShardedModule):
         # The bias of an expert's result counts with the token's weight too.
         early, late = (None, routing.weights) if self.experts.down_bias is not None else (routing.weights, None)
         dispatched = Dispatch(
-            flat, routing.experts, routing.load, experts, group=self.expert_group, weights=early, capacity=capacity
-        )
+            flat, routing.experts, routing.load, experts, group=self.expert_group, weights=early, capacity=capacity,
+            chunks=self._chunks(),
+        )  # fmt: skip
         shared = None if self.shared is None else self.shared(x, sizes=sizes)  # while the rows are under way
-        y = dispatched.combine(self._run_experts(dispatched.arrive()), late)
+        y = dispatched.combine(self._run_experts(dispatched), late)
         self._count(routing.load, capacity)
         if losses is not None and self.training:
             y = losses.attach(y, routing, self._load_of_all(routing.load))
@@ -178,8 +181,8 @@ class ParallelMoE(ShardedModule):
             y, None, residual, dropout, training=self.training, first=first, row_positions=row_positions
         )
 
-    def _run_experts(self, given: Arrived) -> Tensor:
-        y: Tensor
+    def _run_experts(self, dispatched: Dispatch) -> list[Tensor]:
+        given, y = (dispatched.under_way, dispatched), []
         if isinstance(self.experts, FSDPModule) and is_in_torch_dispatch_mode():
             # Selective recomputation must see the products, but not what FSDP2 does before and after them: it keeps
             # results of communication, and a forward communicates more than its recomputation.
@@ -188,6 +191,13 @@ class ParallelMoE(ShardedModule):
         else:
             y = self.experts(*given)
         return y
+
+    def _chunks(self) -> int:
+        """Groups of this rank's experts whose products hide each other's messages."""
+        if self.expert_group is None or not isinstance(self.overlap, int) or self.experts.deferred is not None:
+            return 1
+        held = self.router.num_experts // self.expert_group.size()
+        return max(n for n in range(1, min(self.overlap, held) + 1) if held % n == 0)
 
     def _capacity(self, tokens: int) -> int | None:
         if self.capacity_factor is None:

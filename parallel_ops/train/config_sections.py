@@ -95,7 +95,8 @@ class _ModelSettings(Section):
 
     Attributes:
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
-        overlap: Overlap of communication and products in the linears; see ``all_gather_linear``.
+        overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
+            ``ParallelMoE``.
         aux_loss_over: Replaces that of ``experts``, for a ``dir`` too; see ``ExpertsConfig``.
     """
 

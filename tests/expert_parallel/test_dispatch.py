@@ -32,7 +32,9 @@ def test_tokens_find_their_experts_and_the_way_back(size, pytestconfig):
     for trial in range(pytestconfig.getoption("trials") or 6):
         num_experts, top_k = (8, 4, 12)[trial % 3], (2, 1, 4)[trial % 3]
         capacity = (None, None, 3, None, 0, 1)[trial % 6]
-        arguments = trial, num_experts, top_k, capacity
+        held = num_experts // size  # in any trial the experts of a rank are all its chunks, or one, or a half
+        chunks = 1 if size == 1 else (held, 1, held // 2 if held % 2 == 0 else held)[(trial + trial // 3) % 3]
+        arguments = trial, num_experts, top_k, capacity, chunks
         found = ranks(size).run(on_rank.sent, *arguments) if size > 1 else [on_rank.sent(0, *arguments)]
         for got in found:
             for name, want in zip(("out", "dx", "dweights"), expected(got, capacity), strict=True):

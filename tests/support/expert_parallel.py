@@ -11,15 +11,19 @@ from torch.distributed.tensor import DTensor
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
+from parallel_ops.layers.experts import Experts
 from parallel_ops.models import Transformer, config_from_pretrained
 from parallel_ops.planner import Plan
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 from parallel_ops.train.parallelize_model import parallelize
 from support.layers import mesh_of
 
 HIDDEN, FFN = 12, 10
 
 
-def sent(rank: int, trial: int, num_experts: int, top_k: int, capacity: int | None) -> dict[str, Tensor]:
+def sent(
+    rank: int, trial: int, num_experts: int, top_k: int, capacity: int | None, chunks: int = 1
+) -> dict[str, Tensor]:
     """Rows, results and gradients of one dispatch over all ranks, whose experts multiply by their number + 1."""
     group = dist.group.WORLD if dist.is_initialized() else None
     size = 1 if group is None else group.size()
@@ -28,15 +32,18 @@ def sent(rank: int, trial: int, num_experts: int, top_k: int, capacity: int | No
     x, experts, weights, grad = everyone[rank]
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     load = torch.bincount(experts.flatten(), minlength=num_experts).int()
-    journey = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity)
-    way = journey.arrive()
-    held = num_experts // size
-    ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.ends.long(), right=True)
-    y = way.rows * (1 + rank * held + ids[:, None]) * way.weights[:, None]
-    out = journey.combine(y)
+    journey = Dispatch(x, experts, load, num_experts, group=group, weights=weights, capacity=capacity, chunks=chunks)
+    held, returning, rows = num_experts // size // chunks, [], 0
+    for chunk in range(chunks):
+        way = journey.arrive(journey.under_way[chunk], chunk)
+        ids = torch.bucketize(torch.arange(way.rows.shape[0]), way.ends.long(), right=True)
+        y = way.rows * (1 + (rank * chunks + chunk) * held + ids[:, None]) * way.weights[:, None]
+        returning.append(journey.leave(y, chunk))
+        rows += way.rows.shape[0]
+    out = journey.combine(returning)
     out.backward(grad)
     return {"x": x.detach(), "experts": experts, "weights": weights.detach(), "grad": grad, "out": out.detach(),
-            "dx": x.grad, "dweights": weights.grad, "rows": torch.tensor(way.rows.shape[0])}  # fmt: skip
+            "dx": x.grad, "dweights": weights.grad, "rows": torch.tensor(rows)}  # fmt: skip
 
 
 def of_another_capacity(rank: int) -> None:
@@ -112,25 +119,27 @@ def folder_gradients(rank: int, folder: str, text: str, tokens: Tensor, targets:
     return loss.detach()
 
 
-def order_of_events(rank: int) -> list[str]:
-    """What happens to the messages of a layer with a shared MLP, and when that is computed, forward and backward."""
+def order_of_events(rank: int, overlap: Overlap = "auto") -> list[str]:
+    """What happens to the messages of a layer with a shared MLP, and when that and each chunk of the experts are
+    computed, forward and backward."""
     events: list[str] = []
 
-    def noted(name: str) -> Any:
-        original = getattr(Exchange, name)
+    def noted(name: str, owner: type = Exchange) -> Any:
+        original = getattr(owner, name)
 
         def method(*args: Any) -> Any:
-            events.append(name)
+            events.append(name.removeprefix("_"))
             return original(*args)
 
-        return mock.patch.object(Exchange, name, method)
+        return mock.patch.object(owner, name, method)
 
     torch.manual_seed(0)
-    moe = ParallelMoE(HIDDEN, FFN, 4, 2, mesh=None, expert_mesh=mesh_of(dp_shard=2, ep=2)["ep"], shared_experts=1)
+    mesh = mesh_of(dp_shard=2, ep=2)["ep"]
+    moe = ParallelMoE(HIDDEN, FFN, 4, 2, mesh=None, expert_mesh=mesh, shared_experts=1, overlap=overlap)
     assert moe.shared is not None
     moe.shared.register_forward_hook(lambda *_: events.append("shared"))
     moe.shared.gate.weight.register_hook(lambda _: events.append("shared backward"))
-    with noted("send"), noted("wait"):
+    with noted("send"), noted("wait"), noted("_compute", Experts):
         y = moe(torch.randn(5, HIDDEN, requires_grad=True))
         events.append("backward")
         y.sum().backward()

@@ -1,0 +1,149 @@
+"""The command line: ``python -m benchmarks expert_exchange``: how much of the messages between experts is hidden.
+
+    python -m benchmarks expert_exchange [--share 0.5] [--chunks 2] [--rounds 9]
+
+A layer of experts over two processes with a thread each, forward and backward. Messages go over gloo, and arrive when a
+link of the given speed would have brought them, those of one direction one after the other. The link is as fast as a
+share asks for: its time is that share of the time of the layer without it.
+
+    hidden = (computation + messages - measured) / min(computation, messages)
+"""
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Annotated
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.bench_pipeline import on_ranks
+from benchmarks.simulated_link import SimulatedLink
+from parallel_ops import ParallelMesh
+from parallel_ops._internal.command_line import fail
+from parallel_ops.expert_parallel.exchange import Exchange
+from parallel_ops.layers import ParallelMoE
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+_RANKS = 2
+
+
+@app.command()
+def main(
+    share: Annotated[list[float] | None, typer.Option(help="Of messages in the computation; repeatable.")] = None,
+    chunks: Annotated[list[int] | None, typer.Option(help="Groups of a rank's experts; repeatable.")] = None,
+    experts: Annotated[int, typer.Option(help="Of the layer.")] = 16,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Of each rank.")] = 2_048,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
+    ffn: Annotated[int, typer.Option(help="Width of an expert.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds of which the median is shown, after one that is not timed.")] = 9,
+) -> None:
+    """Times of a layer whose experts are computed in groups, over a link whose time is a share of the computation."""
+    shares, groups = share or [0.25, 0.5, 1.0], chunks or [1, 2, 4]
+    if min(shares) <= 0:
+        fail(f"--share must be positive, got {min(shares):g}")
+    if any(n < 1 or experts // _RANKS % n for n in groups):
+        fail(f"--chunks must divide the {experts // _RANKS} experts of a rank, got {', '.join(map(str, groups))}")
+    sizes = {"experts": experts, "top_k": top_k, "tokens": tokens, "hidden": hidden, "ffn": ffn}
+    computation, size, found = on_ranks(_RANKS, measure, sizes, shares, groups, rounds)
+    typer.echo(
+        f"experts over {_RANKS} processes, forward and backward: {tokens} tokens of {hidden}, {experts} experts of "
+        f"{ffn}, top {top_k}, float32; {computation * 1e3:.1f} ms without a link, {size / 1e6:.1f} MB sent"
+    )
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("messages ms", "chunks", "ms", "hidden", "/ one chunk"):
+        table.add_column(column, justify="right")
+    for number, part in enumerate(shares):
+        messages = part * computation
+        for n in groups:
+            seconds = found[number, n]
+            hidden_share = (computation + messages - seconds) / min(computation, messages)
+            table.add_row(
+                f"{messages * 1e3:.1f}", str(n), f"{seconds * 1e3:.1f}", f"{hidden_share:.2f}",
+                f"{seconds / found[number, groups[0]]:.2f}",
+            )  # fmt: skip
+    Console(width=120).print(table)
+
+
+class Pace:
+    """Messages of this rank that end no earlier than over a link, and their bytes."""
+
+    def __init__(self) -> None:
+        self.link: SimulatedLink | None = None
+        self.bytes = 0
+        self._free = 0.0
+        self._due: dict[int, float] = {}
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Every ``Exchange`` is paced in the block."""
+        send, wait = Exchange.send, Exchange.wait
+
+        def sending(exchange: Exchange, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            size = x[: sum(sent)].nbytes - x[: sent[exchange.group.rank()]].nbytes
+            self.bytes += size
+            if self.link is not None:
+                self._free = max(self._free, time.perf_counter()) + self.link.seconds(size)
+                self._due[id(exchange)] = self._free
+            return send(exchange, x, sent, received)
+
+        def waiting(exchange: Exchange) -> None:
+            wait(exchange)
+            if (left := self._due.pop(id(exchange), 0.0) - time.perf_counter()) > 0:
+                time.sleep(left)
+
+        with mock.patch.object(Exchange, "send", sending), mock.patch.object(Exchange, "wait", waiting):
+            yield
+
+
+def measure(
+    rank: int, sizes: dict[str, int], shares: list[float], chunks: list[int], rounds: int
+) -> tuple[float, int, dict[tuple[int, int], float]]:
+    """Seconds without a link, in as many chunks as take least; bytes; seconds by the number of a share and chunks."""
+    mesh = ParallelMesh(dp_shard=_RANKS, ep=_RANKS)
+    generator = torch.Generator().manual_seed(rank)
+    x, grad = (torch.randn(sizes["tokens"], sizes["hidden"], generator=generator) for _ in range(2))
+    layers = {}
+    for n in chunks:
+        torch.manual_seed(0)
+        layers[n] = ParallelMoE(
+            sizes["hidden"], sizes["ffn"], sizes["experts"], sizes["top_k"], mesh=None, expert_mesh=mesh["ep"],
+            overlap=n, init_method=functools.partial(torch.nn.init.normal_, std=0.02),
+        )  # fmt: skip
+    pace = Pace()
+
+    def step(layer: ParallelMoE) -> float:
+        own = x.clone().requires_grad_()
+        dist.barrier()
+        start = time.perf_counter()
+        layer(own).backward(grad)
+        dist.barrier()
+        layer.zero_grad()
+        return time.perf_counter() - start
+
+    def medians(links: list[SimulatedLink | None]) -> dict[tuple[int, int], float]:
+        taken: dict[tuple[int, int], list[float]] = {}
+        for _ in range(rounds + 1):
+            for number, pace.link in enumerate(links):
+                for n, layer in layers.items():
+                    taken.setdefault((number, n), []).append(step(layer))
+        return {key: statistics.median(own[1:]) for key, own in taken.items()}
+
+    with pace.held():
+        fastest = min(medians([None]).values())
+        pace.bytes = 0
+        step(layers[chunks[0]])
+        given = torch.tensor([fastest, pace.bytes], dtype=torch.float64)  # of rank 0, so that both have the same link
+        dist.broadcast(given, 0)
+        computation, size = given.tolist()
+        found = medians([SimulatedLink(size / (share * computation)) for share in shares])
+    return computation, int(size), found
