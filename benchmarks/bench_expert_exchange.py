@@ -2,9 +2,10 @@
 
     python -m benchmarks expert_exchange [--share 0.5] [--chunks 2] [--rounds 9]
 
-A layer of experts over two processes with a thread each, forward and backward. Messages go over gloo, and arrive when a
-link of the given speed would have brought them, those of one direction one after the other. The link is as fast as a
-share asks for: its time is that share of the time of the layer without it.
+A layer of experts over two processes with a thread each, forward and backward: the experts in groups, and in a pair,
+the forward of one micro-batch beside the backward of another, as DualPipe-V has them. Messages go over gloo, and arrive
+when a link of the given speed would have brought them, those of one direction one after the other. The link is as fast
+as a share asks for: its time is that share of the time of the layer without it.
 
     hidden = (computation + messages - measured) / min(computation, messages)
 """
@@ -13,7 +14,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 from unittest import mock
 
@@ -29,6 +30,7 @@ from benchmarks.bench_pipeline import on_ranks
 from benchmarks.simulated_link import SimulatedLink
 from parallel_ops import ParallelMesh
 from parallel_ops._internal.command_line import fail
+from parallel_ops._internal.turns import together
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
 
@@ -60,16 +62,15 @@ def main(
         f"{ffn}, top {top_k}, float32; {computation * 1e3:.1f} ms without a link, {size / 1e6:.1f} MB sent"
     )
     table = Table(box=SIMPLE_HEAD)
-    for column in ("messages ms", "chunks", "ms", "hidden", "/ one chunk"):
-        table.add_column(column, justify="right")
+    for column in ("messages ms", "experts", "ms", "hidden", "/ first"):
+        table.add_column(column, justify="left" if column == "experts" else "right")
     for number, part in enumerate(shares):
-        messages = part * computation
-        for n in groups:
-            seconds = found[number, n]
-            hidden_share = (computation + messages - seconds) / min(computation, messages)
+        messages, first = part * computation, next(iter(found.values()))[number]
+        for way, times in found.items():
+            hidden_share = (computation + messages - times[number]) / min(computation, messages)
             table.add_row(
-                f"{messages * 1e3:.1f}", str(n), f"{seconds * 1e3:.1f}", f"{hidden_share:.2f}",
-                f"{seconds / found[number, groups[0]]:.2f}",
+                f"{messages * 1e3:.1f}", way, f"{times[number] * 1e3:.1f}", f"{hidden_share:.2f}",
+                f"{times[number] / first:.2f}",
             )  # fmt: skip
     Console(width=120).print(table)
 
@@ -107,41 +108,62 @@ class Pace:
 
 def measure(
     rank: int, sizes: dict[str, int], shares: list[float], chunks: list[int], rounds: int
-) -> tuple[float, int, dict[tuple[int, int], float]]:
-    """Seconds without a link, in as many chunks as take least; bytes; seconds by the number of a share and chunks."""
+) -> tuple[float, int, dict[str, list[float]]]:
+    """Seconds without a link, of the fastest way; bytes; seconds of each way, by share."""
     mesh = ParallelMesh(dp_shard=_RANKS, ep=_RANKS)
     generator = torch.Generator().manual_seed(rank)
     x, grad = (torch.randn(sizes["tokens"], sizes["hidden"], generator=generator) for _ in range(2))
-    layers = {}
-    for n in chunks:
+    pace = Pace()
+
+    def layer_of(n: int) -> ParallelMoE:
         torch.manual_seed(0)
-        layers[n] = ParallelMoE(
+        return ParallelMoE(
             sizes["hidden"], sizes["ffn"], sizes["experts"], sizes["top_k"], mesh=None, expert_mesh=mesh["ep"],
             overlap=n, init_method=functools.partial(torch.nn.init.normal_, std=0.02),
         )  # fmt: skip
-    pace = Pace()
 
-    def step(layer: ParallelMoE) -> float:
-        own = x.clone().requires_grad_()
+    def timed(layer: ParallelMoE, run: Callable[[Callable[[], Tensor], Callable[[], None]], object]) -> float:
+        """The forward of one micro-batch and the backward of another."""
+        link, pace.link = pace.link, None
+        before = layer(x.clone().requires_grad_())
+        after: list[Tensor] = []
+
+        def forward() -> Tensor:
+            after.append(layer(x.clone().requires_grad_()))
+            return after[0]
+
+        pace.link = link
         dist.barrier()
         start = time.perf_counter()
-        layer(own).backward(grad)
+        run(forward, functools.partial(before.backward, grad))
         dist.barrier()
+        seconds = time.perf_counter() - start
+        pace.link = None
+        after[0].backward(grad)
         layer.zero_grad()
-        return time.perf_counter() - start
+        pace.link = link
+        return seconds
 
-    def medians(links: list[SimulatedLink | None]) -> dict[tuple[int, int], float]:
-        taken: dict[tuple[int, int], list[float]] = {}
+    def in_turn(forward: Callable[[], Tensor], backward: Callable[[], None]) -> None:
+        forward()
+        backward()
+
+    ways = {f"{n} group{'s' * (n > 1)}": functools.partial(timed, layer_of(n), in_turn) for n in chunks}
+    ways["in a pair"] = functools.partial(timed, layer_of(1), together)
+
+    def medians(links: Sequence[SimulatedLink | None]) -> dict[str, list[float]]:
+        taken: dict[str, list[list[float]]] = {way: [[] for _ in links] for way in ways}
         for _ in range(rounds + 1):
             for number, pace.link in enumerate(links):
-                for n, layer in layers.items():
-                    taken.setdefault((number, n), []).append(step(layer))
-        return {key: statistics.median(own[1:]) for key, own in taken.items()}
+                for way, step in ways.items():
+                    taken[way][number].append(step())
+        return {way: [statistics.median(own[1:]) for own in times] for way, times in taken.items()}
 
     with pace.held():
-        fastest = min(medians([None]).values())
-        pace.bytes = 0
-        step(layers[chunks[0]])
+        fastest = min(times[0] for times in medians([None]).values())
+        pace.link, pace.bytes = None, 0
+        own = x.clone().requires_grad_()
+        layer_of(1)(own).backward(grad)
         given = torch.tensor([fastest, pace.bytes], dtype=torch.float64)  # of rank 0, so that both have the same link
         dist.broadcast(given, 0)
         computation, size = given.tolist()

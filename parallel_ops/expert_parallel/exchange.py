@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from parallel_ops._internal.turns import pass_on
 from parallel_ops.comm import all_to_all
 from parallel_ops.comm.errors import translate_backend_errors
 
@@ -64,6 +65,7 @@ class Exchange:
         return out
 
     def wait(self) -> None:
+        pass_on()
         with translate_backend_errors(_NAME, self.group):
             self._work.wait()
         self._work, self._kept = None, ()

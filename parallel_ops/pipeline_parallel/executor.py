@@ -1,8 +1,10 @@
 """Runs one rank's list of actions: F, I, W and B of its stages, and the messages between ranks.
 
 B computes the gradient of the stage's input, sends it, and computes the weight gradients then: the stage before need
-not wait for them. I does the first, W the second part. Weight gradients are those that the stage's linears leave to a
-queue (``DeferredWeightGradients``); all others, of norms, biases and embeddings, are computed with the input's.
+not wait for them. I does the first, W the second part. A pair of F and B computes both together
+(``_internal.turns``), after the messages of both are there and before either's is sent. Weight gradients are those that
+the stage's linears leave to a queue (``DeferredWeightGradients``); all others, of norms, biases and embeddings, are
+computed with the input's.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallel_ops._internal.turns import together
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.messages import Key, Messages, sent_by
 from parallel_ops.planner.schedules.action import Action
@@ -99,18 +102,26 @@ class Executor:
         self.peak_live = self.peak_deferred = 0
         self._live, self._later = {}, {}
         self.messages.begin(shape, dtype, device)
+        paired: Action | None = None
         for number, action in enumerate(self.order):
             for observer in self.observers:
                 observer.begin(action)
-            if action.kind == "F":
+            if action.paired:
+                paired = action  # runs with the next one
+                continue
+            if paired is not None:
+                self._pair(paired, action, forward, scale, losses)
+            elif action.kind == "F":
                 self._forward(action, forward, losses)
             elif action.kind == "W":
                 self._compute(action)
                 self._later.pop((action.stage, action.micro_batch))()
             else:
                 self._backward(action, scale)
-            for observer in self.observers:
-                observer.computed(action)
+            for ended in [action] if paired is None else [paired, action]:
+                for observer in self.observers:
+                    observer.computed(ended)
+            paired = None
             if action.kind in "WB":
                 for observer in self.observers:
                     observer.reducible(action.stage, last=self._last[action.stage] == number)
@@ -152,10 +163,19 @@ class Executor:
             observer.compute(action)
 
     def _forward(self, action: Action, forward: Forward, losses: dict[int, Tensor]) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        x = self.messages.receive(Key("F", stage, micro_batch)).requires_grad_() if stage else None
+        x = self._input(action)
         self._compute(action)
-        y = forward(stage, micro_batch, x)
+        self._leave(action, x, forward(action.stage, action.micro_batch, x), losses)
+
+    def _input(self, action: Action) -> Tensor | None:
+        """What F reads."""
+        if not action.stage:
+            return None
+        return self.messages.receive(Key("F", action.stage, action.micro_batch)).requires_grad_()
+
+    def _leave(self, action: Action, x: Tensor | None, y: Tensor, losses: dict[int, Tensor]) -> None:
+        """Sends what F has computed, and keeps what its backward needs."""
+        stage, micro_batch = action.stage, action.micro_batch
         if (key := sent_by(action, self.stages.count)) is None:
             losses[micro_batch] = y.detach()
             self._live[stage, micro_batch] = x, y
@@ -165,15 +185,29 @@ class Executor:
         self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
 
     def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        last = stage == self.stages.count - 1
-        grad = None if last else self.messages.receive(Key("B", stage, micro_batch))
+        grad = self._gradient(action)
         self._compute(action)
-        x, y = self._live.pop((stage, micro_batch))
+        x, y = self._live.pop((action.stage, action.micro_batch))
+        self._run_backward(action, y, grad, scale)
+        self._leave_gradient(action, x)
+
+    def _gradient(self, action: Action) -> Tensor | None:
+        """What I and B read; ``None`` for the last stage."""
+        if action.stage == self.stages.count - 1:
+            return None
+        return self.messages.receive(Key("B", action.stage, action.micro_batch))
+
+    def _run_backward(
+        self, action: Action, y: Tensor | GradientEdge, grad: Tensor | None, scale: Callable[[int], Tensor | float]
+    ) -> None:
         if self.queue is not None:
             # B computes them at once. Until W, shards take less memory.
             self.queue.keep_gathered = action.kind == "B"
-        torch.autograd.backward(y * scale(micro_batch) if isinstance(y, Tensor) else y, grad)
+        torch.autograd.backward(y * scale(action.micro_batch) if isinstance(y, Tensor) else y, grad)
+
+    def _leave_gradient(self, action: Action, x: Tensor | None) -> None:
+        """Sends the gradient of a stage's input, and computes or keeps what is left of the backward."""
+        stage, micro_batch = action.stage, action.micro_batch
         if x is not None:
             assert x.grad is not None
             self.messages.send(Key("B", stage - 1, micro_batch), x.grad)
@@ -187,3 +221,19 @@ class Executor:
             return
         self._later[stage, micro_batch] = later
         self.peak_deferred = max(self.peak_deferred, len(self._later))
+
+    def _pair(
+        self, first: Action, second: Action, forward: Forward, scale: Callable[[int], Tensor | float],
+        losses: dict[int, Tensor],
+    ) -> None:  # fmt: skip
+        """F and B together."""
+        x, grad = self._input(first), self._gradient(second)
+        for action in (first, second):
+            self._compute(action)
+        x_second, y_second = self._live.pop((second.stage, second.micro_batch))
+        y, _ = together(
+            lambda: forward(first.stage, first.micro_batch, x),
+            lambda: self._run_backward(second, y_second, grad, scale),
+        )
+        self._leave(first, x, y, losses)
+        self._leave_gradient(second, x_second)

@@ -6,7 +6,8 @@
     optimizer.step()
 
 The schedule is the planner's list of actions (``parallel_ops.planner.schedules``), so what it draws, simulates and
-counts is what runs. DualPipe-V's overlapped pairs run one after the other.
+counts is what runs. DualPipe-V's pairs overlap where ranks share experts (but for ZeRO-3): while one of the two waits
+for rows of other ranks, the other computes. Elsewhere they run one after the other.
 """
 
 import contextlib
@@ -59,7 +60,9 @@ def schedule_of(plan: Plan) -> Schedule:
     Raises:
         ValueError: The schedule cannot run the plan's number of micro-batches.
     """
-    return without_pairs(actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages))
+    found = actions(plan.schedule, plan.pp, plan.micro_batches, plan.virtual_stages)
+    # The end of a backward reshards all that FSDP2 has gathered, for the forward beside it, too.
+    return found if plan.ep > 1 and plan.zero < 3 else without_pairs(found)
 
 
 class Pipeline:

@@ -42,7 +42,7 @@ class Recorder(Observer):
         self._cuda, self._active = device.type == "cuda", False
         self._origin = self._now()
         self._marks: list[tuple[Action, _Mark, _Mark, _Mark]] = []
-        self._start = self._origin
+        self._starts: dict[Action, _Mark] = {}
         self._split: _Mark | None = None
 
     def _now(self) -> "_Mark":
@@ -62,7 +62,7 @@ class Recorder(Observer):
 
     def compute(self, action: Action) -> None:
         if self._active:
-            self._start, self._split = self._now(), None
+            self._starts[action], self._split = self._now(), None
 
     def input_gradient(self, action: Action) -> None:
         if self._active:
@@ -72,7 +72,8 @@ class Recorder(Observer):
         if not self._active:
             return
         end = self._now()
-        self._marks.append((action, self._start, self._split or end, end))
+        split = self._split if action.kind == "B" else None
+        self._marks.append((action, self._starts.pop(action), split or end, end))
 
     def timed(self) -> list[Timed]:
         """The actions of the step, in their order. Ends the measurement."""
@@ -90,19 +91,33 @@ class Recorder(Observer):
 
 
 def times_of(timed: Sequence[Sequence[Timed]]) -> Times:
-    """The median time of each pass of each stage, for a simulation of the same schedule.
+    """The median time of each pass of each stage, and of a pair of F and B, for a simulation of the same schedule.
 
     Args:
         timed: Of all ranks of a pipeline.
     """
-    found: dict[str, dict[int, list[float]]] = {"F": {}, "I": {}, "W": {}}
-    for action, start, split, end in (one for own in timed for one in own):
-        parts = {"B": (("I", split - start), ("W", end - split))}.get(action.kind, ((action.kind, end - start),))
-        for kind, seconds in parts:
-            found[kind].setdefault(action.stage, []).append(seconds)
-    stages = range(len(found["F"]))
-    forward, input_grad, weight_grad = ([median(found[kind][stage]) for stage in stages] for kind in "FIW")
-    return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, input_grad_first=True)
+    alone: dict[str, dict[int, list[float]]] = {"F": {}, "I": {}, "W": {}}
+    paired: dict[str, dict[int, list[float]]] = {"F": {}, "I": {}, "W": {}}
+    pairs: list[float] = []
+    for own in timed:
+        with_f = False
+        for action, start, split, end in own:
+            found = paired if with_f or action.paired else alone
+            parts = {"B": (("I", split - start), ("W", end - split))}.get(action.kind, ((action.kind, end - start),))
+            for kind, seconds in parts:
+                found[kind].setdefault(action.stage, []).append(seconds)
+            pairs += [end - start] if action.paired else []
+            with_f = action.paired
+    # Of a stage whose passes are all in pairs: half of a pair each.
+    for kind, stages in paired.items():
+        for stage, seconds_of in stages.items():
+            alone[kind].setdefault(stage, [seconds / 2 for seconds in seconds_of])
+    order = range(len(alone["F"]))
+    forward, input_grad, weight_grad = ([median(alone[kind][stage]) for stage in order] for kind in "FIW")
+    return Times(
+        forward=forward, input_grad=input_grad, weight_grad=weight_grad, input_grad_first=True,
+        pair=median(pairs) if pairs else None,
+    )  # fmt: skip
 
 
 def simulation_of(timed: Sequence[Sequence[Timed]]) -> Simulation:

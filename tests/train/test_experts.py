@@ -39,6 +39,9 @@ PLANS = [
     ({"dp": 4, "dp_replicate": 2, "ep": 2, "zero": 1}, "none"),
     ({"pp": 2, "dp": 2, "ep": 2, "schedule": "zb-v", "global_batch": 8}, "full"),
     ({"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1", "global_batch": 8}, "experts"),
+    ({"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe-v", "global_batch": 12}, "full"),
+    ({"pp": 2, "tp": 2, "ep": 2, "sequence_parallel": True, "schedule": "dualpipe-v", "global_batch": 6}, "none"),
+    ({"pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "dualpipe-v", "global_batch": 8}, "experts"),
     ({"pp": 2, "cp": 2, "ep": 2, "zero": 2, "schedule": "1f1b", "micro_batch": 2, "global_batch": 8}, "selective"),
 ]
 PLANS_WITH_SINKS = [
