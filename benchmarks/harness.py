@@ -165,13 +165,14 @@ def _directions(benchmark: Benchmark, provider: str) -> tuple[str, ...]:
 def _working(
     providers: dict[str, Provider], build: Callable[[], Inputs], op: str, problems: list[str]
 ) -> dict[str, Provider]:
-    """Runs each provider forward and backward once, which compiles it, and drops those that raise."""
+    """Runs each provider once, backward too where inputs have gradients, which compiles it; drops those that raise."""
     inputs = build()
     working = {}
     for name, fn in providers.items():
         try:
             y = fn(*inputs)
-            torch.autograd.grad(y, _leaves(inputs), torch.randn_like(y))
+            if leaves := _leaves(inputs):
+                torch.autograd.grad(y, leaves, torch.randn_like(y))
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
             problems.append(f"{op}: {name} left out: {type(error).__name__}: {first_line}")
@@ -205,7 +206,7 @@ def _leaves(inputs: Sequence[object]) -> list[Tensor]:
 
 def _call(case: Case, fn: Provider, inputs: Inputs, grad: Tensor) -> Call:
     leaves = _leaves(inputs)
-    if case.direction == "forward":
+    if case.direction == "forward" or not leaves:
         return functools.partial(fn, *inputs)
     if case.direction == "backward":
         # A dense gradient, as a model gives; that of .sum() would be one number read again and again.
