@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import multiply
@@ -211,9 +210,7 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
             gathered, exchange = start_gather(_OP, transport, shard, rows)
             exchange.wait()
             return gathered
-        parts, exchange = start_scatter(_OP, transport, out, rows)
-        exchange.wait()
-        return sum_in_rank_order(parts)
+        return start_scatter(_OP, transport, out, rows, (rows[rank], columns), exact=True).total()
 
     def op(pieces: int) -> object:
         if gathers:

@@ -78,22 +78,22 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "(Tensor, Tensor, Tensor)");
   m.def(
       "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs) -> Tensor[]");
+      "bool[] needs, bool exact) -> Tensor[]");
   m.def(
       "all_gather_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
-      "overlap, bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+      "overlap, bool[] needs, bool exact) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "column_parallel_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs) -> Tensor[]");
+      "bool[] needs, bool exact) -> Tensor[]");
   m.def(
       "column_parallel_linear_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
-      "overlap, bool[] needs) -> (Tensor, Tensor[], Tensor[])");
+      "overlap, bool[] needs, bool exact) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "linear_reduce_scatter(Tensor x, Tensor[] weights, Tensor[] biases, str? group, SymInt[] sizes, int overlap, "
-      "bool[] needs, bool partial_bias) -> Tensor[]");
+      "bool[] needs, bool exact, bool partial_bias) -> Tensor[]");
   m.def(
       "linear_reduce_scatter_backward(Tensor x, Tensor[] grads, Tensor[] weights, str? group, SymInt[] sizes, int "
-      "overlap, bool[] needs, bool partial_bias) -> (Tensor, Tensor[], Tensor[])");
+      "overlap, bool[] needs, bool exact, bool partial_bias) -> (Tensor, Tensor[], Tensor[])");
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool zero_centered) -> "
       "(Tensor y, Tensor sum, Tensor mean, Tensor rstd)");

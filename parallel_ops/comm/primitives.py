@@ -19,6 +19,7 @@ from parallel_ops._internal.compat import all_gather_single, reduce_scatter_sing
 from parallel_ops._internal.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency, communicates, shared_error
 from parallel_ops.comm.errors import translate_backend_errors
+from parallel_ops.comm.sum_partials import sum_partials
 
 # Below this an all-reduce gathers everything and every rank adds for itself: one message instead of two. The bits are
 # the same.
@@ -53,29 +54,34 @@ def gathered(op: str, x: Tensor, group: ProcessGroup) -> Tensor:
 
 def exchanged(op: str, pieces: Sequence[Tensor], receive: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
     """Sends ``pieces[j]`` to rank j; returns what rank i sent here, of shape ``receive[i]``, for every i."""
-    sent = torch.cat([p.reshape(-1) for p in pieces])
     counts = [math.prod(shape) for shape in receive]
-    out = sent.new_empty(sum(counts))
+    sent = torch.cat([p.reshape(-1) for p in pieces])
+    out = _exchange(op, sent, [p.numel() for p in pieces], counts, group)
+    return [t.view(tuple(shape)) for t, shape in zip(out.split(counts), receive, strict=True)]
+
+
+def _exchange(op: str, sent: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Sends ``send[j]`` elements of flat ``sent`` to rank j; returns ``receive[i]`` elements of every rank i, flat."""
+    out = sent.new_empty(sum(receive))
     scale = 1 if sent.dtype in _SENT_AS_IS else sent.itemsize
     with translate_backend_errors(op, group):
         dist.all_to_all_single(
             _sendable(out),
             _sendable(sent),
-            output_split_sizes=[c * scale for c in counts],
-            input_split_sizes=[p.numel() * scale for p in pieces],
+            output_split_sizes=[n * scale for n in receive],
+            input_split_sizes=[n * scale for n in send],
             group=group,
         )
-    return [t.view(tuple(shape)) for t, shape in zip(out.split(counts), receive, strict=True)]
+    return out
 
 
-def sum_in_rank_order(partials: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """``partials[0] + partials[1] + ... + bias`` in fp32 (fp64 for fp64, integers as they are), rounded once."""
-    first = partials[0]
-    low = first.is_floating_point() and first.dtype is not torch.float64
-    total = first.to(torch.float32 if low else first.dtype, copy=True)
-    for partial in (*partials[1:], *(() if bias is None else (bias,))):
-        total += partial
-    return total.to(first.dtype)
+def _partials(op: str, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """``[P, ...]``: of every rank's ``x`` the part that is this rank's."""
+    shape = (*x.shape[:dim], sizes[group.rank()], *x.shape[dim + 1 :])
+    pieces = x.split(list(sizes), dim=dim)
+    flat = x.reshape(-1) if dim == 0 else torch.cat([p.reshape(-1) for p in pieces])
+    own = math.prod(shape)
+    return _exchange(op, flat, [p.numel() for p in pieces], [own] * len(sizes), group).view(len(sizes), *shape)
 
 
 @torch.library.custom_op("parallel_ops::comm_all_gather", mutates_args=())
@@ -119,7 +125,7 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], fp32_reduction: bo
     rank = process_group.rank()
     shape = (*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :])
     if fp32_reduction or len(set(sizes)) > 1:
-        return sum_in_rank_order(exchanged(op, x.split(list(sizes), dim=dim), [shape] * len(sizes), process_group))
+        return sum_partials(_partials(op, x, dim, sizes, process_group))
     pieces = x if dim == 0 else torch.cat([p.flatten() for p in x.split(list(sizes), dim=dim)])
     out = x.new_empty(shape)
     with translate_backend_errors(op, process_group):
@@ -143,11 +149,11 @@ def all_reduce(x: Tensor, fp32_reduction: bool, group: str, op: str) -> Tensor:
             dist.all_reduce(out, group=process_group)
         return out
     if x.nbytes <= _GATHER_BYTES:
-        return sum_in_rank_order(gathered(op, x, process_group).unbind())
+        return sum_partials(gathered(op, x, process_group))
     size = process_group.size()
     shard = -(-x.numel() // size)
     flat = torch.nn.functional.pad(x.reshape(-1), (0, shard * size - x.numel()))
-    own = sum_in_rank_order(exchanged(op, flat.split(shard), [(shard,)] * size, process_group))
+    own = sum_partials(_partials(op, flat, 0, [shard] * size, process_group))
     return gathered(op, own, process_group).view(-1)[: x.numel()].view(x.shape).clone()
 
 

@@ -168,7 +168,7 @@ def fail_while_data_is_under_way(rank: int, timeout: float) -> str:
     _failure.REPORT_SECONDS = 0.3
     group, x = dist.new_group(timeout=datetime.timedelta(seconds=timeout)), torch.ones(4)
     dist.barrier()
-    broken = mock.patch.object(_primitives, "exchanged", fail) if rank == 1 else contextlib.nullcontext()
+    broken = mock.patch.object(_primitives, "_exchange", fail) if rank == 1 else contextlib.nullcontext()
     try:
         with broken, propagate_errors("Layer", group, x):
             comm.reduce_scatter(x, group)

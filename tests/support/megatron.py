@@ -11,12 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.distributed import distributed_c10d
 
 from parallel_ops.integrations import megatron
 from parallel_ops.integrations.megatron._rebind import Binding, Replaced
+from support.recorded_calls import recorded_calls
 
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 64, 16, 2, 2
 
@@ -311,3 +313,21 @@ def _gradient_norm(model):
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     return total.sqrt().item()
+
+
+def plain_linear_calls(rank, sequence_parallel):
+    """The collectives that Megatron's own column-parallel linear starts: in its forward, and in its backward."""
+    x, weight = torch.ones(4, 2, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    parallel_state._set_global_memory_buffer()
+    try:
+        with on_cpu():
+            with recorded_calls() as forward:
+                y = linear_with_grad_accumulation_and_async_allreduce(
+                    x, weight, None, gradient_accumulation_fusion=False, allreduce_dgrad=not sequence_parallel,
+                    sequence_parallel=sequence_parallel, tp_group=dist.group.WORLD,
+                )  # fmt: skip
+            with recorded_calls() as backward:
+                y.sum().backward()
+    finally:
+        parallel_state.destroy_global_memory_buffer()
+    return forward, backward

@@ -284,9 +284,10 @@ class Counting(C10dTransport):
         Counting.posted += 1
         return super().post(op, chunks)
 
-    def collective(self, op, received, sent):
-        Counting.posted += 1
-        return super().collective(op, received, sent)
+    def _collective(self, *args):
+        handle = super()._collective(*args)
+        Counting.posted += handle is not None
+        return handle
 
 
 def over_another_transport(rank: int, everywhere: bool) -> tuple[int, int]:
@@ -502,7 +503,7 @@ def copies_sent(rank: int) -> dict[str, int]:
         with (
             unittest.mock.patch.object(C10dTransport, "post", autospec=True, side_effect=C10dTransport.post) as post,
             unittest.mock.patch.object(
-                C10dTransport, "collective", autospec=True, side_effect=C10dTransport.collective
+                C10dTransport, "_collective", autospec=True, side_effect=C10dTransport._collective
             ) as collective,
             unittest.mock.patch.object(consistency, "_compare", side_effect=consistency._compare) as ask,
         ):

@@ -104,7 +104,7 @@ class Exchanges:
         self.made: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> "Exchanges":
-        self._init, self._collective, made = _overlap.Exchange.__init__, C10dTransport.collective, self.made
+        self._init, self._collective, made = _overlap.Exchange.__init__, C10dTransport._collective, self.made
         init, collective = self._init, self._collective
 
         def counting(exchange: Any, op: str, *args: Any) -> None:
@@ -117,9 +117,9 @@ class Exchanges:
             return handle
 
         _overlap.Exchange.__init__ = counting  # type: ignore[method-assign]
-        C10dTransport.collective = counting_collectives  # type: ignore[method-assign]
+        C10dTransport._collective = counting_collectives  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         _overlap.Exchange.__init__ = self._init  # type: ignore[method-assign]
-        C10dTransport.collective = self._collective  # type: ignore[method-assign]
+        C10dTransport._collective = self._collective  # type: ignore[method-assign]

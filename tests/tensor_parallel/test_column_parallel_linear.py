@@ -68,4 +68,4 @@ def test_one_rank_is_a_linear(device):
     suite.check_checkpointing(ours, args)
     suite.check_second_derivative_raises(ours, args)
     op = torch.ops.parallel_ops.column_parallel_linear.default
-    suite.check_op(op, [args[0], [args[1]], [args[2]], None, [5], 0, [True, True, True]])
+    suite.check_op(op, [args[0], [args[1]], [args[2]], None, [5], 0, [True, True, True], True])

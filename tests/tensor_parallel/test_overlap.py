@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_backward, column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
@@ -86,7 +86,7 @@ def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, see
         assert asked == list(scatter_order(transport.rank, sizes, pieces))
         sent = [n for kind, _, n in recorded.log if kind == "send"]
         assert sum(sent) == sum(sizes) - sizes[transport.rank]
-        return sum_in_rank_order(parts)
+        return sum_partials(parts)
 
     totals = LoopbackGroup(size, seed=seed, credits=credits).run(run)
     for rank, total in enumerate(totals):
@@ -104,10 +104,11 @@ def test_whole_exchanges(sizes, seed):
     def run(transport):
         got, arriving = start_gather("test", transport, whole.split(sizes)[transport.rank].clone(), sizes)
         arriving.wait()
-        parts, leaving = start_scatter("test", transport, whole * (transport.rank + 1), sizes)
-        leaving.wait()
-        leaving.wait()  # again, for nothing
-        return got, sum_in_rank_order(parts)
+        parts, shape = whole * (transport.rank + 1), (sizes[transport.rank], 2)
+        scattered = start_scatter("test", transport, parts, sizes, shape, exact=True)
+        scattered.wait()
+        scattered.wait()  # again, for nothing
+        return got, scattered.total()
 
     scale = len(sizes) * (len(sizes) + 1) / 2
     for rank, (got, total) in enumerate(LoopbackGroup(len(sizes), seed=seed).run(run)):
@@ -182,10 +183,10 @@ def test_with_one_hardware_queue_no_exchange_waits_in_front_of_a_product(queues,
 
 
 def test_16_bit_partial_sums_are_added_in_fp32_and_rounded_once():
-    parts = [torch.tensor([256.0, 1.0]).bfloat16(), *[torch.tensor([1.0, 2.0**-9]).bfloat16()] * 4]
-    total = sum_in_rank_order(parts)
+    parts = torch.tensor([[256.0, 1.0], *[[1.0, 2.0**-9]] * 4]).bfloat16()
+    total = sum_partials(parts)
     assert total.tolist() == [260.0, 1.0078125]  # one by one in bfloat16 256 + 1 is 256, and 1 + 2^-9 is 1
-    assert sum_in_rank_order(parts[1:2], torch.tensor([0.5, 0.0]).bfloat16()).tolist() == [1.5, 2.0**-9]
+    assert sum_partials(parts[1:2], torch.tensor([0.5, 0.0]).bfloat16()).tolist() == [1.5, 2.0**-9]
     assert parts[0].tolist() == [256.0, 1.0]
 
 

@@ -296,7 +296,7 @@ class TestOneRank:
         x, w = suite.randn(5, 2, 8, dtype=torch.float32), suite.randn(3, 8, dtype=torch.float32)
         b = suite.randn(3, dtype=torch.float32)
         op = getattr(torch.ops.parallel_ops, name).default
-        more = [False] if name == "linear_reduce_scatter" else []
+        more = [True, False] if name == "linear_reduce_scatter" else [True]
         suite.check_op(op, [x, [w], [b], None, [5], 0, [True, True, True], *more])
         suite.check_op(op, [x.detach(), [w], [], None, [5], 2, [False, True], *more])
 

@@ -87,15 +87,28 @@ class Transport(Protocol):
         """
         ...
 
-    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        """One collective of equal parts where that is quicker than ``post``; ``None``, on all ranks alike, where not.
+    def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """Starts one collective: part r of ``received`` is filled with ``sent`` of rank r, the own part too.
 
-        The handle may be waited for more than once.
-
-        Args:
-            received: ``[size, ...]``, contiguous: part r is filled with what rank r sends here.
-            sent: contiguous: one part, for all ranks, or ``[size, ...]``, part r for rank r. The own part goes along.
+        This and the next three return ``None``, on all ranks alike, where the transport has no such collective or
+        ``post`` is quicker. Their tensors are contiguous; the parts of a tensor are equal pieces of it in rank order.
+        Their handles may be waited for more than once.
         """
+        ...
+
+    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """Starts one collective: part r of ``received`` is filled with this rank's part of ``sent`` of rank r."""
+        ...
+
+    def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """Starts one collective: ``received`` is filled with the sum of this rank's part of every rank's ``sent``.
+
+        Dtype and order of the sum are the backend's.
+        """
+        ...
+
+    def all_reduce(self, op: str, tensor: Tensor) -> Handle | None:
+        """Starts one collective: ``tensor`` becomes the sum of those of all ranks, in the backend's dtype and order."""
         ...
 
     def barrier(self, op: str) -> None:
@@ -126,7 +139,19 @@ class Endpoint(abc.ABC):
         check_chunks(op, chunks, self)
         return self._start(op, chunks) if chunks else []
 
-    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+    def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """As in Transport."""
+        return None
+
+    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """As in Transport."""
+        return None
+
+    def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        """As in Transport."""
+        return None
+
+    def all_reduce(self, op: str, tensor: Tensor) -> Handle | None:
         """As in Transport."""
         return None
 

@@ -1,8 +1,8 @@
 """The transport over ``torch.distributed``: gloo and NCCL, by public calls alone.
 
 With NCCL a batch is one ``batch_isend_irecv``: one grouped launch, whose handles all wait for the whole batch; post
-chunks that are needed at different times as batches of their own. With gloo each handle waits for its own chunk, and
-small parts of one size that go to all ranks go in one collective.
+chunks that are needed at different times as batches of their own. With gloo each handle waits for its own chunk.
+Collectives are the group's own: with NCCL always, with gloo for small tensors.
 
 A lost or stuck peer: with gloo the wait raises PeerError, at the latest after the group's timeout. With NCCL the wait
 only orders the stream, and torch's watchdog ends the process after the group's timeout; to get an exception instead,
@@ -10,20 +10,21 @@ set TORCH_NCCL_BLOCKING_WAIT=1, which makes each wait block the host.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.compat import all_gather_single
+from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
 from parallel_ops._internal.groups import group_device_types
 from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.comm.transport.base import Capabilities, Endpoint, Handle, Receive, Send, as_bytes
 
-# Parts of up to so many bytes go in one collective: in half to two thirds of the time on two processes, where larger
-# ones take up to a fifth longer.
+# Parts of up to so many bytes go in one collective of gloo: in half to two thirds of the time on two processes, where
+# larger ones take up to a fifth longer.
 _COLLECTIVE_BYTES = 256 << 10
 
 _SENT_AS_THEY_ARE = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
@@ -70,12 +71,23 @@ class C10dTransport(Endpoint):
         whole = works * len(chunks) if len(works) == 1 else works
         return [_Work(self._group, op, _fails(chunk), work) for chunk, work in zip(chunks, whole, strict=True)]
 
-    def collective(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        if received.is_cuda or not 0 < received.nbytes <= _COLLECTIVE_BYTES * self.size:
+    def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        return self._collective(op, all_gather_single, received, _flat(received), _flat(sent))
+
+    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        return self._collective(op, dist.all_to_all_single, received, _flat(received), _flat(sent))
+
+    def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+        return self._collective(op, reduce_scatter_single, sent, received.view(-1), sent.view(-1))
+
+    def all_reduce(self, op: str, tensor: Tensor) -> Handle | None:
+        return self._collective(op, dist.all_reduce, tensor, tensor)
+
+    def _collective(self, op: str, start: Callable[..., Any], whole: Tensor, *tensors: Tensor) -> Handle | None:
+        if not whole.numel() or not (whole.is_cuda or whole.nbytes <= _COLLECTIVE_BYTES * self.size):
             return None
-        start = all_gather_single if sent.numel() < received.numel() else dist.all_to_all_single
         with translate_backend_errors(op, self._group):
-            work = start(_flat(received), _flat(sent), group=self._group, async_op=True)
+            work = start(*tensors, group=self._group, async_op=True)
         return _Work(self._group, op, "lost the other ranks", work)
 
     def barrier(self, op: str) -> None:

@@ -9,9 +9,10 @@ gathered again, since only x is saved, while dx is computed, and dx is scattered
 beside whole products do not slow the products, so the backward is never cut into pieces.
 
 Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx are
-sent once, in the dtype of x, and added in rank order in fp32. So the result has the same bits on every run, and depends
-on ``overlap`` only by how products of other shapes round. Sources: Korthikanti et al., arXiv:2205.05198
-(sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
+sent once, in the dtype of x, and added in rank order in fp32 (unless ``reduction="backend"``). So the result has the
+same bits on every run, and depends on ``overlap`` only by how products of other shapes round. Sources: Korthikanti et
+al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959 (decomposed
+collectives).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +27,11 @@ from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
-from parallel_ops.comm.primitives import sum_in_rank_order
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix, multiply
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
 
 _NAME = "all_gather_linear"
 
@@ -44,6 +44,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = ...,
+    reduction: Reduction = ...,
     sizes: Sequence[int] | None = None,
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
@@ -58,6 +59,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = ...,
+    reduction: Reduction = ...,
     sizes: Sequence[int] | None = None,
     main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
@@ -71,6 +73,7 @@ def all_gather_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
+    reduction: Reduction = "exact",
     sizes: Sequence[int] | None = None,
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
@@ -88,6 +91,11 @@ def all_gather_linear(
             A number: each shard is sent in that many pieces in the forward; bulk in the backward.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
             (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+        reduction: how the partial sums of the ranks are added.
+            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+            on every run and over every backend.
+            ``"backend"``: those of the gradient of x by the reduce-scatter of the group's backend, in the dtype of
+            ``x`` and in its order, as Megatron-LM does; where ``sizes`` differ, the exact sum.
         sizes: ``s_r`` of every rank, the same on every rank; ``None`` if all are equal.
         main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, H]``,
             float32 (float64 for float64) or the weight's dtype; or one for each weight. Not under ``torch.compile`` or
@@ -113,6 +121,7 @@ def all_gather_linear(
         deferred,
         group,
         overlap,
+        reduction,
         lambda: check_sizes(_NAME, "sizes", sizes, group, 0, shard=x),
     )
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
@@ -166,6 +175,7 @@ def column_backward(
     weights: Sequence[Tensor],
     *,
     bulk: bool,
+    exact: bool = True,
     needs_x: bool,
     products: Callable[[Tensor], None] | None,
 ) -> Tensor | None:
@@ -185,16 +195,13 @@ def column_backward(
             gathering[1].wait()
     if needs_x:
         dx = _input_gradient(grads, weights, (sum(rows), x.shape[-1]))
-        scattering = start_scatter(_NAME, transport, dx, rows)
+        scattering = start_scatter(_NAME, transport, dx.flatten(0, -2), rows, x.shape, exact=exact)
         if not bulk:
-            scattering[1].wait()
+            scattering.wait()
     if gathering is not None and products is not None:
         gathering[1].wait()
         products(gathering[0])
-    if scattering is None:
-        return None
-    scattering[1].wait()
-    return sum_in_rank_order([part.view(x.shape) for part in scattering[0]])
+    return None if scattering is None else scattering.total()
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -234,6 +241,7 @@ def _gradients(
         call.sizes,
         weights,
         bulk=call.bulk(x.device),
+        exact=call.exact,
         needs_x=call.needs[0],
         products=(lambda whole: factors(dys, whole)) if any(call.needs_weights(len(weights))) else None,
     )

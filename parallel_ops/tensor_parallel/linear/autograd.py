@@ -112,6 +112,7 @@ class LinearOp:
         deferred: DeferredWeightGradients | None,
         group: ProcessGroup | None,
         overlap: plan.Overlap,
+        reduction: plan.Reduction,
         split: Callable[[], list[int]],
         *more: bool,
     ) -> list[Tensor]:
@@ -120,10 +121,10 @@ class LinearOp:
         with propagate_errors(self.name, group, x, *weights, checked=True):
             _check(self.name, x, weights, biases, group)
             targets = targets_of(self.name, weights, main_grads, deferred)
-            pieces, sizes = plan.encode(self.name, overlap), split()
+            pieces, exact, sizes = plan.encode(self.name, overlap), plan.is_exact(self.name, reduction), split()
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
-        arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, *more)
+        arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, exact, *more)
         tensors = x, *weights, *biases
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
         if handled or (any(needs) and _can_bypass_dispatcher(tensors)):

@@ -7,12 +7,13 @@
 Forward: no communication. Backward: the all-reduce is a reduce-scatter and an all-gather of rows. The rows of dX that
 another rank sums are sent as soon as they are computed, this rank's own rows are computed last (``overlap.py``). Each
 rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered while dW is computed.
+With ``reduction="backend"`` and no pieces it is the backend's one all-reduce, which runs while dW is computed.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
@@ -23,12 +24,13 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
-from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.comm.sum_partials import sum_partials
+from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
 
 _NAME = "column_parallel_linear"
 
@@ -41,6 +43,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
+    reduction: Reduction = "exact",
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor: ...
@@ -52,6 +55,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
+    reduction: Reduction = "exact",
     main_grad: Sequence[Target] | None = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> tuple[Tensor, ...]: ...
@@ -62,6 +66,7 @@ def column_parallel_linear(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
+    reduction: Reduction = "exact",
     main_grad: Target | Sequence[Target] = None,
     deferred: DeferredWeightGradients | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -74,10 +79,15 @@ def column_parallel_linear(
         group: the ranks that share the output features; ``None`` for one rank.
         overlap: how the backward overlaps communication with the products.
             ``"off"``: one after the other.
-            ``"bulk"``: the sums are gathered while dW is computed.
+            ``"bulk"``: the sums are gathered, or the backend's all-reduce runs, while dW is computed.
             A number: also, each rank's rows of dX are sent in that many pieces while dX is computed.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
             (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+        reduction: how the partial sums of the gradient of x are added.
+            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+            on every run and over every backend.
+            ``"backend"``: by the all-reduce of the group's backend, in the dtype of ``x`` and in its order, as
+            Megatron-LM does. In pieces the exact sum.
         main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, H]``,
             float32 (float64 for float64) or the weight's dtype; or one for each weight. Not under ``torch.compile`` or
             in DDP.
@@ -101,6 +111,7 @@ def column_parallel_linear(
         deferred,
         group,
         overlap,
+        reduction,
         # Number of rows of the gradient that each rank sums; some are 0 if there are fewer rows than ranks.
         lambda: [end - start for start, end in split((0, x.shape[0]), 1 if group is None else group.size())],
     )
@@ -125,6 +136,22 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
     return column_forward(None, x, [x.shape[0]], weights, each, OFF)
 
 
+def _start_sum(
+    call: GroupCall, transport: Transport, x: Tensor, pieces: int, partial: Callable[[Span, Tensor | None], Tensor]
+) -> tuple[Tensor, Handle]:
+    """The sum of ``partial`` of all ranks as a matrix, complete after ``handle.wait()``."""
+    rows = rows_of(call.sizes, x)
+    if pieces != OFF:
+        own = sum_partials(scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial))
+        return start_gather(_NAME, transport, own, rows)
+    dx = partial((0, sum(rows)), None)
+    if not call.exact and (handle := transport.all_reduce(_NAME, dx)) is not None:
+        return dx, handle
+    shape = (rows[transport.rank], x.shape[-1])
+    own = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact).total()
+    return start_gather(_NAME, transport, own, rows)
+
+
 def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
@@ -141,18 +168,11 @@ def _gradients(
     if call.needs[0] and transport is None:
         dx = partial((0, dys[0].shape[0]), None)
     elif call.needs[0] and transport is not None:
-        rows = rows_of(call.sizes, x)
 
-        def run(pieces: int) -> Tensor:
-            if pieces == OFF:
-                parts, leaving = start_scatter(_NAME, transport, partial((0, sum(rows)), None), rows)
-                leaving.wait()
-            else:
-                parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial)
-            return sum_in_rank_order(parts)
+        def run(pieces: int) -> tuple[Tensor, Handle]:
+            return _start_sum(call, transport, x, pieces, partial)
 
-        own = run(call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run))
-        dx, arriving = start_gather(_NAME, transport, own, rows)
+        dx, arriving = run(call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run))
         if not call.bulk(x.device):
             arriving.wait()
     if any(call.needs_weights(len(weights))):

@@ -23,6 +23,7 @@ class GroupCall:
     sizes: list[int]  # of the sharded dimension, in rank order
     overlap: int
     needs: list[bool]  # whether x, each weight and each bias need a gradient
+    exact: bool = True  # sums are in rank order in fp32, not the backend's
     partial_bias: bool = False  # the gradient of bias is of this rank's rows only
 
     def arguments(self) -> tuple[object, ...]:
@@ -47,7 +48,8 @@ class GroupCall:
         group = resolve_group(self.group)
         over = transport.capabilities.name
         # What a backward sends depends on which parameters need gradients.
-        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, tuple(self.needs), self.partial_bias, over)
+        flags = tuple(self.needs), self.exact, self.partial_bias
+        options: tuple[object, ...] = (tuple(self.sizes), self.overlap, flags, over)
         measured = [tuple(w.shape) for w in weights] if self.overlap == plan.AUTO and x.is_cuda else []
 
         def text() -> str:
@@ -55,6 +57,7 @@ class GroupCall:
             sizes = f"[{self.sizes[0]}] * {len(self.sizes)}" if even else str(self.sizes)
             overlap = plan.decode(self.overlap)
             words = f"{shape()} {x.dtype}, sizes={sizes}, overlap={overlap!r}, requires_grad={self.needs} over {over}"
+            words += "" if self.exact else ", reduction='backend'"
             return f"{words}, weights of {measured}" if measured else words
 
         check_consistency(group, CallSignature(self.op, (x.dtype, *same, *options, *measured), text), x.device)
@@ -88,6 +91,7 @@ class GroupCall:
             size=transport.size,
             dtype=like.dtype,
             transport=transport.capabilities.name,
+            exact=self.exact,
         )
         return plan.choose(task, like.device, resolve_group(self.group), run)
 

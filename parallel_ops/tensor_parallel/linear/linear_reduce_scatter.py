@@ -6,7 +6,8 @@
 
 Forward: the rows of the output that another rank owns are sent as soon as they are computed; this rank's own rows are
 computed last, while the others are sent (``overlap.py``). Each rank receives the partial sums of its rows, in the dtype
-of x, adds them in rank order in fp32, then the bias, and rounds once. Backward: this rank's rows of dY are multiplied
+of x, adds them in rank order in fp32, then the bias, and rounds once. With ``reduction="backend"`` the backend adds.
+Backward: this rank's rows of dY are multiplied
 first, while the next ones arrive; dY is then complete, as dW needs it.
 
 Sources: Korthikanti et al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023,
@@ -26,12 +27,12 @@ from parallel_ops._internal.groups import group_rank, resolve_group
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
-from parallel_ops.comm.primitives import sum_in_rank_order
+from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, matrix, multiply
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
 
 _NAME = "linear_reduce_scatter"
 
@@ -43,6 +44,7 @@ def linear_reduce_scatter(
     *,
     group: ProcessGroup | None,
     overlap: Overlap = "auto",
+    reduction: Reduction = "exact",
     sizes: Sequence[int] | None = None,
     main_grad: Target = None,
     deferred: DeferredWeightGradients | None = None,
@@ -60,6 +62,12 @@ def linear_reduce_scatter(
             A number: each shard is sent in that many pieces, forward and backward.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
             (``overlap_plan.py``); the weight must then have the same shape on every rank.
+        reduction: how the partial sums of the ranks are added.
+            ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
+            on every run and over every backend.
+            ``"backend"``: by the reduce-scatter of the group's backend, in the dtype of ``x`` and in its order, as
+            Megatron-LM does; the bias is added to the rounded sum. In pieces, and where ``sizes`` differ, the exact
+            sum.
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
         main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, K]``,
             float32 (float64 for float64) or the weight's dtype. Not under ``torch.compile`` or in DDP.
@@ -92,6 +100,7 @@ def linear_reduce_scatter(
         deferred,
         group,
         overlap,
+        reduction,
         split,
         bias_gradient == "partial",
     )
@@ -112,24 +121,23 @@ def linear_reduce_scatter_reference(
 
 
 def row_forward(
-    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int
-) -> Tensor:
+    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int,
+    *, exact: bool = True,
+) -> Tensor:  # fmt: skip
     """``y = reduce_scatter(x W^T) + b``; shards are sent in ``pieces`` pieces, with ``OFF`` all after the product."""
     h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
     if transport is None:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         multiply(h, weight, bias, y.flatten(0, -2))
         return y
-    if pieces == OFF:
-        parts, leaving = start_scatter(_NAME, transport, multiply(h, weight, None), rows)
-        leaving.wait()
-    else:
-        like = x.new_empty((0, weight.shape[0]))
-        parts = scatter(
-            _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
-        )
     shape = (sizes[transport.rank], *inner, weight.shape[0])
-    return sum_in_rank_order([part.view(shape) for part in parts], bias)
+    if pieces == OFF:
+        return start_scatter(_NAME, transport, multiply(h, weight, None), rows, shape, exact=exact).total(bias)
+    like = x.new_empty((0, weight.shape[0]))
+    parts = scatter(
+        _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
+    )
+    return sum_partials(parts.view(transport.size, *shape), bias)
 
 
 def row_backward(
@@ -164,7 +172,7 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
     (weight,), bias, transport = weights, biases[0] if biases else None, call.transport()
 
     def run(pieces: int) -> Tensor:
-        return row_forward(transport, x, call.sizes, weight, bias, pieces)
+        return row_forward(transport, x, call.sizes, weight, bias, pieces, exact=call.exact)
 
     if transport is None:
         return [run(OFF)]

@@ -15,6 +15,9 @@ posted only when a piece has arrived.
 No sums are formed in transit: every partial is sent once, to the rank that owns its rows, and that rank adds them in
 rank order in fp32 (fp64 for fp64). The result does not depend on the order of arrival, so it has the same bits as the
 unfused computation with the same pieces, on every run.
+
+Whole shards go by one collective where the transport has it: an all-gather, and for a sum an all-to-all, or with
+``reduction="backend"`` the backend's own reduce-scatter, which is what the plain linears of other libraries call.
 """
 
 from collections import deque
@@ -23,6 +26,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, in_flight
 
@@ -56,7 +60,7 @@ def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span
 def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Handle]:
     """Starts an all-gather: the rows of all ranks, complete after ``handle.wait()``, which may be called repeatedly."""
     whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
-    if len(set(sizes)) == 1 and (handle := transport.collective(op, whole, shard)) is not None:
+    if len(set(sizes)) == 1 and (handle := transport.all_gather(op, whole, shard)) is not None:
         return whole, handle
     where, rank = spans(sizes), transport.rank
     whole[slice(*where[rank])].copy_(shard)
@@ -117,8 +121,8 @@ def scatter(
     pieces: int,
     like: Tensor,
     produce: Callable[[Span, Tensor | None], Tensor],
-) -> list[Tensor]:
-    """Returns the parts that all ranks computed for this rank's rows, in rank order.
+) -> Tensor:
+    """Returns ``[P, sizes[rank], N]``, the parts that all ranks computed for this rank's rows, in rank order.
 
     Args:
         like: ``[any, N]``: dtype, device and columns of a part.
@@ -142,21 +146,54 @@ def scatter(
         produce(span, landing[rank, span[0] - first : span[1] - first])
     for exchange in posted:
         exchange.wait()
-    return list(landing)
+    return landing
 
 
-def start_scatter(op: str, transport: Transport, parts: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], Handle]:
-    """Starts a scatter: all ranks' parts of this rank's rows, in rank order, complete after ``handle.wait()``.
+class Scattered:
+    """A reduce-scatter on its way, over any transport.
+
+    Args:
+        handle: of what arrives. partials: ``[P, ...]``, the parts of all ranks in rank order; or, if ``summed``, their
+        sum ``[...]`` alone.
+    """
+
+    def __init__(self, handle: Handle, partials: Tensor, *, summed: bool) -> None:
+        self._handle, self._partials, self._summed = handle, partials, summed
+
+    def wait(self) -> None:
+        """Until everything has arrived. May be called repeatedly."""
+        self._handle.wait()
+
+    def total(self, bias: Tensor | None = None) -> Tensor:
+        """The sum of the parts and ``bias`` ``[N]``; called once."""
+        self.wait()
+        if not self._summed:
+            return sum_partials(self._partials, bias)
+        return self._partials if bias is None else self._partials.add_(bias)
+
+
+def start_scatter(
+    op: str, transport: Transport, parts: Tensor, sizes: Sequence[int], shape: Sequence[int], *, exact: bool
+) -> Scattered:
+    """Starts a reduce-scatter of whole parts.
 
     Args:
         parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows; must not change before the wait.
+        shape: of the result, ``[sizes[rank], N]`` or its rows in several dimensions.
+        exact: send every part as it is and add in rank order; otherwise a backend that sums parts of equal sizes does.
     """
     rank, where = transport.rank, spans(sizes)
-    landing = parts.new_empty((transport.size, sizes[rank], *parts.shape[1:]))
-    if len(set(sizes)) == 1 and (handle := transport.collective(op, landing, parts)) is not None:
-        return list(landing), handle
-    landing[rank].copy_(parts[slice(*where[rank])])
+    even = len(set(sizes)) == 1
+    if even and not exact:
+        total = parts.new_empty(tuple(shape))
+        if (handle := transport.reduce_scatter(op, total, parts)) is not None:
+            return Scattered(handle, total, summed=True)
+    landing = parts.new_empty((transport.size, *shape))
+    if even and (handle := transport.all_to_all(op, landing, parts)) is not None:
+        return Scattered(handle, landing, summed=False)
+    rows = [of_rank.view(sizes[rank], *parts.shape[1:]) for of_rank in landing]
+    rows[rank].copy_(parts[slice(*where[rank])])
     others = [(rank + k) % transport.size for k in range(1, transport.size)]
     sends = [Send(parts[slice(*where[peer])], peer) for peer in others]
-    receives = [Receive(landing[peer], peer) for peer in others]
-    return list(landing), Exchange(op, transport, sends, receives)
+    receives = [Receive(rows[peer], peer) for peer in others]
+    return Scattered(Exchange(op, transport, sends, receives), landing, summed=False)

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from parallel_ops.comm.device_rates import Rates, rates_of
 
 Overlap = Literal["auto", "off", "bulk"] | int
+Reduction = Literal["exact", "backend"]
 Phase = Literal["gather", "scatter"]
 
 # Codes in the ops' schemas; positive numbers are pieces.
@@ -58,6 +59,13 @@ def decode(pieces: int) -> Overlap:
     return words.get(pieces, pieces)
 
 
+def is_exact(op: str, reduction: Reduction) -> bool:
+    """``reduction`` as the flag of the ops' schemas; raises ValueError if it is not valid."""
+    if reduction not in ("exact", "backend"):
+        raise ValueError(f"{op}: reduction must be 'exact' or 'backend', got {reduction!r}")
+    return reduction == "exact"
+
+
 @dataclass(frozen=True)
 class Task:
     """A product and the communication beside it. Equal on every rank, since all must choose the same.
@@ -68,6 +76,7 @@ class Task:
         sent: largest number of bytes that a rank sends.
         size: number of ranks.
         transport: its name.
+        exact: sums are in rank order in fp32.
     """
 
     phase: Phase
@@ -78,6 +87,7 @@ class Task:
     size: int
     dtype: torch.dtype
     transport: str
+    exact: bool = True
 
 
 def product_seconds(rates: Rates, rows: int, columns: int, inner: int) -> float:
