@@ -156,10 +156,10 @@ def test_the_same_bits_in_any_interleaving(way):
 
 
 class Counted:
-    """A transport that counts the bytes that it sends and the ranks that it receives from."""
+    """A transport that counts the bytes that it sends, its messages by batch and the ranks that it receives from."""
 
     def __init__(self, transport):
-        self._transport, self.sent, self.sources = transport, 0, set()
+        self._transport, self.sent, self.sources, self.messages = transport, 0, set(), []
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
@@ -167,6 +167,7 @@ class Counted:
     def post(self, op, chunks):
         self.sent += sum(c.tensor.nbytes for c in chunks if isinstance(c, Send))
         self.sources |= {c.peer for c in chunks if not isinstance(c, Send)}
+        self.messages.append(sum(isinstance(c, Send) for c in chunks))
         return self._transport.post(op, chunks)
 
 
@@ -181,6 +182,26 @@ def counted(case, size, dtype):
         return sent, counting.sent - sent, sources
 
     return LoopbackGroup(size).run(of_rank)
+
+
+@pytest.mark.parametrize("window", [None, 10, 40])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", KINDS)
+def test_a_step_of_the_ring_is_one_message(layout, causal, window):
+    """Of both parts of a zigzag shard, too; a window leaves out what is between the two, or all of it."""
+    case = Case(93, layout=layout, causal=causal, window=window)
+    tensors = case.tensors(torch.float32)
+
+    def of_rank(transport):
+        counting = Counted(transport)
+        shared(case, counting, tensors, lambda: counting.messages.append(None))
+        return counting.messages
+
+    for messages in LoopbackGroup(4).run(of_rank):
+        forward = messages.index(None)
+        assert forward == 3 and len(messages) == 1 + 3 * 3  # keys; keys again, and their gradients
+        assert {*messages} <= {None, 0, 1}
+        assert window is not None or not causal or layout == "contiguous" or sum(m or 0 for m in messages) == 9
 
 
 def shape_of(case, size, itemsize):

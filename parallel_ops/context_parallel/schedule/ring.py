@@ -6,11 +6,12 @@
     all-gather   all keys are gathered, then attended to at once. Backward: the same, and each rank adds the gradients
                  of its keys in rank order
 
-Keys are sent directly to the ranks that need them: in step k every rank sends to one rank and receives from one. Keys
-that the receiver's queries do not see are not sent. Under a causal mask in zigzag layout this saves a quarter of the
-bytes of a ring that passes everything on; under a window, all keys before it. With this package's kernels nothing is
-rounded in between and sums have a fixed order, so the error does not grow with the ring and results are bitwise
-reproducible. torch's kernels round each block's result, and its share of each gradient, to 16 bits.
+Keys are sent directly to the ranks that need them: in step k every rank sends to one rank and receives from one, keys
+and values of all its tokens in one message. Keys that the receiver's queries do not see are not sent. Under a causal
+mask in zigzag layout this saves a quarter of the bytes of a ring that passes everything on; under a window, all keys
+before it. With this package's kernels nothing is rounded in between and sums have a fixed order, so the error does not
+grow with the ring and results are bitwise reproducible. torch's kernels round each block's result, and its share of
+each gradient, to 16 bits.
 
 On CUDA one host thread posts all exchanges, on every rank in the same order (see ``comm/transport/base.py``).
 """
@@ -18,7 +19,9 @@ On CUDA one host thread posts all exchanges, on every rank in the same order (se
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
@@ -102,6 +105,16 @@ def ring_backward(
     return gradients.dq, total
 
 
+def _send(ring: Ring, kv: Tensor, to: int) -> list[Send]:
+    """All keys for the rank in one message, copied together only if they are apart; none if it sees none."""
+    places = [local_slice(part, ring.own) for part in ring.parts(ring.at, to)]
+    if not places:
+        return []
+    adjacent = all(a.stop == b.start for a, b in pairwise(places))
+    keys = kv[places[0].start : places[-1].stop] if adjacent else torch.cat([kv[place] for place in places])
+    return [Send(keys, ring.ranks[to])]
+
+
 def _sends(ring: Ring, kv: Tensor, to: int) -> list[Send]:
     return [Send(kv[local_slice(part, ring.own)], ring.ranks[to]) for part in ring.parts(ring.at, to)]
 
@@ -137,8 +150,8 @@ class KVPrefetcher:
             to, source = (ring.at + step) % size, (ring.at - step) % size
             parts = ring.parts(source, ring.at)
             keys = kv.new_empty((count_tokens(parts), *kv.shape[1:]))
-            receives = _receives(ring, keys, parts, parts, source)
-            self._posted.append((parts, keys, Exchange(ring.op, ring.transport, _sends(ring, kv, to), receives)))
+            sends, receives = _send(ring, kv, to), [Receive(keys, ring.ranks[source])]
+            self._posted.append((parts, keys, Exchange(ring.op, ring.transport, sends, receives)))
             return
 
 
