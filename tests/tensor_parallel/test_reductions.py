@@ -1,9 +1,17 @@
 """How the linears over a group add partial sums, and by which calls of the group."""
 
+from itertools import pairwise
+from unittest import mock
+
 import pytest
 import torch
 
 from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter
+from parallel_ops.comm.transport import base
+from parallel_ops.tensor_parallel.linear import all_gather_linear as of_gather
+from parallel_ops.tensor_parallel.linear import column_parallel_linear as of_copy
+from parallel_ops.tensor_parallel.linear.group_call import GroupCall
+from parallel_ops.tensor_parallel.linear.overlap_plan import encode
 from support import linear_reductions
 from support.distributed import Raised, ranks
 
@@ -68,3 +76,77 @@ def test_bad_reductions_are_named(op):
 def test_ranks_with_different_reductions_raise():
     for outcome in ranks(2).outcomes(linear_reductions.apart):
         assert isinstance(outcome, Raised) and "reduction='backend'" in outcome.message
+
+
+class Logged:
+    """A handle that says when it is waited for."""
+
+    def __init__(self, handle, log, name):
+        self._handle, self._log, self._name = handle, log, name
+
+    def wait(self):
+        self._log.append(f"wait for {self._name}")
+        self._handle.wait()
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+class Alone:
+    """One rank's end of a group whose other rank has zeros: everything arrives at once."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.log = []
+        self.capabilities = base.Capabilities("alone", ("cpu",), True, False, False)
+
+    def _started(self, name):
+        self.log.append(f"start {name}")
+        return Logged(Done(), self.log, name)
+
+    def all_reduce(self, op, tensor):
+        return self._started("all-reduce")
+
+    def all_gather(self, op, received, sent):
+        received.zero_()[: sent.shape[0]].copy_(sent)
+        return self._started("all-gather")
+
+    def all_to_all(self, op, received, sent):
+        received.zero_().view(2, -1)[0].copy_(sent.view(2, -1)[0])
+        return self._started("all-to-all")
+
+    def reduce_scatter(self, op, received, sent):
+        received.view(-1).copy_(sent.view(2, -1)[0])
+        return self._started("reduce-scatter")
+
+
+def gradients(module, overlap, exact):
+    """What happens in a backward, in order."""
+    transport = Alone()
+    x, weight, dy = torch.randn(2 if module is of_gather else 4, 8), torch.randn(6, 8), torch.randn(4, 6)
+    call = GroupCall("test", "group", [2, 2], encode("test", overlap), [True, True], exact)
+    with mock.patch.object(GroupCall, "transport", return_value=transport):
+        dx, _ = module._gradients(call, [dy], x, [weight], lambda dys, inputs: transport.log.append("dW"))
+    assert torch.equal(dx[:2], (dy @ weight)[:2])
+    return transport.log
+
+
+@pytest.mark.parametrize(
+    ("module", "exact", "expected"),
+    [
+        (of_copy, False, ["start all-reduce", "dW", "wait for all-reduce"]),
+        (of_copy, True, ["start all-to-all", "wait for all-to-all", "start all-gather", "dW", "wait for all-gather"]),
+        (of_gather, False,
+         ["start all-gather", "start reduce-scatter", "wait for all-gather", "dW", "wait for reduce-scatter"]),
+        (of_gather, True,
+         ["start all-gather", "start all-to-all", "wait for all-gather", "dW", "wait for all-to-all"]),
+    ],
+)  # fmt: skip
+def test_collectives_of_a_backward_run_beside_its_products(module, exact, expected):
+    assert gradients(module, "bulk", exact) == expected
+    one_after_the_other = gradients(module, "off", exact)
+    for start, wait in pairwise(one_after_the_other):
+        assert not start.startswith("start") or wait == start.replace("start", "wait for")
