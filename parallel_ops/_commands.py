@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from parallel_ops._internal.command_line import require
+from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 
 __all__ = ["main"]

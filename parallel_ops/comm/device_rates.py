@@ -2,39 +2,25 @@
 
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.overlap_model import Rates, rates_of_sheet
 
-@dataclass(frozen=True)
-class Rates:
-    """What the model believes of a device and its links.
-
-    Attributes:
-        flops: of one processor, per second. processors: streaming multiprocessors.
-        bandwidth: bytes per second that one rank sends. latency: seconds of an exchange. launch: seconds of a product.
-    """
-
-    flops: float
-    processors: int
-    bandwidth: float
-    latency: float = 10e-6
-    launch: float = 4e-6
+# Of A100, H100 and B200, by major compute capability: dense 16-bit FLOP/s, NVLink one way and memory, bytes per second.
+_SHEETS = {8: (312e12, 300e9, 2.039e12), 9: (989.5e12, 450e9, 3.35e12), 10: (2250e12, 900e9, 8e12)}
 
 
 @functools.cache
 def _device_rates(index: int) -> Rates | None:
-    """Data sheets of NVIDIA's A100, H100 and B200: dense 16-bit rate, and NVLink one way. Two thirds of the former and
-    four fifths of the latter are what large products and messages reach."""
     properties = torch.cuda.get_device_properties(index)
-    sheet = {8: (312e12, 300e9), 9: (989e12, 450e9), 10: (2250e12, 900e9)}.get(properties.major)
-    if sheet is None:
+    if properties.major not in _SHEETS:
         return None
-    processors = properties.multi_processor_count
-    return Rates(flops=0.66 * sheet[0] / processors, processors=processors, bandwidth=0.8 * sheet[1])
+    flops, link, memory_bandwidth = _SHEETS[properties.major]
+    return rates_of_sheet(flops, properties.multi_processor_count, link, memory_bandwidth)
 
 
 # How much slower than in 16 bits products are.

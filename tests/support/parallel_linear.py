@@ -235,7 +235,7 @@ def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
     def fastest(run: Any, pieces: int, device: torch.device) -> float:
         run(pieces)
         timed.append(pieces)
-        return seconds[plan._CANDIDATES.index(pieces)]
+        return seconds[plan.CANDIDATES.index(pieces)]
 
     tensors = [integers(8, 6, seed=1), integers(4, 6, seed=2), None, integers(8, 4, seed=3)]
     want = sharded_linear(rank, kind, tensors, [4, 4], {"overlap": "off"})

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_ops._internal import overlap_model as model
+from parallel_ops.comm import device_rates
 from parallel_ops.comm.sum_partials import sum_partials
+from parallel_ops.planner import presets
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_backward, column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
@@ -194,39 +197,86 @@ TASK = plan.Task(
     phase="gather", rows=8192, columns=7168, inner=8192, sent=7 * 8192 * 1024 * 2, size=8,
     dtype=torch.bfloat16, transport="test",
 )  # fmt: skip
-RATES = plan.Rates(flops=5e12, processors=132, bandwidth=360e9)
+RATES = model.rates_of_sheet(989.5e12, 132, 450e9, 3.35e12)
+
+
+@st.composite
+def works(draw):
+    rows, columns, inner = (draw(st.integers(1, 10**5)) for _ in range(3))
+    phase, size = draw(st.sampled_from(["gather", "scatter"])), draw(st.integers(2, 64))
+    width = inner if phase == "gather" else columns
+    return model.Work(
+        phase, rows, columns, inner, sent=2 * width * rows * (size - 1) // size, size=size,
+        exact=draw(st.booleans()), takes_processors=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@st.composite
+def device_of(draw):
+    processors = draw(st.integers(4, 160))
+    return model.Rates(
+        flops=draw(st.floats(1e11, 2e13)), processors=processors, bandwidth=draw(st.floats(1e9, 1e12)),
+        memory_bandwidth=draw(st.floats(1e11, 1e13)), latency=draw(st.floats(0, 1e-4)),
+        taken=draw(st.integers(0, processors)), host_message=draw(st.floats(0, 1e-4)),
+    )  # fmt: skip
+
+
+def chosen(work, rates):
+    return model.times(work, rates, model.choose(work, rates)).total
 
 
 class TestModel:
     def test_hides_what_can_be_hidden(self):
         assert plan.modelled(TASK, RATES) > 0
-        whole, best = (plan.predict(TASK, RATES, n) for n in (plan.OFF, plan.modelled(TASK, RATES)))
-        assert best < 0.96 * whole
+        whole, best = (model.times(TASK, RATES, n).total for n in (model.OFF, plan.modelled(TASK, RATES)))
+        assert best < 0.98 * whole
 
     def test_does_not_overlap_where_it_does_not_pay(self):
         small = dataclasses.replace(TASK, rows=64, sent=7 * 8 * 8192 * 2)  # every piece costs as much as the whole
-        assert plan.modelled(small, RATES) == plan.OFF
+        assert plan.modelled(small, RATES) == model.OFF
         free = dataclasses.replace(RATES, bandwidth=math.inf, latency=0.0)
-        assert plan.modelled(TASK, free) == plan.OFF
-        assert plan.modelled(TASK, None) == plan.OFF
+        assert plan.modelled(TASK, free) == model.OFF
+        assert plan.modelled(TASK, None) == model.OFF
 
-    @given(
-        phase=st.sampled_from(["gather", "scatter"]),
-        rows=st.integers(1, 10**5),
-        columns=st.integers(1, 10**5),
-        inner=st.integers(1, 10**5),
-        size=st.integers(2, 64),
-        bandwidth=st.floats(1e9, 1e12),
-    )
-    def test_never_promises_more_than_hiding_the_smaller_part(self, phase, rows, columns, inner, size, bandwidth):
-        sent = rows * inner * 2
-        task = plan.Task(phase, rows, columns, inner, sent, size, torch.bfloat16, "test")
-        rates = dataclasses.replace(RATES, bandwidth=bandwidth, launch=0.0)
-        product = plan.product_seconds(rates, rows, columns, inner)
+    def test_what_pieces_cost(self):
+        """Each of it alone is enough to leave a task whole that is cut without it."""
+        task = dataclasses.replace(TASK, takes_processors=False)
+        assert model.choose(task, RATES) != model.OFF
+        assert model.choose(task, dataclasses.replace(RATES, host_message=1e-3)) == model.OFF
+        assert "the host" in model.reason(task, dataclasses.replace(RATES, host_message=1e-3))
+        assert model.choose(task, dataclasses.replace(RATES, latency=1e-3)) == model.OFF
+        assert model.choose(task, dataclasses.replace(RATES, memory_bandwidth=1e10)) == model.OFF
+        kernels = dataclasses.replace(task, takes_processors=True)
+        assert model.choose(kernels, dataclasses.replace(RATES, taken=100)) == model.OFF
+        fewer_tiles = dataclasses.replace(task, columns=1024)
+        assert model.choose(fewer_tiles, RATES) == model.OFF
+        assert "waves that are not full" in model.reason(fewer_tiles, RATES)
+
+    @given(work=works(), rates=device_of())
+    def test_never_slower_than_the_plain_way_nor_faster_than_its_parts(self, work, rates):
+        plain = model.times(work, rates, model.OFF)
+        assert chosen(work, rates) <= plain.total
         for pieces in (1, 2, 4):
-            assert plan.predict(task, rates, pieces) >= 0.999 * max(product, sent / bandwidth)
-        chosen = plan.modelled(task, rates)
-        assert plan.predict(task, rates, chosen) <= plan.predict(task, rates, plan.OFF)
+            cut = model.times(work, rates, pieces)
+            assert cut.total >= 0.999 * max(cut.products * cut.product, cut.communication, cut.host)
+            assert cut.product * cut.products >= 0.999 * (plain.product - rates.launch)
+        assert model.choose(work, rates) in model.CANDIDATES
+        assert model.reason(work, rates).startswith("hides" if chosen(work, rates) < plain.total else "pieces take")
+
+    @given(work=works(), rates=device_of(), factor=st.floats(1.0, 10.0))
+    def test_what_is_faster_makes_the_choice_faster(self, work, rates, factor):
+        before = chosen(work, rates)
+        for name in ("bandwidth", "memory_bandwidth", "flops"):
+            better = dataclasses.replace(rates, **{name: getattr(rates, name) * factor})
+            assert chosen(work, better) <= before / model.MARGIN
+        for name in ("latency", "launch", "host_message", "host_product"):
+            worse = dataclasses.replace(rates, **{name: getattr(rates, name) * factor})
+            assert chosen(work, worse) >= before * model.MARGIN
+
+    def test_data_sheets_are_those_of_the_planner(self):
+        for major, gpu in ((8, "a100-80"), (9, "h100"), (10, "b200")):
+            sheet, link = presets.gpu(gpu), presets.cluster(gpu).intra.bandwidth
+            assert device_rates._SHEETS[major] == (sheet.bf16, link, sheet.bandwidth)
 
     def test_sequences_of_about_one_length_share_a_choice(self):
         same, other = (dataclasses.replace(TASK, rows=rows, sent=rows * 100) for rows in (9001, 7000))

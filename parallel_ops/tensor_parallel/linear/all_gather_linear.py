@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
+from parallel_ops._internal.overlap_model import OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
@@ -31,7 +32,7 @@ from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix, multiply
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 _NAME = "all_gather_linear"
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.overlap_model import OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
@@ -30,7 +31,7 @@ from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 _NAME = "column_parallel_linear"
 
@@ -169,10 +170,13 @@ def _gradients(
         dx = partial((0, dys[0].shape[0]), None)
     elif call.needs[0] and transport is not None:
 
-        def run(pieces: int) -> tuple[Tensor, Handle]:
-            return _start_sum(call, transport, x, pieces, partial)
+        def run(pieces: int) -> None:
+            _start_sum(call, transport, x, pieces, partial)[1].wait()
 
-        dx, arriving = run(call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run))
+        pieces = max(call.overlap, OFF)
+        if call.exact:  # else the backend's all-reduce runs beside dW, which pieces cannot beat by much
+            pieces = call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
+        dx, arriving = _start_sum(call, transport, x, pieces, partial)
         if not call.bulk(x.device):
             arriving.wait()
     if any(call.needs_weights(len(weights))):

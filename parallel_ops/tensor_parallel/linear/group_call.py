@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from parallel_ops._internal import overlap_model
 from parallel_ops._internal.groups import resolve_group
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.transport.base import Transport
@@ -66,7 +67,7 @@ class GroupCall:
         return None if self.group is None else transport_of(resolve_group(self.group))
 
     def pieces(
-        self, phase: plan.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
+        self, phase: overlap_model.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
         run: Callable[[int], object],
     ) -> int:  # fmt: skip
         """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
@@ -79,7 +80,7 @@ class GroupCall:
         if self.overlap > 0:
             return self.overlap
         if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
-            return plan.OFF
+            return overlap_model.OFF
         rows = rows_of(self.sizes, like)
         sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
         task = plan.Task(
@@ -89,15 +90,17 @@ class GroupCall:
             inner=inner,
             sent=sent[phase] * like.itemsize,
             size=transport.size,
+            itemsize=like.itemsize,
+            exact=self.exact,
+            takes_processors=transport.capabilities.uses_compute_units,
             dtype=like.dtype,
             transport=transport.capabilities.name,
-            exact=self.exact,
         )
         return plan.choose(task, like.device, resolve_group(self.group), run)
 
     def bulk(self, device: torch.device) -> bool:
         """Whether whole collectives overlap with whole products. On a GPU that is free; on a CPU it gains nothing."""
-        return self.overlap != plan.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
+        return self.overlap != overlap_model.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
 
 
 def rows_of(sizes: Sequence[int], t: Tensor) -> list[int]:

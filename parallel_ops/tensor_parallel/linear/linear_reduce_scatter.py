@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank, resolve_group
+from parallel_ops._internal.overlap_model import OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
@@ -32,7 +33,7 @@ from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, matrix, multiply
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import OFF, Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 _NAME = "linear_reduce_scatter"
 

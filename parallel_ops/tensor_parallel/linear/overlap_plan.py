@@ -1,15 +1,8 @@
-"""The number of pieces for ``overlap="auto"``, by an analytic model and a measurement.
+"""The number of pieces for ``overlap="auto"``, by an analytic model (``_internal/overlap_model.py``) and a measurement.
 
-    T_g     matrix products, by the number of waves of tiles on the device
-    T_c     messages: bytes / bandwidth, and a latency for each exchange
-    whole   T_g + T_c
-    gather  max(T_g', T_c' + T_g' / pieces of all ranks)          the last piece arrives, then is multiplied
-    scatter max(T_g' + T_c' / exchanges, T_g' / pieces + T_c')    the first piece is computed, then sent
-
-Smaller pieces overlap more but make slower products (T_g' > T_g: fewer tiles than the device has processors), so there
-is an optimum, which may be no overlap. The model uses data sheets. On a GPU the candidates are therefore run and timed
-once for each (phase, rough shape, dtype, group size, device, transport); the slowest rank's times count, and overlap
-must win by 2%. A choice by timing may differ between two runs of a program, and with it the order of some sums, so with
+The model uses data sheets. On a GPU the candidates are therefore run and timed once for each (phase, rough shape,
+dtype, group size, device, transport); the slowest rank's times count, and overlap must win by 2%. A choice by timing
+may differ between two runs of a program, and with it the order of some sums, so with
 ``torch.use_deterministic_algorithms(True)`` the model decides alone. On a CPU the cores that multiply also copy the
 messages, so nothing overlaps.
 """
@@ -25,22 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_ops.comm.device_rates import Rates, rates_of
+from parallel_ops._internal import overlap_model
+from parallel_ops._internal.overlap_model import CANDIDATES, MARGIN, OFF, Rates, Work
+from parallel_ops.comm.device_rates import rates_of
 
 Overlap = Literal["auto", "off", "bulk"] | int
 Reduction = Literal["exact", "backend"]
-Phase = Literal["gather", "scatter"]
 
 # Codes in the ops' schemas; positive numbers are pieces.
-OFF, BULK, AUTO = 0, -1, -2
+BULK, AUTO = -1, -2
 _WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO}
-
-_CANDIDATES = (OFF, 1, 2, 4)
-
-# Largest ratio to the time without overlap at which overlap is chosen.
-_MARGIN = 0.98
-
-_TILE = (128, 256)  # what libraries' large 16-bit products are made of
 
 
 def encode(op: str, overlap: Overlap) -> int:
@@ -67,55 +54,21 @@ def is_exact(op: str, reduction: Reduction) -> bool:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A product and the communication beside it. Equal on every rank, since all must choose the same.
+class Task(Work):
+    """What a choice is kept under.
 
     Attributes:
-        phase: whether the input is gathered or the output scattered.
-        rows, columns, inner: the product is ``[rows, inner] @ [inner, columns]``, ``rows`` those of all ranks.
-        sent: largest number of bytes that a rank sends.
-        size: number of ranks.
+        dtype: of the product.
         transport: its name.
-        exact: sums are in rank order in fp32.
     """
 
-    phase: Phase
-    rows: int
-    columns: int
-    inner: int
-    sent: int
-    size: int
-    dtype: torch.dtype
-    transport: str
-    exact: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    transport: str = ""
 
 
-def product_seconds(rates: Rates, rows: int, columns: int, inner: int) -> float:
-    """Time of a product as waves of tiles; the last wave counts as a full one."""
-    tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
-    waves = math.ceil(tiles / rates.processors)
-    return rates.launch + waves * 2 * _TILE[0] * _TILE[1] * inner / rates.flops
-
-
-def predict(task: Task, rates: Rates, pieces: int) -> float:
-    """Seconds of the task with ``pieces`` pieces a shard, or without overlap for ``OFF``."""
-    communication = task.sent / rates.bandwidth
-    if pieces == OFF:
-        return product_seconds(rates, task.rows, task.columns, task.inner) + communication + rates.latency
-    parts, exchanges = task.size * pieces, (task.size - 1) * pieces
-    compute = parts * product_seconds(rates, math.ceil(task.rows / parts), task.columns, task.inner)
-    communication += exchanges * rates.latency
-    if task.phase == "gather":
-        return max(compute, communication + compute / parts)
-    return max(compute + communication / exchanges, communication + compute / parts)
-
-
-def modelled(task: Task, rates: Rates | None) -> int:
+def modelled(task: Work, rates: Rates | None) -> int:
     """The number of pieces by the model; ``OFF`` if the rates of the device are unknown."""
-    if rates is None:
-        return OFF
-    best = min(_CANDIDATES, key=lambda pieces: predict(task, rates, pieces))
-    return best if predict(task, rates, best) < _MARGIN * predict(task, rates, OFF) else OFF
+    return OFF if rates is None else overlap_model.choose(task, rates)
 
 
 # Choices by group, task and device.
@@ -140,7 +93,7 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
         return known[key]
     if not may_measure(device):
         return modelled(task, rates_of(device, task.dtype, group))
-    seconds = torch.tensor([_fastest(run, pieces, device) for pieces in _CANDIDATES], device=device)
+    seconds = torch.tensor([_fastest(run, pieces, device) for pieces in CANDIDATES], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     known[key] = pick(seconds.tolist())
     return known[key]
@@ -160,7 +113,7 @@ def _roughly(n: int) -> int:
 def pick(seconds: list[float]) -> int:
     """The fastest candidate if it beats the first, ``OFF``, by more than the margin; otherwise ``OFF``."""
     best = min(range(len(seconds)), key=seconds.__getitem__)
-    return _CANDIDATES[best] if seconds[best] < _MARGIN * seconds[0] else OFF
+    return CANDIDATES[best] if seconds[best] < MARGIN * seconds[0] else OFF
 
 
 def _fastest(run: Callable[[int], object], pieces: int, device: torch.device, repeats: int = 3) -> float:

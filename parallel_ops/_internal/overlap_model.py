@@ -1,0 +1,175 @@
+"""When it pays to cut the communication of a linear into pieces that overlap with its product. Numbers alone, no torch.
+
+    T_g(r)  a product of r rows: waves of tiles on the processors that are free, each wave a full one
+    T_c     messages: a latency for each, and bytes / bandwidth
+    T_s     staging: the gather's own rows are copied to their place
+    T_r     reduction: one kernel reads the parts of all ranks and writes their sum
+
+    plain   T_g + T_c + T_r                                         one collective, one product (cuBLAS) beside nothing
+    gather  T_s + max(parts T_g', T_c' + T_g')                      the last piece arrives, then is multiplied
+    scatter max(parts T_g' + T_c' / messages, T_g' + T_c') + T_r    the first piece is computed, then sent
+
+Pieces cost: T_g' > T_g, since a piece has fewer tiles than the device has processors, whose waves are not full, and
+since a transport that copies by kernels takes processors; a latency for each message; and the host, which cannot
+enqueue pieces faster than it calls. A plan with pieces takes at least as long as its host.
+
+``plain`` is what other libraries do, with the same calls. Pieces are chosen only if they beat it by a margin, so the
+choice is never slower than ``plain`` as far as the model is right.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["gather", "scatter"]
+
+# Codes of the ways, as in the ops' schemas; positive numbers are pieces of a rank's shard.
+OFF = 0
+CANDIDATES = (OFF, 1, 2, 4)
+
+# Largest ratio to the time without overlap at which overlap is chosen.
+MARGIN = 0.98
+
+TILE = (128, 256)  # what libraries' large 16-bit products are made of
+
+# What large products, messages and copies reach of data sheets. A clone reaches 90 % on an H200.
+_FLOPS_SHARE, _LINK_SHARE, _MEMORY_SHARE = 0.66, 0.8, 0.9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the model believes of a device, its links and its host.
+
+    Attributes:
+        flops: of one processor, per second. processors: streaming multiprocessors.
+        bandwidth: bytes per second that one rank sends. memory_bandwidth: bytes per second, reads and writes together.
+        latency: seconds of a message. launch: seconds between two kernels.
+        taken: processors that a transport which copies by kernels keeps from the products beside it. Assumed.
+        host_product, host_message: seconds in which the host enqueues a product, and a message. Of the latter 25 us
+            were measured (Python and torch without a backend, AMD EPYC, 2026-11); the rest is assumed for NCCL.
+    """
+
+    flops: float
+    processors: int
+    bandwidth: float
+    memory_bandwidth: float
+    latency: float = 10e-6
+    launch: float = 4e-6
+    taken: int = 16
+    host_product: float = 8e-6
+    host_message: float = 40e-6
+
+
+def rates_of_sheet(flops: float, processors: int, link: float, memory_bandwidth: float) -> Rates:
+    """Rates by a data sheet: dense FLOP/s of products, bytes per second of the link one way and of the memory."""
+    return Rates(
+        flops=_FLOPS_SHARE * flops / processors,
+        processors=processors,
+        bandwidth=_LINK_SHARE * link,
+        memory_bandwidth=_MEMORY_SHARE * memory_bandwidth,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """A product and the communication beside it. Equal on every rank, since all must choose the same.
+
+    Attributes:
+        phase: whether the input is gathered or the output scattered.
+        rows, columns, inner: the product is ``[rows, inner] @ [inner, columns]``, ``rows`` those of all ranks.
+        sent: largest number of bytes that a rank sends.
+        size: number of ranks.
+        itemsize: bytes of an element.
+        exact: sums are in rank order in fp32, also without pieces.
+        takes_processors: messages are copied by kernels.
+    """
+
+    phase: Phase
+    rows: int
+    columns: int
+    inner: int
+    sent: int
+    size: int
+    itemsize: int = 2
+    exact: bool = True
+    takes_processors: bool = True
+
+
+@dataclass(frozen=True)
+class Times:
+    """A way to do the work, in seconds.
+
+    Attributes:
+        pieces: of each rank's shard; ``OFF`` for none.
+        tiles, waves: of each product. products: how many there are.
+        product: one product. communication: all messages. staging, reduction: see the module.
+        host: in which the host enqueues everything. total: what the way takes.
+    """
+
+    pieces: int
+    tiles: int
+    waves: int
+    products: int
+    product: float
+    communication: float
+    staging: float
+    reduction: float
+    host: float
+    total: float
+
+
+def product(rates: Rates, rows: int, columns: int, inner: int, processors: int | None = None) -> tuple[int, int, float]:
+    """Tiles, waves and seconds of a product on ``processors``, by default all; the last wave counts as a full one."""
+    tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
+    waves = math.ceil(tiles / (processors or rates.processors))
+    return tiles, waves, rates.launch + waves * 2 * TILE[0] * TILE[1] * inner / rates.flops
+
+
+def times(work: Work, rates: Rates, pieces: int) -> Times:
+    """The work with ``pieces`` pieces a shard, or without overlap for ``OFF``."""
+    own = math.ceil(work.rows / work.size)
+    reduction = staging = 0.0
+    if work.phase == "scatter" and (work.exact or pieces != OFF):
+        reduction = rates.launch + (work.size + 1) * own * work.columns * work.itemsize / rates.memory_bandwidth
+    if pieces == OFF:
+        tiles, waves, seconds = product(rates, work.rows, work.columns, work.inner)
+        communication = rates.latency + work.sent / rates.bandwidth
+        total = seconds + communication + reduction
+        # Two calls: the host is ahead of the device.
+        return Times(OFF, tiles, waves, 1, seconds, communication, 0.0, reduction, 0.0, total)
+    parts, messages = work.size * pieces, (work.size - 1) * pieces
+    # At least one is left, so that products end.
+    free = max(1, rates.processors - rates.taken) if work.takes_processors else rates.processors
+    tiles, waves, seconds = product(rates, math.ceil(work.rows / parts), work.columns, work.inner, free)
+    communication = messages * rates.latency + work.sent / rates.bandwidth
+    if work.phase == "gather":
+        staging = rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth
+        device = staging + max(parts * seconds, communication + seconds)
+    else:
+        device = max(parts * seconds + communication / max(1, messages), seconds + communication) + reduction
+    host = parts * rates.host_product + messages * rates.host_message
+    return Times(pieces, tiles, waves, parts, seconds, communication, staging, reduction, host, max(device, host))
+
+
+def choose(work: Work, rates: Rates) -> int:
+    """The number of pieces that beats ``OFF`` by more than the margin and all others; else ``OFF``."""
+    seconds = {pieces: times(work, rates, pieces).total for pieces in CANDIDATES}
+    best = min(CANDIDATES, key=seconds.__getitem__)
+    return best if seconds[best] < MARGIN * seconds[OFF] else OFF
+
+
+def reason(work: Work, rates: Rates) -> str:
+    """Why ``choose`` chooses so: what pieces save, or what they cost."""
+    whole, chosen = times(work, rates, OFF), choose(work, rates)
+    best = min((times(work, rates, n) for n in CANDIDATES if n != OFF), key=lambda way: way.total)
+    if chosen != OFF:
+        hidden = whole.total - best.total
+        return f"hides {1e6 * hidden:,.0f} of {1e6 * whole.communication:,.0f} us of communication"
+    costs = {
+        "waves that are not full": best.products * best.product - whole.product,
+        "the host": best.total if best.host >= best.total else 0.0,
+        "staging and sums": best.staging + best.reduction - whole.reduction,
+        "latencies": best.communication - whole.communication,
+    }
+    largest = max(costs, key=costs.__getitem__)
+    return f"pieces take {best.total / whole.total:.2f} of the plain time at best; most costs {largest}"
