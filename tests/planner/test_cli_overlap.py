@@ -87,6 +87,8 @@ def test_the_figures_are_those_of_the_presets(run):
         (["--hidden", 8192, "--tp", 8, "--tokens", 100], "overlap: --tokens must be a multiple of --tp 8, got 100"),
         (["--hidden", 8192, "--tp", 8, "--gpu", "tpu-v4"], "overlap: --gpu tpu-v4 has no known number of multiproc"),
         (["--hidden", 8192, "--tp", 8, "--gpu", "h10"], "h100"),
+        (["--hidden", 8192, "--tp", 8, "--transport", "nccl"], "--transport must be c10d or symmetric, got nccl"),
+        (["--hidden", 8192, "--tp", 8, "--reduction", "fp32"], "--reduction must be backend or exact, got fp32"),
         (["--hidden", 8192, "--tp", 1], "'--tp'"),
     ],
 )

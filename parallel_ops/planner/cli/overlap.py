@@ -3,7 +3,7 @@
 import dataclasses
 import json as to_json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -17,8 +17,8 @@ from parallel_ops.planner.cli.app import app
 
 _ITEMSIZE = 2  # bf16
 
-Transport = Literal["c10d", "symmetric"]
-Reduction = Literal["backend", "exact"]
+_TRANSPORTS = ("c10d", "symmetric")
+_REDUCTIONS = ("backend", "exact")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Row:
 
 
 def linears(
-    hidden: int, ffn: int, kv: int, tokens: int, tp: int, *, transport: Transport = "c10d", exact: bool = False
+    hidden: int, ffn: int, kv: int, tokens: int, tp: int, *, transport: str = "c10d", exact: bool = False
 ) -> dict[str, Work]:
     """The products whose communication ``"auto"`` may cut: of a layer's forward and backward, by name.
 
@@ -103,9 +103,9 @@ def overlap_command(
     kv: Annotated[
         int | None, typer.Option(min=1, help="Width of all keys.", show_default="an eighth of --hidden")
     ] = None,
-    transport: Annotated[Transport, typer.Option(help="symmetric copies without multiprocessors.")] = "c10d",
+    transport: Annotated[str, typer.Option(help="c10d, or symmetric, which takes no multiprocessors.")] = "c10d",
     reduction: Annotated[
-        Reduction,
+        str,
         typer.Option(help="backend: NCCL's reduce-scatter where nothing is cut; exact: an exchange and one kernel."),
     ] = "backend",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -115,6 +115,9 @@ def overlap_command(
     No row is slower than NCCL's collective and cuBLAS' product one after the other: that is what is chosen where pieces
     do not pay. All figures are the model's; on a GPU the first call of a kind measures the ways and decides.
     """
+    for name, value, known in (("transport", transport, _TRANSPORTS), ("reduction", reduction, _REDUCTIONS)):
+        if value not in known:
+            raise ValueError(f"overlap: --{name} must be {' or '.join(known)}, got {value}")
     rates = rates_of(gpu)
     works = linears(
         hidden, 7 * hidden // 2 if ffn is None else ffn, hidden // 8 if kv is None else kv, tokens, tp,
@@ -143,7 +146,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory: float, transport: Transport) -> Table:
+def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory: float, transport: str) -> Table:
     table = _table("What the model believes", "", "from", "value")
     share = rates.flops * rates.processors / flops
     lines: list[tuple[str, str, str]] = [
