@@ -11,7 +11,6 @@ namespace parallel_ops::nccl {
 constexpr int version(int major, int minor, int patch = 0) { return major * 10000 + minor * 100 + patch; }
 
 struct Comm;
-struct WindowHandle;
 struct CudaStream;  // CUstream_st
 
 struct UniqueId {
@@ -48,9 +47,6 @@ enum DataType : int {
 enum RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 constexpr int kUndefined = INT_MIN;  // a setting that NCCL chooses
-constexpr int kNoColor = -1;
-constexpr int kWindowDefault = 0;
-constexpr int kWindowSymmetric = 1;
 constexpr int kCtaPolicyDefault = 0;
 constexpr int kCtaPolicyEfficiency = 1;
 constexpr int kCtaPolicyZero = 2;
@@ -78,35 +74,21 @@ struct RawConfig {
 };
 
 // F(name without the prefix "nccl", first version that has it, result, parameters)
-#define PARALLEL_OPS_NCCL_FUNCTIONS(F)                                                                       \
-  F(GetVersion, version(2, 0), Result, (int*))                                                               \
-  F(GetErrorString, version(2, 0), const char*, (Result))                                                    \
-  F(GetLastError, version(2, 13), const char*, (Comm*))                                                      \
-  F(GetUniqueId, version(2, 0), Result, (UniqueId*))                                                         \
-  F(CommInitRankConfig, version(2, 14), Result, (Comm**, int, UniqueId, int, RawConfig*))                    \
-  F(CommSplit, version(2, 18), Result, (Comm*, int, int, Comm**, RawConfig*))                                \
-  F(CommFinalize, version(2, 14), Result, (Comm*))                                                           \
-  F(CommDestroy, version(2, 0), Result, (Comm*))                                                             \
-  F(CommAbort, version(2, 4), Result, (Comm*))                                                               \
-  F(CommGetAsyncError, version(2, 4), Result, (Comm*, Result*))                                              \
-  F(CommCount, version(2, 0), Result, (const Comm*, int*))                                                   \
-  F(CommUserRank, version(2, 0), Result, (const Comm*, int*))                                                \
-  F(CommCuDevice, version(2, 0), Result, (const Comm*, int*))                                                \
-  F(GroupStart, version(2, 0), Result, ())                                                                   \
-  F(GroupEnd, version(2, 0), Result, ())                                                                     \
-  F(Send, version(2, 7), Result, (const void*, size_t, DataType, int, Comm*, CudaStream*))                   \
-  F(Recv, version(2, 7), Result, (void*, size_t, DataType, int, Comm*, CudaStream*))                         \
-  F(AllReduce, version(2, 0), Result, (const void*, void*, size_t, DataType, RedOp, Comm*, CudaStream*))     \
-  F(ReduceScatter, version(2, 0), Result, (const void*, void*, size_t, DataType, RedOp, Comm*, CudaStream*)) \
-  F(AllGather, version(2, 0), Result, (const void*, void*, size_t, DataType, Comm*, CudaStream*))            \
-  F(Broadcast, version(2, 2), Result, (const void*, void*, size_t, DataType, int, Comm*, CudaStream*))       \
-  F(Reduce, version(2, 0), Result, (const void*, void*, size_t, DataType, RedOp, int, Comm*, CudaStream*))   \
-  F(AlltoAll, version(2, 28), Result, (const void*, void*, size_t, DataType, Comm*, CudaStream*))            \
-  F(Gather, version(2, 28), Result, (const void*, void*, size_t, DataType, int, Comm*, CudaStream*))         \
-  F(Scatter, version(2, 28), Result, (const void*, void*, size_t, DataType, int, Comm*, CudaStream*))        \
-  F(MemAlloc, version(2, 19), Result, (void**, size_t))                                                      \
-  F(MemFree, version(2, 19), Result, (void*))                                                                \
-  F(CommWindowRegister, version(2, 27), Result, (Comm*, void*, size_t, WindowHandle**, int))                 \
-  F(CommWindowDeregister, version(2, 27), Result, (Comm*, WindowHandle*))
+#define PARALLEL_OPS_NCCL_FUNCTIONS(F)                                                     \
+  F(GetVersion, version(2, 0), Result, (int*))                                             \
+  F(GetErrorString, version(2, 0), const char*, (Result))                                  \
+  F(GetLastError, version(2, 13), const char*, (Comm*))                                    \
+  F(GetUniqueId, version(2, 0), Result, (UniqueId*))                                       \
+  F(CommInitRankConfig, version(2, 14), Result, (Comm**, int, UniqueId, int, RawConfig*))  \
+  F(CommFinalize, version(2, 14), Result, (Comm*))                                         \
+  F(CommDestroy, version(2, 0), Result, (Comm*))                                           \
+  F(CommAbort, version(2, 4), Result, (Comm*))                                             \
+  F(CommGetAsyncError, version(2, 4), Result, (Comm*, Result*))                            \
+  F(CommCuDevice, version(2, 0), Result, (const Comm*, int*))                              \
+  F(GroupStart, version(2, 0), Result, ())                                                 \
+  F(GroupEnd, version(2, 0), Result, ())                                                   \
+  F(Send, version(2, 7), Result, (const void*, size_t, DataType, int, Comm*, CudaStream*)) \
+  F(Recv, version(2, 7), Result, (void*, size_t, DataType, int, Comm*, CudaStream*))       \
+  F(AllReduce, version(2, 0), Result, (const void*, void*, size_t, DataType, RedOp, Comm*, CudaStream*))
 
 }  // namespace parallel_ops::nccl

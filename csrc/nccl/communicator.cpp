@@ -40,41 +40,6 @@ std::unique_ptr<Communicator> Communicator::create(std::shared_ptr<const Library
   return self;
 }
 
-std::unique_ptr<Communicator> Communicator::split(int color, int key, const Config& config, double timeout) {
-  RawConfig raw = config.raw(*library_);
-  const auto split = library_->CommSplit();
-  // NCCL fills in the new handle from a thread of its own; if that never ends, its memory must outlive this call.
-  auto handle = std::make_unique<Comm*>(nullptr);
-  std::lock_guard serial(serial_);
-  guarded("split", [&] {
-    try {
-      {
-        std::lock_guard lock(mutex_);
-        Comm* comm = live("split");
-        library_->check(who("split"), split(comm, color, key, handle.get(), &raw), comm);
-      }
-      poll("split", timeout);
-    } catch (...) {
-      static_cast<void>(handle.release());
-      throw;
-    }
-  });
-  if (color == kNoColor) return nullptr;
-  // It keeps its rank in this communicator until NCCL reports the one in the new one.
-  std::unique_ptr<Communicator> child(new Communicator(library_, size_, rank_, interrupt_));
-  child->comm_ = *handle;
-  child->guarded("split", [&] {
-    child->poll("split", timeout);
-    std::lock_guard lock(child->mutex_);
-    Comm* comm = child->live("split");
-    int size = 0, rank = 0;
-    library_->check(who("split"), library_->CommCount()(comm, &size), comm);
-    library_->check(who("split"), library_->CommUserRank()(comm, &rank), comm);
-    child->size_ = size, child->rank_ = rank;
-  });
-  return child;
-}
-
 void Communicator::launch(const std::string& op, const std::vector<Call>& calls, CudaStream* stream, double timeout) {
   for (const Call& call : calls) validate(op, call);
   if (calls.empty()) return;
@@ -142,35 +107,6 @@ Communicator::~Communicator() {
     abort("it was dropped");
   } catch (...) {  // a destructor must not throw
   }
-}
-
-WindowHandle* Communicator::register_window(void* data, size_t size, int flags, double timeout) {
-  const auto add = library_->CommWindowRegister();
-  library_->CommWindowDeregister();
-  // As in split(): NCCL may write the handle from another thread.
-  auto window = std::make_unique<WindowHandle*>(nullptr);
-  std::lock_guard serial(serial_);
-  guarded("register_window", [&] {
-    try {
-      {
-        std::lock_guard lock(mutex_);
-        Comm* comm = live("register_window");
-        library_->check(who("register_window"), add(comm, data, size, window.get(), flags), comm);
-      }
-      poll("register_window", timeout);
-    } catch (...) {
-      static_cast<void>(window.release());
-      throw;
-    }
-  });
-  return *window;
-}
-
-void Communicator::deregister_window(WindowHandle* window) {
-  std::lock_guard serial(serial_);
-  std::lock_guard lock(mutex_);
-  if (comm_ == nullptr || window == nullptr) return;  // an aborted communicator has no windows
-  library_->check(who("deregister_window"), library_->CommWindowDeregister()(comm_, window), comm_);
 }
 
 int Communicator::device() {

@@ -27,18 +27,7 @@ class Config {
   std::vector<std::pair<std::string, std::string>> texts_;
 };
 
-enum class Kind {
-  kSend,
-  kRecv,
-  kAllReduce,
-  kReduceScatter,
-  kAllGather,
-  kBroadcast,
-  kReduce,
-  kAllToAll,
-  kGather,
-  kScatter
-};
+enum class Kind { kSend, kRecv, kAllReduce };
 
 // By the names that Python uses, for example "all_reduce". Throws std::invalid_argument.
 Kind kind_of(const std::string& name);
@@ -51,7 +40,7 @@ struct Call {
   size_t count = 0;
   DataType type = kUint8;
   RedOp op = kSum;
-  int peer = 0;  // or root
+  int peer = 0;
 };
 
 class Communicator {
@@ -66,8 +55,6 @@ class Communicator {
   };
   static std::unique_ptr<Communicator> create(std::shared_ptr<const Library> library, const Membership& membership,
                                               const Config& config, double timeout, Interrupt interrupt);
-  // The ranks of the same colour form a communicator, ordered by key; null for those of colour kNoColor.
-  std::unique_ptr<Communicator> split(int color, int key, const Config& config, double timeout);
 
   // Enqueues all calls on the stream as one group. Returns when they are enqueued, not when they are done.
   void launch(const std::string& op, const std::vector<Call>& calls, CudaStream* stream, double timeout);
@@ -77,9 +64,6 @@ class Communicator {
   void finalize(double timeout);
   // Ends its kernels and frees it; every later call fails with `reason`. From any thread.
   void abort(const std::string& reason);
-
-  WindowHandle* register_window(void* data, size_t size, int flags, double timeout);
-  void deregister_window(WindowHandle* window);
 
   ~Communicator();
   Communicator(const Communicator&) = delete;

@@ -16,7 +16,6 @@ constexpr Setting<int> kNumbers[] = {
     {"cga_cluster_size", version(2, 17), &RawConfig::cga_cluster_size},
     {"min_ctas", version(2, 17), &RawConfig::min_ctas},
     {"max_ctas", version(2, 17), &RawConfig::max_ctas},
-    {"split_share", version(2, 18), &RawConfig::split_share},
     {"traffic_class", version(2, 25), &RawConfig::traffic_class},
     {"collnet_enable", version(2, 27), &RawConfig::collnet_enable},
     {"cta_policy", version(2, 27), &RawConfig::cta_policy},

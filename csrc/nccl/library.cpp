@@ -78,13 +78,4 @@ void Library::check(const std::string& who, Result code, Comm* comm) const {
   throw NcclError(message, code);
 }
 
-Memory::Memory(std::shared_ptr<const Library> library, size_t size) : library_(std::move(library)), size_(size) {
-  library_->MemFree();  // what cannot be freed is not allocated
-  library_->check("allocate " + std::to_string(size) + " bytes", library_->MemAlloc()(&data_, size));
-}
-
-Memory::~Memory() {
-  if (data_ != nullptr) library_->MemFree()(data_);
-}
-
 }  // namespace parallel_ops::nccl

@@ -68,22 +68,4 @@ class Library {
   Functions functions_;
 };
 
-// Device memory from ncclMemAlloc, which symmetric windows need; freed with the object. ncclMemFree waits for no
-// kernel: the caller synchronises with the device before dropping the object.
-class Memory {
- public:
-  Memory(std::shared_ptr<const Library> library, size_t size);
-  ~Memory();
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  void* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  std::shared_ptr<const Library> library_;
-  void* data_ = nullptr;
-  size_t size_;
-};
-
 }  // namespace parallel_ops::nccl

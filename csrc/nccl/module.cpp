@@ -1,4 +1,4 @@
-// parallel_ops._nccl: the binding as Python sees it. Pointers, streams and windows are integers; torch is not needed.
+// parallel_ops._nccl: the binding as Python sees it. Pointers and streams are integers; torch is not needed.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,8 +17,6 @@ template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
-
-uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
 nccl::UniqueId unique_id_from(const py::bytes& bytes) {
   const std::string_view view = bytes;
@@ -75,11 +73,6 @@ void define_library(py::module_& m) {
            })
       .def("describe",
            [](const nccl::Library& self, int code) { return self.describe(static_cast<nccl::Result>(code)); });
-
-  py::class_<nccl::Memory>(m, "Memory", py::release_gil_before_calling_cpp_dtor())
-      .def(py::init<std::shared_ptr<nccl::Library>, size_t>(), py::arg("library"), py::arg("size"), NoGil())
-      .def_property_readonly("data", [](const nccl::Memory& self) { return address(self.data()); })
-      .def_property_readonly("size", &nccl::Memory::size);
 }
 
 // Kinds go by name: pybind11's enumerations would take a fifth of the compile time.
@@ -118,8 +111,6 @@ void define_communicator(py::module_& m) {
       .def_property_readonly("size", &nccl::Communicator::size)
       .def("alive", &nccl::Communicator::alive, NoGil())
       .def("device", &nccl::Communicator::device, NoGil())
-      .def("split", &nccl::Communicator::split, py::arg("color"), py::arg("key"), py::arg("config"), py::arg("timeout"),
-           NoGil())
       .def(
           "launch",
           [](nccl::Communicator& self, const std::string& op, const std::vector<nccl::Call>& calls, uintptr_t stream,
@@ -127,19 +118,7 @@ void define_communicator(py::module_& m) {
           py::arg("op"), py::arg("calls"), py::arg("stream"), py::arg("timeout"), NoGil())
       .def("check", &nccl::Communicator::check, py::arg("op"), NoGil())
       .def("finalize", &nccl::Communicator::finalize, py::arg("timeout"), NoGil())
-      .def("abort", &nccl::Communicator::abort, py::arg("reason"), NoGil())
-      .def(
-          "register_window",
-          [](nccl::Communicator& self, uintptr_t data, size_t size, int flags, double timeout) {
-            return address(self.register_window(pointer<void>(data), size, flags, timeout));
-          },
-          py::arg("data"), py::arg("size"), py::arg("flags"), py::arg("timeout"), NoGil())
-      .def(
-          "deregister_window",
-          [](nccl::Communicator& self, uintptr_t window) {
-            self.deregister_window(pointer<nccl::WindowHandle>(window));
-          },
-          py::arg("window"), NoGil());
+      .def("abort", &nccl::Communicator::abort, py::arg("reason"), NoGil());
 }
 
 }  // namespace
@@ -149,5 +128,4 @@ PYBIND11_MODULE(_nccl, m) {
   define_library(m);
   define_calls(m);
   define_communicator(m);
-  m.attr("NO_COLOR") = nccl::kNoColor;
 }

@@ -29,7 +29,6 @@ int async_error = kSuccess;  // what the background work ends with
 int polls_in_progress = 0;   // how often it is still under way when asked; negative: for ever
 std::string failing;         // the function that fails
 Result failure = kInternalError;
-int all_reduced = 0;  // what an all-reduce of one int32 gives; 0: nothing
 std::atomic<bool> holds_abort = false;  // aborting does not end
 int ids = 0;
 int alive = 0;  // communicators that were neither aborted nor destroyed
@@ -58,9 +57,7 @@ void fake_reset() {
   reported_version = FAKE_VERSION;
   async_error = kSuccess;
   polls_in_progress = 0;
-  all_reduced = 0;
 }
-void fake_all_reduce(int value) { all_reduced = value; }
 void fake_hold_abort(bool hold) { holds_abort = hold; }
 void fake_version(int code) { reported_version = code; }
 void fake_async(int error, int polls) { async_error = error, polls_in_progress = polls; }
@@ -91,10 +88,6 @@ Result ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, RawC
                        c->net_name ? c->net_name : "-", c->comm_name ? c->comm_name : "-");
   return result == kSuccess ? kInProgress : result;
 }
-Result ncclCommSplit(Comm* comm, int color, int key, Comm** child, RawConfig* c) {
-  if (color != kNoColor) *child = new Comm{comm->size / 2, comm->rank / 2}, ++alive;
-  return note("CommSplit", "rank=%d color=%d key=%d share=%d", comm->rank, color, key, c->split_share);
-}
 Result ncclCommFinalize(Comm*) { return note("CommFinalize"); }
 Result ncclCommDestroy(Comm* comm) {
   delete comm, --alive;
@@ -111,14 +104,6 @@ Result ncclCommGetAsyncError(Comm*, Result* state) {
   if (polls_in_progress > 0) --polls_in_progress;
   return kSuccess;
 }
-Result ncclCommCount(const Comm* comm, int* count) {
-  *count = comm->size;
-  return kSuccess;
-}
-Result ncclCommUserRank(const Comm* comm, int* rank) {
-  *rank = comm->rank;
-  return kSuccess;
-}
 Result ncclCommCuDevice(const Comm*, int* device) {
   *device = 3;
   return kSuccess;
@@ -131,51 +116,9 @@ Result ncclSend(const void* x, size_t count, DataType type, int peer, Comm*, Cud
 Result ncclRecv(void* out, size_t count, DataType type, int peer, Comm*, CudaStream* stream) {
   return note("Recv", "%llx count=%zu type=%d peer=%d stream=%llx", number(out), count, type, peer, number(stream));
 }
-#define FAKE_COLLECTIVE(name)                                                                           \
-  Result nccl##name(const void* x, void* out, size_t count, DataType type, Comm*, CudaStream* stream) { \
-    return note(#name, "%llx %llx count=%zu type=%d stream=%llx", number(x), number(out), count, type,  \
-                number(stream));                                                                        \
-  }
-FAKE_COLLECTIVE(AllGather)
-FAKE_COLLECTIVE(AlltoAll)
-#define FAKE_REDUCTION(name)                                                                                      \
-  Result nccl##name(const void* x, void* out, size_t count, DataType type, RedOp op, Comm*, CudaStream* stream) { \
-    return note(#name, "%llx %llx count=%zu type=%d op=%d stream=%llx", number(x), number(out), count, type, op,  \
-                number(stream));                                                                                  \
-  }
-FAKE_REDUCTION(ReduceScatter)
 Result ncclAllReduce(const void* x, void* out, size_t count, DataType type, RedOp op, Comm*, CudaStream* stream) {
-  if (all_reduced != 0 && type == kInt32 && count == 1) *static_cast<int*>(out) = all_reduced;
   return note("AllReduce", "%llx %llx count=%zu type=%d op=%d stream=%llx", number(x), number(out), count, type, op,
               number(stream));
-}
-#define FAKE_ROOTED(name)                                                                                            \
-  Result nccl##name(const void* x, void* out, size_t count, DataType type, int root, Comm*, CudaStream* stream) {    \
-    return note(#name, "%llx %llx count=%zu type=%d root=%d stream=%llx", number(x), number(out), count, type, root, \
-                number(stream));                                                                                     \
-  }
-FAKE_ROOTED(Broadcast)
-FAKE_ROOTED(Gather)
-FAKE_ROOTED(Scatter)
-Result ncclReduce(const void* x, void* out, size_t count, DataType type, RedOp op, int root, Comm*,
-                  CudaStream* stream) {
-  return note("Reduce", "%llx %llx count=%zu type=%d op=%d root=%d stream=%llx", number(x), number(out), count, type,
-              op, root, number(stream));
-}
-Result ncclMemAlloc(void** data, size_t size) {
-  *data = aligned_alloc(4096, (size + 4095) / 4096 * 4096);
-  return note("MemAlloc", "size=%zu", size);
-}
-Result ncclMemFree(void* data) {
-  free(data);
-  return note("MemFree");
-}
-Result ncclCommWindowRegister(Comm*, void* data, size_t size, WindowHandle** window, int flags) {
-  *window = reinterpret_cast<WindowHandle*>(0x1234);
-  return note("CommWindowRegister", "%llx size=%zu flags=%d", number(data), size, flags);
-}
-Result ncclCommWindowDeregister(Comm*, WindowHandle* window) {
-  return note("CommWindowDeregister", "%llx", number(window));
 }
 
 }  // extern "C"

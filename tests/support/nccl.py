@@ -63,10 +63,6 @@ class Fake:
         """Whether aborting a communicator does not end."""
         self._library.fake_hold_abort(hold)
 
-    def all_reduce(self, value: int) -> None:
-        """The result of every all-reduce of one int32; with 0 it is left as it was."""
-        self._library.fake_all_reduce(value)
-
     def failing(self, function: str, code: int) -> None:
         """``function``, without its prefix, returns ``code``."""
         self._library.fake_failing(function.encode(), code)
@@ -90,7 +86,7 @@ def fake() -> Iterator[Fake]:
     """The fake, with nothing in its log."""
     fake = _loaded()
     fake.reset()
-    before = fake.alive()  # a split that timed out leaves its child, which NCCL may be about to write
+    before = fake.alive()
     yield fake
     # A communicator that an exception's traceback holds writes to the log when it goes: now, not in a later test.
     fake.reset()

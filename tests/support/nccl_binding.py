@@ -27,13 +27,6 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "Send": ({"kind": "send", "input": 0xA0, "peer": 3}, "a0 count=5 type=7 peer=3"),
     "Recv": ({"kind": "recv", "output": 0xB0, "peer": 2}, "b0 count=5 type=7 peer=2"),
     "AllReduce": ({"kind": "all_reduce", "input": 0xA0, "output": 0xB0, "op": 2}, "a0 b0 count=5 type=7 op=2"),
-    "ReduceScatter": ({"kind": "reduce_scatter", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7 op=0"),
-    "AllGather": ({"kind": "all_gather", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
-    "Broadcast": ({"kind": "broadcast", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
-    "Reduce": ({"kind": "reduce", "input": 0xA0, "op": 4, "peer": 3}, "a0 0 count=5 type=7 op=4 root=3"),
-    "AlltoAll": ({"kind": "all_to_all", "input": 0xA0, "output": 0xB0}, "a0 b0 count=5 type=7"),
-    "Gather": ({"kind": "gather", "input": 0xA0, "peer": 2}, "a0 0 count=5 type=7 root=2"),
-    "Scatter": ({"kind": "scatter", "output": 0xB0, "peer": 2}, "0 b0 count=5 type=7 root=2"),
 }
 
 
@@ -43,8 +36,6 @@ def call(kind: str, count: int = 5, type: int = 7, **arguments: int) -> _nccl.Ca
 
 # What waits for other ranks, with its timeout.
 METHODS: dict[str, Callable[[_nccl.Communicator, float], object]] = {
-    "split": lambda comm, timeout: comm.split(0, 0, _nccl.Config(), timeout),
-    "register_window": lambda comm, timeout: comm.register_window(0x1000, 64, 1, timeout),
     "launch": lambda comm, timeout: comm.launch("launch", [call(**CALLS["Send"][0])], 0, timeout),
     "finalize": lambda comm, timeout: comm.finalize(timeout),
 }

@@ -1,9 +1,9 @@
 """NCCL called directly, through communicators separate from torch's.
 
-In addition to torch's process groups it offers sends, receives and collectives in one launch on a stream that the
-caller chooses; settings per communicator (how many CTAs it may take, for example); windows on symmetric memory; and
-calls that end when a peer has failed. A communicator is non-blocking: NCCL works in the background, and every call here
-waits for it up to a timeout, then aborts the communicator and raises. A thread does the same for work on the GPU.
+In addition to torch's process groups it offers sends and receives in one launch on a stream that the caller chooses;
+settings per communicator (how many CTAs it may take, for example); and calls that end when a peer has failed. A
+communicator is non-blocking: NCCL works in the background, and every call here waits for it up to a timeout, then
+aborts the communicator and raises. A thread does the same for work on the GPU.
 
     communicator = Communicator(group, config=Config(max_ctas=4))
     communicator.enqueue("exchange", [send(x, right), receive(y, left)])
@@ -24,9 +24,8 @@ from parallel_ops import _nccl
 from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.nccl.config import Config, CtaPolicy
 from parallel_ops.comm.nccl.library import Library, NcclError, NotSupported, load_nccl
-from parallel_ops.comm.nccl.operations import Operation, all_reduce, to_call
+from parallel_ops.comm.nccl.operations import Operation, to_call
 from parallel_ops.comm.nccl.rendezvous import (
-    check_split,
     check_timeout,
     cuda_device,
     exchange_unique_id,
@@ -86,7 +85,6 @@ class Communicator:
     def _adopt(self, native: _nccl.Communicator, library: Library, device: torch.device, timeout: float) -> None:
         self._native, self._library, self._device, self._timeout = native, library, device, timeout
         self._watchdog = Watchdog(native, timeout, device)
-        self._windows: dict[int, torch.Tensor] = {}  # what NCCL has mapped must not be freed
         _alive.add(self)
 
     @classmethod
@@ -141,7 +139,7 @@ class Communicator:
             NcclError: this or an earlier operation failed or was not enqueued in time. The communicator is aborted.
             RuntimeError: the stream is being captured in a CUDA graph.
         """
-        calls = [to_call(op, operation, self._device, self.rank, self.size) for operation in operations]
+        calls = [to_call(op, operation, self._device, self.size) for operation in operations]
         self.refuse_capture(op, stream)
         if stream is not None:
             # The caching allocator must not hand the memory out again before that stream is done with it, nor after
@@ -179,63 +177,16 @@ class Communicator:
             pause = min(2 * pause, 1e-3)
         self.check(op)
 
-    def check_consistency(self, op: str, error: Exception | None) -> None:
-        """Raises on every rank if one of them rejected its arguments: its ``error``, elsewhere NotSupported.
-
-        Collective: one small all-reduce, which the host waits for.
-        """
-        wrong = torch.tensor([0 if error is None else 1 + self.rank], dtype=torch.int32, device=self._device)
-        self.wait(op, self.enqueue(op, [all_reduce(wrong, wrong, "max")]))
-        if error is not None:
-            raise error
-        if last := int(wrong):
-            raise NotSupported(f"{op}: rank {last - 1} of the communicator rejected its arguments; see its error")
-
-    def split(self, color: int | None, *, key: int = 0, config: Config | None = None) -> "Communicator | None":
-        """A communicator of the ranks with the same ``color``, ordered by ``key``; ``None`` for a rank without one.
-
-        Collective. From NCCL 2.18.
-
-        Raises:
-            TypeError, ValueError: the arguments of this rank are wrong.
-            NotSupported: NCCL is too old for it or for ``config``; another rank rejected its arguments.
-            NcclError: NCCL failed, or a rank did not join in time.
-        """
-        settings, error = _nccl.Config(), None
-        try:
-            check_split(color, key)
-            settings = native_config("split", config, self._library)
-        except Exception as raised:
-            error = raised
-        self.check_consistency("split", error)
-        native = self._native.split(_nccl.NO_COLOR if color is None else color, key, settings, self._timeout)
-        if native is None:
-            return None
-        return Communicator.from_native(native, self._library, self._device, self._timeout)
-
-    def register_window(self, tensor: torch.Tensor, flags: int) -> int:
-        """For ``parallel_ops.comm.nccl.memory.Window``. Collective. Keeps the tensor."""
-        window = self._native.register_window(tensor.data_ptr(), tensor.nbytes, flags, self._timeout)
-        self._windows[window] = tensor
-        return window
-
-    def deregister_window(self, window: int) -> None:
-        """Ends a window of :meth:`register_window`; nothing to do once the communicator is aborted."""
-        self._native.deregister_window(window)
-        self._windows.pop(window, None)
-
     def abort(self, reason: str) -> None:
         """Ends what it does on the GPU, now; every later call raises NcclError with this reason."""
         self._watchdog.close()
         self._native.abort(f"it was aborted: {reason}")
-        self._windows.clear()
 
     def close(self) -> None:
         """Waits until all ranks have finished their work, then frees the communicator. Collective."""
         if self.alive:
             self._native.finalize(self._timeout)
         self._watchdog.close()
-        self._windows.clear()
 
     def __enter__(self) -> "Communicator":
         return self

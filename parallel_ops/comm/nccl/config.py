@@ -24,7 +24,6 @@ class Config:
         min_ctas: least number of CTAs for one operation. From 2.17.
         max_ctas: greatest number of CTAs for one operation. From 2.17.
         net_name: the network module to use, ``"IB"`` or ``"Socket"``. From 2.17.
-        split_share: communicators split from this one share its resources. From 2.18.
         traffic_class: of the network traffic. From 2.25.
         collnet_enable: reductions in the network. From 2.27.
         cta_policy: see :class:`CtaPolicy`. From 2.27.
@@ -38,7 +37,6 @@ class Config:
     min_ctas: int | None = None
     max_ctas: int | None = None
     net_name: str | None = None
-    split_share: bool | None = None
     traffic_class: int | None = None
     collnet_enable: bool | None = None
     cta_policy: CtaPolicy | None = None

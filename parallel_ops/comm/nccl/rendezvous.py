@@ -67,14 +67,3 @@ def native_config(op: str, config: Config | None, library: Library) -> _nccl.Con
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"{op}: config must be None or a Config, got {type(config).__name__}")
     return (config or Config()).to_native(library)
-
-
-def check_split(color: int | None, key: int) -> None:
-    """TypeError or ValueError for what ``ncclCommSplit`` does not take."""
-    for name, value in (("color", 0 if color is None else color), ("key", key)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"split: {name} must be an int, got {type(value).__name__}")
-        if not -(2**31) <= value < 2**31:
-            raise ValueError(f"split: {name} must fit into 32 bits, got {value}")
-    if color is not None and color < 0:
-        raise ValueError(f"split: color must be None or at least 0, got {color}")

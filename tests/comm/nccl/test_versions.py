@@ -6,7 +6,7 @@ from support import nccl as support
 
 _nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
-from support.nccl_binding import CALLS, METHODS, call, communicator, library  # noqa: E402
+from support.nccl_binding import CALLS, call, communicator, library  # noqa: E402
 
 fake = support.fake
 
@@ -33,7 +33,6 @@ def test_a_function_that_is_missing_from_a_new_enough_library_is_not_called(tmp_
     [
         ("max_ctas", 4, 21700),
         ("net_name", "IB", 21700),
-        ("split_share", 1, 21800),
         ("traffic_class", 1, 22500),
         ("comm_name", "x", 22700),
         ("cta_policy", 1, 22700),
@@ -52,29 +51,17 @@ def test_settings_need_their_version(fake, setting, value, since):
     assert communicator(fake, **{setting: value}).alive()
 
 
-@pytest.mark.parametrize("function", ["AlltoAll", "Gather", "Scatter"])
-def test_functions_need_their_version_before_the_group_starts(fake, function):
-    fake.version(22707)
+def test_types_need_their_version_before_the_group_starts(fake):
+    fake.version(22303)
     comm = communicator(fake)
-    calls = [call(**CALLS["Send"][0]), call(**CALLS[function][0])]
-    with pytest.raises(_nccl.NotSupported, match=rf"nccl{function} needs NCCL 2\.28\.0 or later; this is 2\.27\.7"):
+    calls = [call(**CALLS["Send"][0]), call(**CALLS["AllReduce"][0], type=10)]
+    with pytest.raises(_nccl.NotSupported, match=r"a float8 tensor needs NCCL 2\.24\.0 or later; this is 2\.23\.3"):
         comm.launch("op", calls, 0, 5.0)
     assert len(fake.log()) == 1 and comm.alive()
 
 
-@pytest.mark.parametrize(("method", "since"), [("split", "2.18.0"), ("register_window", "2.27.0")])
-def test_methods_need_their_version(fake, method, since):
-    fake.version(21705)
-    comm = communicator(fake)
-    with pytest.raises(_nccl.NotSupported, match=rf"needs NCCL {since} or later; this is 2\.17\.5"):
-        METHODS[method](comm, 1.0)
-    assert len(fake.log()) == 1 and comm.alive()
-
-
-def test_memory_and_communicators_need_their_version(fake):
+def test_communicators_need_their_version(fake):
     fake.version(21303)
-    with pytest.raises(_nccl.NotSupported, match=r"ncclMemFree needs NCCL 2\.19\.0 or later; this is 2\.13\.3"):
-        _nccl.Memory(library(fake), 64)
     with pytest.raises(_nccl.NotSupported, match=r"ncclCommInitRankConfig needs NCCL 2\.14\.0 or later"):
         communicator(fake)
     assert fake.log() == []
