@@ -146,7 +146,7 @@ def test_says_what_it_replaced_and_what_not():
     for name, reason in {
         "model.layers.0.mlp.experts": "grouped_linear: its activation is ReLU, for which there is no op",
         "model.layers.0.mlp.gate": "route: something else has replaced its forward",
-        "model.layers.1.mlp.experts": "grouped_linear: there are hooks on a",
+        "model.layers.1.mlp.experts": "grouped_linear: there are hooks on its activation",
         "model.layers.1.mlp.gate": "any op: it is a Linear, which is not known",
     }.items():
         assert applied.unreplaced[name].startswith(reason)

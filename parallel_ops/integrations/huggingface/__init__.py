@@ -5,21 +5,23 @@
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
     print(huggingface.apply(model))
 
-For Llama, Mistral, Qwen 2, Qwen 3 and GPT-2, and for the mixtures of experts Mixtral, Qwen3-MoE and OLMoE, of
-Transformers 4.50 and later. Training (by your own loop or by ``Trainer``, with gradient checkpointing, autocast or
-``torch.compile``), evaluation, generation and saving work as before: modules and parameters stay the same objects under
-the same names; only forwards change.
+For the families that docs/huggingface.md lists, from Llama to Cohere, of Transformers 4.50 and later. Training (by your
+own loop or by ``Trainer``, with gradient checkpointing, autocast or ``torch.compile``), evaluation, generation and
+saving work as before: modules and parameters stay the same objects under the same names; only forwards change.
 
 | in ``ops`` | what is replaced |
 |---|---|
 | ``norm`` | RMSNorm and LayerNorm: ``rms_norm``, ``layer_norm`` |
-| ``activation`` | an MLP's activation with its product or bias: ``silu_mul``, ``gelu_mul``, ``bias_gelu`` |
+| ``activation`` | an MLP's activation and product: ``silu_mul``, ``gelu_mul``, ``bias_swiglu``, ``bias_gelu`` |
 | ``rotary`` | the rotation of queries and keys: ``rotary_embedding_qk`` |
 | ``attention`` | causal core attention on a CPU: ``flash_attention`` |
 | ``residual`` | GPT-2's dropouts and the additions after them: ``bias_dropout_add`` |
 | ``router`` | the choice of experts and their weights: ``route`` |
 | ``experts`` | ``sort_by_expert``, ``permute``, ``grouped_linear``, ``bias_swiglu`` or ``gelu_mul``, ``unpermute`` |
 | ``loss`` | output projection and loss: ``vocab_parallel_linear_cross_entropy`` |
+
+**Forwards.** A forward is replaced only if its source is one that the op was written for. Any other, of a newer
+version, of another library or of your own, is kept and reported with its digest.
 
 **Attention.** Only the ``"sdpa"`` implementation, the default, is replaced. It still calls SDPA with a mask (padding,
 windows shorter than the text, and under ``torch.compile`` before torch 2.14, where Transformers always makes one), in
@@ -46,7 +48,8 @@ from collections.abc import Collection
 from torch import nn
 
 from parallel_ops.integrations.huggingface._fused import stock_class
-from parallel_ops.integrations.huggingface._plan import OPS, Skipped, Step, Swap, plan
+from parallel_ops.integrations.huggingface._plan import OPS, plan
+from parallel_ops.integrations.huggingface._steps import Skipped, Step, Swap
 
 __all__ = ["OPS", "Applied", "apply"]
 
@@ -111,9 +114,8 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
     """Replaces the forwards of ``model``'s modules by the ops.
 
     Args:
-        model: Llama, Mistral, Qwen 2, Qwen 3, GPT-2, Mixtral, Qwen3-MoE or OLMoE of Transformers, with any head, or a
-            module that contains such models, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and
-            DDP after.
+        model: a model of Transformers that docs/huggingface.md lists, with any head, or a module that contains such
+            models, as PEFT's and TRL's do. Adapters may be added before or after, FSDP and DDP after.
         ops: ``"all"``, or one or several of ``OPS``, described at the top of this file.
         skip_logits: whether a model in training that gets labels returns no logits.
 

@@ -1,5 +1,7 @@
 """Rotary positions and core attention, with the signatures of Transformers."""
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +15,26 @@ from parallel_ops.ops import flash_attention, rotary_embedding_qk
 _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
 
 
-def attention(stock: type[nn.Module], rotary: bool, core: bool) -> dict[str, Any]:
-    """The stock forward, calling this package for the rotary positions, the core attention, or both."""
+def attention(stock: type[nn.Module], pairs: str | None, core: bool) -> dict[str, Any]:
+    """The stock forward, calling this package for the rotary positions, by ``pairs``, the core attention, or both."""
     names: dict[str, Any] = {}
-    if rotary:
-        names["apply_rotary_pos_emb"] = _rotate
+    forward: Any = inspect.unwrap(stock.forward)
+    if "apply_rotary_pos_emb" in forward.__globals__:
+        home = sys.modules[forward.__module__]
+        names["apply_rotary_pos_emb"] = _rotation(home, pairs) if pairs else _kept_rotation(home)
     if core:
         names["ALL_ATTENTION_FUNCTIONS"] = _interface()
     return {"forward": with_globals(stock.forward, **names)}
+
+
+def obstacle(implementation: str) -> str | None:
+    """Why the core attention of a model that is set to ``implementation`` is kept."""
+    if implementation != "sdpa":
+        return f"the model is set to {implementation!r} attention; only 'sdpa' is replaced"
+    everything: Any = ALL_ATTENTION_FUNCTIONS
+    if not everything["sdpa"].__module__.startswith("transformers."):
+        return "'sdpa' attention has been registered anew"
+    return None
 
 
 def _interface() -> Any:
@@ -52,8 +66,29 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates ``[b, h, s, d]`` by tables ``[b, s, d]``, or ``[1, s, d]`` for all sequences, with each angle twice."""
-    if cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
-    return rotary_embedding_qk(query, key, cos, sin, doubled=True, layout="bhsd")
+def _kept_rotation(home: Any) -> Callable[..., Any]:
+    """The function of the module ``home``, looked up at each call, since it may be replaced there later."""
+
+    def rotate(*args: Any, **options: Any) -> Any:
+        return home.apply_rotary_pos_emb(*args, **options)
+
+    return rotate
+
+
+def _rotation(home: Any, pairs: str) -> Callable[..., Any]:
+    interleaved = pairs != "half"
+    by_half_tables = pairs == "interleaved_by_half_tables"
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
+        """``query``, ``key`` ``[b, h, s, d]``; tables ``[b, s, r]`` or, for all sequences, ``[1, s, r]``."""
+        if args or options:  # other dimensions
+            return home.apply_rotary_pos_emb(query, key, cos, sin, *args, **options)
+        if cos.shape[0] == 1:
+            cos, sin = cos[0], sin[0]
+        if by_half_tables:
+            cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+        return rotary_embedding_qk(
+            query, key, cos, sin, doubled=not by_half_tables, interleaved=interleaved, layout="bhsd"
+        )
+
+    return rotate

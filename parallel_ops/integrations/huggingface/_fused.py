@@ -10,7 +10,7 @@ work as before.
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -51,17 +51,24 @@ def stock_class(module: nn.Module) -> type[nn.Module] | None:
     return getattr(type(module), _MARK, None)
 
 
-def obstacle(module: nn.Module, stock: type[nn.Module], unused: tuple[nn.Module, ...] = ()) -> str | None:
+def described(module: nn.Module) -> str:
+    """The class of ``module``, with the package that it is of unless that is torch or Transformers."""
+    cls = type(module)
+    known = cls.__module__.partition(".")[0] in ("torch", "transformers", "builtins")
+    return cls.__name__ if known else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def obstacle(module: nn.Module, stock: type[nn.Module], unused: Mapping[str, nn.Module] | None = None) -> str | None:
     """Why the forward of ``module``, a ``stock``, cannot be replaced by one that skips the modules ``unused``."""
     if "forward" in module.__dict__:
         return "something else has replaced its forward"
     if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock.forward):
-        return f"its class overrides the forward of {stock.__name__}"
+        return f"its class {described(module)} overrides the forward of {stock.__name__}"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "it is sharded: apply first, and tensor-parallel plans are not covered"
-    for child in unused:
+    for name, child in (unused or {}).items():
         if "forward" in child.__dict__ or any(getattr(child, hooks) for hooks in _HOOKS):
-            return f"there are hooks on a {type(child).__name__} in it that would no longer be called"
+            return f"there are hooks on {name}, a {described(child)}, that would no longer be called"
     return None
 
 
@@ -82,8 +89,3 @@ def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., An
 def uses(function: Callable[..., Any], name: str) -> bool:
     """Whether ``function`` reads the global ``name``."""
     return name in inspect.unwrap(function).__code__.co_names
-
-
-def has_local(function: Callable[..., Any], name: str) -> bool:
-    """Whether ``function`` has the local variable ``name``."""
-    return name in inspect.unwrap(function).__code__.co_varnames

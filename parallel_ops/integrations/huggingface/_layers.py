@@ -4,11 +4,12 @@ import inspect
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
 from parallel_ops.integrations.huggingface._fused import stock_class
-from parallel_ops.ops import bias_dropout_add, bias_gelu, gelu_mul, layer_norm, rms_norm, silu_mul
+from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu, gelu_mul, layer_norm, rms_norm, silu_mul
 
 Activation = Literal["silu", "tanh", "none"]
 
@@ -33,37 +34,70 @@ def activation_of(module: nn.Module) -> Activation | None:
     return _ACTIVATIONS.get(kind.__name__)
 
 
-def rms(stock: type[nn.Module]) -> dict[str, Any]:
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
+    """``kind``: a formula of ``_known.py``, or "torch" for ``nn.LayerNorm``."""
 
-    return {"forward": forward}
+    def rms(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.variance_epsilon)
+
+    def zero_centred_rms(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=True)
+
+    def olmo(self: Any, x: Tensor) -> Tensor:
+        return layer_norm(x, eps=1e-5)
+
+    def cohere(self: Any, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, eps=self.variance_epsilon)
+
+    def torch(self: Any, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    return {"forward": {f.__name__: f for f in (rms, zero_centred_rms, olmo, cohere, torch)}[kind]}
 
 
-def norm(stock: type[nn.Module]) -> dict[str, Any]:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return layer_norm(input, self.weight, self.bias, self.eps)
-
-    return {"forward": forward}
-
-
-def gated_mlp(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+def gated_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(
-            silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up, approximate=activation)
-        )
+        y = self.down_proj(silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up, approximate=activation))
+        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else y
 
     return {"forward": forward}
 
 
-def gelu_mlp(stock: type[nn.Module], approximate: Activation) -> dict[str, Any]:
+def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
+    """Gate and up in one matrix, the gate first."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        both = self.gate_up_proj(hidden_states)
+        if activation == "silu":
+            return self.down_proj(bias_swiglu(both))
+        gate, up = both.chunk(2, dim=-1)
+        return self.down_proj(gelu_mul(gate, up, approximate=activation))
+
+    return {"forward": forward}
+
+
+def gelu_mlp(stock: type[nn.Module], approximate: Activation, dropout: bool) -> dict[str, Any]:
+    """``dropout``: whether by a number of the module, and not by a module of its own."""
+
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if stock_class(self.c_fc) is None:  # an adapter's or a quantised layer
             hidden_states = bias_gelu(self.c_fc(hidden_states), approximate=approximate)
         else:
             hidden_states = self.c_fc(hidden_states, gelu=approximate)
-        return self.dropout(self.c_proj(hidden_states))
+        y = self.c_proj(hidden_states)
+        return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else self.dropout(y)
+
+    return {"forward": forward}
+
+
+def linear(stock: type[nn.Module]) -> dict[str, Any]:
+    """A linear, optionally followed by GeLU."""
+
+    def forward(self: Any, input: Tensor, gelu: str | None = None) -> Tensor:
+        if gelu is None:
+            return stock.forward(self, input)
+        return bias_gelu(F.linear(input, self.weight), self.bias, approximate=gelu)
 
     return {"forward": forward}
 

@@ -29,15 +29,15 @@ def head(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def causal_lm(stock: type[nn.Module], skip_logits: bool) -> dict[str, Any]:
-    """``skip_logits``: whether calls in training with labels return no logits by default."""
+def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str) -> dict[str, Any]:
+    """``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: of the logits."""
     names = [*inspect.signature(stock.forward).parameters][1:]
 
     @functools.wraps(stock.forward)  # Trainer inspects the names of its arguments
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
-            return _without_logits(self, given)
+            return _without_logits(self, given, kind)
         return stock.forward(self, **given)
 
     def loss_function(self: Any) -> Any:
@@ -58,25 +58,32 @@ def _skips(model: Any, given: dict[str, Any], wanted: bool) -> bool:
     return not tuples and stock_class(model.lm_head) is not None and not hasattr(model, "_loss_function")
 
 
-def _without_logits(model: Any, given: dict[str, Any]) -> Any:
+def _without_logits(model: Any, given: dict[str, Any], kind: str) -> Any:
     of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
     for name in _OF_THE_HEAD:
         given.pop(name, None)
-    mixture = hasattr(model, "router_aux_loss_coef")
+    mixture = kind == "mixture"
     if mixture and given.get("output_router_logits") is None:
         given["output_router_logits"] = model.config.output_router_logits
     outputs = dict(model.base_model(**given, return_dict=True))
     hidden = outputs.pop("last_hidden_state")
-    loss = _reduced(functools.partial(model.lm_head, hidden), hidden, **of_the_loss)
-    kind: Any = modeling_outputs.CausalLMOutputWithPast
+    options: dict[str, Any] = {}
+    if kind == "divided":
+        hidden = hidden / model.config.logits_scaling
+    elif kind == "multiplied":
+        hidden = hidden * model.logit_scale
+    elif kind == "softcapped":
+        options["softcap"] = model.config.final_logit_softcapping
+    loss = _reduced(functools.partial(model.lm_head, hidden, **options), hidden, **of_the_loss)
+    output: Any = modeling_outputs.CausalLMOutputWithPast
     if "cross_attentions" in outputs:
-        kind = modeling_outputs.CausalLMOutputWithCrossAttentions
+        output = modeling_outputs.CausalLMOutputWithCrossAttentions
     if mixture:
-        kind = modeling_outputs.MoeCausalLMOutputWithPast
+        output = modeling_outputs.MoeCausalLMOutputWithPast
         if given["output_router_logits"]:
             outputs["aux_loss"] = _auxiliary_loss(model, outputs["router_logits"], given.get("attention_mask"))
             loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
-    return kind(loss=loss, **outputs)
+    return output(loss=loss, **outputs)
 
 
 def _auxiliary_loss(model: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:

@@ -1,0 +1,72 @@
+"""The families of Transformers whose models ``apply`` takes."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+# The package in transformers.models, and the class of the base model. Its modules are served, and the loss of the heads
+# of its package.
+FAMILIES = {
+    "cohere": "CohereModel",
+    "cohere2": "Cohere2Model",
+    "exaone4": "Exaone4Model",
+    "gemma": "GemmaModel",
+    "gemma2": "Gemma2Model",
+    "gemma3": "Gemma3TextModel",
+    "glm": "GlmModel",
+    "glm4": "Glm4Model",
+    "gpt2": "GPT2Model",
+    "granite": "GraniteModel",
+    "hunyuan_v1_dense": "HunYuanDenseV1Model",
+    "llama": "LlamaModel",
+    "ministral": "MinistralModel",
+    "ministral3": "Ministral3Model",
+    "mistral": "MistralModel",
+    "mixtral": "MixtralModel",
+    "olmo": "OlmoModel",
+    "olmo2": "Olmo2Model",
+    "olmo3": "Olmo3Model",
+    "olmoe": "OlmoeModel",
+    "phi3": "Phi3Model",
+    "qwen2": "Qwen2Model",
+    "qwen2_5_vl": "Qwen2_5_VLTextModel",
+    "qwen2_vl": "Qwen2VLTextModel",
+    "qwen3": "Qwen3Model",
+    "qwen3_moe": "Qwen3MoeModel",
+    "qwen3_vl": "Qwen3VLTextModel",
+    "seed_oss": "SeedOssModel",
+    "smollm3": "SmolLM3Model",
+    "stablelm": "StableLmModel",
+    "starcoder2": "Starcoder2Model",
+}
+
+# Packages of models of text and images. Of these the text model is served, if it is one of the above.
+COMPOSITES = ("gemma3", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+
+
+def stock_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of a known family that ``module`` is or inherits from."""
+    return next((cls for cls in type(module).__mro__ if _package(cls) in FAMILIES), None)
+
+
+def is_base(module: nn.Module) -> bool:
+    """Whether ``module`` is the base model of a known family."""
+    return any(FAMILIES.get(_package(cls)) == cls.__name__ for cls in type(module).__mro__)
+
+
+def is_composite(module: nn.Module) -> bool:
+    """Whether ``module`` is, or is a part of, a model of text and images that has a text model of a known family."""
+    if not isinstance(module, PreTrainedModel) or is_base(module) or is_base(module.base_model):
+        return False
+    return any(_package(cls) in COMPOSITES for cls in type(module).__mro__) and contains_base(module)
+
+
+def contains_base(module: nn.Module) -> bool:
+    return any(is_base(m) for m in module.modules())
+
+
+def _package(cls: Any) -> str:
+    """The package of a class of transformers.models; "" for another class."""
+    parts = cls.__module__.split(".")
+    return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
