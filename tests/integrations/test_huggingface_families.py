@@ -1,12 +1,14 @@
 """Every family of docs/huggingface.md with and without ``huggingface.apply``."""
 
+import inspect
+
 import pytest
 import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
-from support.huggingface_families import DENSE, KEPT, config_of
-from support.huggingface_models import batch, step
+from support.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
+from support.huggingface_models import OLD, batch, step
 
 families = pytest.mark.parametrize("family", DENSE)
 TOLERANCE = 3e-6
@@ -14,9 +16,13 @@ TOLERANCE = 3e-6
 
 def model_of(family, **options):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **options)).train()
+    return with_drawn_vectors(transformers.AutoModelForCausalLM.from_config(config_of(family, **options))).train()
+
+
+def with_drawn_vectors(model):
+    """Norms and biases are ones and zeros otherwise."""
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases are ones and zeros otherwise
+        for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
@@ -65,3 +71,50 @@ def test_generation_is_that_of_stock_token_by_token(family):
     with huggingface.apply(model):
         assert torch.equal(model.generate(prompts, **options), expected)
     assert len(expected[0].unique()) > 3
+
+
+# The bases of these are those of Transformers 5.
+COMPOSITES = [] if OLD else ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+composites = pytest.mark.parametrize("name", COMPOSITES)
+
+
+def composite_batch(extra):
+    ids = batch()["input_ids"]
+    if extra is None:
+        return {"input_ids": ids, "labels": ids}
+    ids[:, 1:7] = torch.tensor([START, IMAGE, IMAGE, IMAGE, IMAGE, END])
+    types = {name: (ids == IMAGE).long() for name in ("mm_token_type_ids", "token_type_ids")}
+    return {"input_ids": ids, "labels": ids.masked_fill(ids >= START, -100), **types, **extra}
+
+
+@composites
+def test_of_models_of_text_and_images_the_text_model_is_served(name):
+    torch.manual_seed(0)
+    model, extra = composite_of(name)
+    model = with_drawn_vectors(model).train()
+    known = inspect.signature(type(model).forward).parameters
+    given = {key: value for key, value in composite_batch(extra).items() if key in known}
+    expected = trained_step(model, **given)
+    applied = huggingface.apply(model)
+    served = [path for path, ops in applied.replaced.items() if ops]
+    assert {"rms_norm", "rotary_embedding_qk", "flash_attention"} <= {
+        op for path in served for op in applied.replaced[path]
+    }
+    assert all(path.startswith("model.language_model.") for path in served)
+    kept = {"model.visual"} if "qwen" in name else {"model.vision_tower", "model.multi_modal_projector"}
+    assert set(applied.unreplaced) == {*kept, type(model).__name__}
+    got = trained_step(model, **given)
+    assert error(got[0].logits, expected[0].logits) < TOLERANCE
+    assert_same_step(got, expected)
+    prompt = {key: v[:, :8] if v.dim() == 2 and v.shape[1] == 20 else v for key, v in given.items() if key != "labels"}
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    ours = model.eval().generate(**prompt, **options)
+    applied.undo()
+    assert torch.equal(model.generate(**prompt, **options), ours)
+
+
+def trained_step(model, **given):
+    model.zero_grad()
+    outputs = model(**given)
+    outputs.loss.backward()
+    return outputs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
