@@ -4,6 +4,7 @@ import torch
 import transformers
 
 from support.huggingface import SIZES
+from support.huggingface_models import OLD
 
 EVERY = SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = EVERY | {"head_dim": 16}
@@ -11,6 +12,7 @@ SOFT_CAPS = HEADS | {"final_logit_softcapping": 0.7, "sliding_window": 6}
 FACTORS = {"logits_scaling": 3.0, "residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3}
 SLIDING = ["sliding_attention", "full_attention"]
 
+# Before Transformers 5 StableLM's norms of each head, without a bias, cannot be made.
 # Name: (class of the configuration, its arguments). Every option that changes a formula differs from its neutral value.
 DENSE = {
     "smollm3": ("SmolLM3Config", EVERY | {"no_rope_layers": [1, 0]}),
@@ -20,7 +22,7 @@ DENSE = {
     "olmo": ("OlmoConfig", EVERY | {"clip_qkv": 1.5}),
     "olmo2": ("Olmo2Config", EVERY),
     "olmo3": ("Olmo3Config", EVERY | {"sliding_window": 6, "layer_types": SLIDING}),
-    "stablelm": ("StableLmConfig", EVERY | {"use_qkv_bias": True, "qk_layernorm": True}),
+    "stablelm": ("StableLmConfig", EVERY | {"use_qkv_bias": True, "qk_layernorm": not OLD}),
     "stablelm-parallel": ("StableLmConfig", EVERY | {"use_parallel_residual": True}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", HEADS),
     "gemma": ("GemmaConfig", HEADS),
@@ -41,7 +43,7 @@ DENSE = {name: row for name, row in DENSE.items() if hasattr(transformers, row[0
 
 # What is kept of a family, by the end of a module's name and a part of the reason.
 KEPT = {
-    "gemma2": {"self_attn": "'eager' attention"},
+    "gemma2": {"self_attn": "capped" if OLD else "'eager' attention"},
     "cohere-norms": {"q_norm": "differs between heads", "k_norm": "differs between heads"},
 }
 

@@ -57,9 +57,14 @@ def is_base(module: nn.Module) -> bool:
 
 def is_composite(module: nn.Module) -> bool:
     """Whether ``module`` is, or is a part of, a model of text and images that has a text model of a known family."""
-    if not isinstance(module, PreTrainedModel) or is_base(module) or is_base(module.base_model):
+    if not isinstance(module, PreTrainedModel) or not hasattr(module.config, "vision_config"):
         return False
     return any(_package(cls) in COMPOSITES for cls in type(module).__mro__) and contains_base(module)
+
+
+def base_of(model: nn.Module) -> str:
+    """The name of the base model in a model with a head; ``base_model`` is the model itself in some versions."""
+    return next(name for name, child in model.named_children() if is_base(child))
 
 
 def contains_base(module: nn.Module) -> bool:

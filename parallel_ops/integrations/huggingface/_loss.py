@@ -29,15 +29,19 @@ def head(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str) -> dict[str, Any]:
-    """``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: of the logits."""
+def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -> dict[str, Any]:
+    """A causal language model.
+
+    ``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: a formula of
+    ``_known.py``. ``base``: the name of the base model in it.
+    """
     names = [*inspect.signature(stock.forward).parameters][1:]
 
     @functools.wraps(stock.forward)  # Trainer inspects the names of its arguments
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
-            return _without_logits(self, given, kind)
+            return _without_logits(self, given, kind, base)
         return stock.forward(self, **given)
 
     def loss_function(self: Any) -> Any:
@@ -58,14 +62,14 @@ def _skips(model: Any, given: dict[str, Any], wanted: bool) -> bool:
     return not tuples and stock_class(model.lm_head) is not None and not hasattr(model, "_loss_function")
 
 
-def _without_logits(model: Any, given: dict[str, Any], kind: str) -> Any:
+def _without_logits(model: Any, given: dict[str, Any], kind: str, base: str) -> Any:
     of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
     for name in _OF_THE_HEAD:
         given.pop(name, None)
     mixture = kind == "mixture"
     if mixture and given.get("output_router_logits") is None:
         given["output_router_logits"] = model.config.output_router_logits
-    outputs = dict(model.base_model(**given, return_dict=True))
+    outputs = dict(getattr(model, base)(**given, return_dict=True))
     hidden = outputs.pop("last_hidden_state")
     options: dict[str, Any] = {}
     if kind == "divided":

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from parallel_ops.integrations.huggingface import _attention, _experts, _layers, _loss
-from parallel_ops.integrations.huggingface._families import stock_of
+from parallel_ops.integrations.huggingface._families import base_of, stock_of
 from parallel_ops.integrations.huggingface._fused import Recipe, described, fused_class, obstacle, uses
 from parallel_ops.integrations.huggingface._known import formula
 from parallel_ops.integrations.huggingface._source import digest
@@ -140,13 +140,16 @@ def attention(
     reason = obstacle(module, stock)
     pairs: str | None = None
     core = False
-    if "rotary" in ops and uses(stock.forward, "apply_rotary_pos_emb"):
-        pairs, why = _rotation(stock, layouts)
+    rotations = [n for n in inspect.unwrap(stock.forward).__code__.co_names if n.endswith("rotary_pos_emb")]
+    if "rotary" in ops and rotations:
+        pairs, why = _rotation(stock, rotations[0], layouts)
         if reason or why:
             pairs = None
             yield Skipped(name, module, "rotary_embedding_qk", reason or why or "")
     if "attention" in ops and uses(stock.forward, "ALL_ATTENTION_FUNCTIONS"):
         why = _attention.obstacle(config._attn_implementation)
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            why = why or "its scores are softly capped, which only 'eager' attention does"
         core = not (reason or why)
         if not core:
             yield Skipped(name, module, "flash_attention", reason or why or "")
@@ -155,9 +158,9 @@ def attention(
         yield _swap(name, module, replaced, _attention.attention, pairs, core)
 
 
-def _rotation(stock: Any, layouts: set[str | None]) -> tuple[str | None, str | None]:
+def _rotation(stock: Any, name: str, layouts: set[str | None]) -> tuple[str | None, str | None]:
     """(which dimensions make a pair, and how tables lie; why that is not known)"""
-    function = inspect.unwrap(stock.forward).__globals__["apply_rotary_pos_emb"]
+    function = inspect.unwrap(stock.forward).__globals__[name]
     pairs = formula("rotary", function)
     if pairs is None:
         return None, _unknown(None, function)
@@ -182,7 +185,7 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
     if reason or kind is None:
         yield Skipped(name or type(module).__name__, module, LOSS, reason or "")
         return
-    yield _swap(name or type(module).__name__, module, (LOSS,), _loss.causal_lm, skip_logits, kind)
+    yield _swap(name or type(module).__name__, module, (LOSS,), _loss.causal_lm, skip_logits, kind, base_of(module))
     yield _swap(f"{name}.lm_head".lstrip("."), head, (), _loss.head)
 
 
