@@ -35,7 +35,7 @@ def test_steps_are_those_of_stock(family):
     assert not applied.unreplaced or (OLD and family in EXPERTS)
     for case, stock in zip(cases, expected, strict=True):
         ours = step(model, **case)
-        assert ours[0].logits is None
+        assert "logits" not in ours[0]
         assert_same_step(ours, stock)
         with_logits = step(model, **case, skip_logits=False)
         assert_same(with_logits[0].logits, stock[0].logits)
@@ -241,7 +241,7 @@ def test_some_ops():
         "vocab_parallel_linear_cross_entropy",
     }
     assert model(**batch()).logits.shape == (2, LENGTH, VOCAB)
-    assert model(**batch(), skip_logits=True).logits is None
+    assert "logits" not in model(**batch(), skip_logits=True)
     assert len(model(**batch(), return_dict=False)) == len(model_of("gpt2")(**batch(), return_dict=False))
 
 

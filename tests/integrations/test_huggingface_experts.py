@@ -29,7 +29,7 @@ def test_auxiliary_losses_and_router_logits_are_those_of_stock(family, padded, i
     huggingface.apply(model)
     for variant in ({}, {"skip_logits": False}):
         ours = step(model, **given, **variant)
-        assert (ours[0].logits is None) == (not variant)
+        assert ("logits" in ours[0]) == bool(variant)
         assert_same_step(ours, stock)
         assert_same(ours[0].aux_loss, stock[0].aux_loss)
         assert len(ours[0].router_logits) == len(stock[0].router_logits) > 0

@@ -27,10 +27,11 @@ version, of another library or of your own, is kept and reported with its digest
 windows shorter than the text, and under ``torch.compile`` before torch 2.14, where Transformers always makes one), in
 the steps of generation, and on GPUs.
 
-**Logits.** A model in training that gets labels returns ``outputs.loss`` and no logits (``None``), which is most of the
-memory that it saves. ``model(..., skip_logits=False)`` returns logits for one call, ``apply(model, skip_logits=False)``
-for every call; the loss is then computed from them, without a copy in float32. In evaluation mode, without labels, and
-with ``return_dict=False`` logits are always returned, unless the call has ``skip_logits=True``.
+**Logits.** A model in training that gets labels makes no logits, which is most of the memory that it saves:
+``outputs.loss`` is there, and reading ``outputs.logits``, or the outputs as a tuple, raises an error that names
+``skip_logits=False``. ``model(..., skip_logits=False)`` returns logits for one call, and for every call
+``apply(model, skip_logits=False)``; the loss is then computed from them, without a copy in float32. In evaluation mode,
+without labels, and with ``return_dict=False`` logits are always returned, unless the call has ``skip_logits=True``.
 
 **Experts.** Routers and experts need Transformers 5, which stacks the experts' weights (5.0 returned probabilities as
 router logits; there the router is kept). Of stock's implementations ``"grouped_mm"``, the default, and ``"eager"`` are

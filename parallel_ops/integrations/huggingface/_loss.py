@@ -7,9 +7,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import modeling_outputs
 
 from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.integrations.huggingface._outputs import (
+    CausalLMOutputWithoutLogits,
+    MoeCausalLMOutputWithoutLogits,
+)
 from parallel_ops.ops import cross_entropy
 from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 
@@ -79,15 +82,12 @@ def _without_logits(model: Any, given: dict[str, Any], kind: str, base: str) -> 
     elif kind == "softcapped":
         options["softcap"] = model.config.final_logit_softcapping
     loss = _reduced(functools.partial(model.lm_head, hidden, **options), hidden, **of_the_loss)
-    output: Any = modeling_outputs.CausalLMOutputWithPast
-    if "cross_attentions" in outputs:
-        output = modeling_outputs.CausalLMOutputWithCrossAttentions
-    if mixture:
-        output = modeling_outputs.MoeCausalLMOutputWithPast
-        if given["output_router_logits"]:
-            outputs["aux_loss"] = _auxiliary_loss(model, outputs["router_logits"], given.get("attention_mask"))
-            loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
-    return output(loss=loss, **outputs)
+    if not mixture:
+        return CausalLMOutputWithoutLogits(loss=loss, **outputs)
+    if given["output_router_logits"]:
+        outputs["aux_loss"] = _auxiliary_loss(model, outputs["router_logits"], given.get("attention_mask"))
+        loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
+    return MoeCausalLMOutputWithoutLogits(loss=loss, **outputs)
 
 
 def _auxiliary_loss(model: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:

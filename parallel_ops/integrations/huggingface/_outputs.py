@@ -1,0 +1,55 @@
+"""The outputs of a causal language model whose call made no logits. Reading them is an error that says how to get them.
+
+They have the fields of Transformers' outputs but ``logits``, so what goes through all fields (FSDP, DDP, Accelerate,
+``Trainer``) works as before; ``outputs.get("logits")`` and ``getattr(outputs, "logits", None)`` are ``None``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+_ERROR = (
+    "outputs.logits: this call in training with labels made no logits, which saves their memory; call "
+    "model(..., skip_logits=False), or huggingface.apply(model, skip_logits=False), to have them"
+)
+
+
+class _WithoutLogits:
+    @property
+    def logits(self) -> Tensor:
+        raise AttributeError(_ERROR)
+
+    def __getitem__(self: Any, key: Any) -> Any:
+        if isinstance(key, str):
+            if key == "logits":
+                raise KeyError(_ERROR)
+            return super().__getitem__(key)  # type: ignore[misc]
+        before = tuple(self[name] for name in ("loss", "aux_loss") if name in self)  # logits are next in a tuple
+        last = (len(before) + 1 if key.stop is None else key.stop) - 1 if isinstance(key, slice) else key
+        if not 0 <= last < len(before):
+            raise IndexError(_ERROR)
+        return before[key]
+
+    def to_tuple(self) -> Any:
+        raise IndexError(_ERROR)
+
+
+@dataclass
+class CausalLMOutputWithoutLogits(_WithoutLogits, ModelOutput):
+    loss: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MoeCausalLMOutputWithoutLogits(_WithoutLogits, ModelOutput):
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
