@@ -48,67 +48,11 @@ from collections.abc import Collection
 
 from torch import nn
 
-from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.integrations.huggingface._applied import Applied, reasons, replaced_modules, swap
 from parallel_ops.integrations.huggingface._plan import OPS, plan
-from parallel_ops.integrations.huggingface._steps import Skipped, Step, Swap
+from parallel_ops.integrations.huggingface._steps import Skipped, Swap
 
-__all__ = ["OPS", "Applied", "apply"]
-
-
-class Applied:
-    """The result of ``apply``, which prints as a summary. As a context manager it undoes ``apply`` at the end.
-
-    Attributes:
-        replaced: the ops that each module now calls, by the module's name.
-        unreplaced: why a module that one of ``ops`` is meant for keeps its own forward, by the module's name.
-    """
-
-    def __init__(self, model: nn.Module, steps: list[Step]) -> None:
-        self._model = type(model).__name__
-        self._swaps = [s for s in steps if isinstance(s, Swap)]
-        self._stock = [type(s.module) for s in self._swaps]
-        self.replaced = {s.name: s.ops for s in self._swaps if s.ops}
-        self.unreplaced: dict[str, str] = {}
-        for step in steps:
-            if isinstance(step, Skipped):
-                earlier = self.unreplaced.get(step.name)
-                self.unreplaced[step.name] = "; ".join(filter(None, (earlier, f"{step.op}: {step.reason}")))
-        for s in self._swaps:
-            s.module.__class__ = s.fused
-
-    def undo(self) -> None:
-        """Restores every module's own forward.
-
-        Raises:
-            RuntimeError: already undone, or a module has been changed since by something that must be undone first.
-                Then nothing is undone.
-        """
-        if not self._swaps:
-            raise RuntimeError("undo: already undone")
-        for s in self._swaps:
-            if type(s.module) is not s.fused or "forward" in s.module.__dict__:
-                raise RuntimeError(
-                    f"undo: {s.name} has another class or forward since apply (FSDP, or Accelerate's mixed precision, "
-                    "which accelerator.unwrap_model(model, keep_fp32_wrapper=False) removes); undo that first"
-                )
-        for s, stock in zip(self._swaps, self._stock, strict=True):
-            s.module.__class__ = stock
-        self._swaps = []
-
-    def __enter__(self) -> "Applied":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-    def __repr__(self) -> str:
-        counts: dict[str, int] = {}
-        for ops in self.replaced.values():
-            for op in ops:
-                counts[op] = counts.get(op, 0) + 1
-        state = "" if self._swaps else " (undone)"
-        lines = [f"{self._model}{state}:", *(f"  {count:4d} x {op}" for op, count in counts.items())]
-        return "\n".join([*lines, *(f"  unreplaced: {name}: {reason}" for name, reason in self.unreplaced.items())])
+__all__ = ["OPS", "Applied", "applied", "apply", "undo"]
 
 
 def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: bool = True) -> Applied:
@@ -131,11 +75,41 @@ def apply(model: nn.Module, *, ops: str | Collection[str] = "all", skip_logits: 
     for name in names:
         if name not in OPS:
             raise ValueError(f"apply: ops must be 'all' or some of {', '.join(OPS)}, got {name!r}")
-    for path, module in model.named_modules():
-        if stock_class(module) is not None:
-            raise ValueError(f"apply: ops are applied to this model already (to {path or type(module).__name__}); undo")
+    done = next(iter(replaced_modules(model)), None)
+    if done is not None:
+        raise ValueError(f"apply: ops are applied to this model already (to {done}); undo(model) first")
     steps = plan(model, names, skip_logits)
     if not any(isinstance(s, Swap) for s in steps):
-        reasons = {s.reason for s in steps if isinstance(s, Skipped)} or {"it has no module for these ops"}
-        raise ValueError(f"apply: nothing of this {type(model).__name__} can be replaced: {'; '.join(sorted(reasons))}")
-    return Applied(model, steps)
+        why = {s.reason for s in steps if isinstance(s, Skipped)} or {"it has no module for these ops"}
+        raise ValueError(f"apply: nothing of this {type(model).__name__} can be replaced: {'; '.join(sorted(why))}")
+    return swap(model, steps)
+
+
+def applied(model: nn.Module) -> Applied | None:
+    """What has been replaced in ``model``; ``None`` if nothing has.
+
+    For a model without the result of ``apply``: a copy, one that was loaded from a pickle, one of which only a part was
+    replaced. Modules that could be replaced and are not are in ``unreplaced``.
+    """
+    modules = replaced_modules(model)
+    if not modules:
+        return None
+    try:
+        steps = plan(model, OPS, True)
+    except TypeError:  # a part of a model, or one beside a model of another family
+        steps = []
+    return Applied(model, modules, reasons(steps))
+
+
+def undo(model: nn.Module) -> None:
+    """Restores the forward of every module of ``model``, whether it or what it was copied or loaded from was given to
+    ``apply``.
+
+    Raises:
+        ValueError: nothing of it has been replaced. RuntimeError: something that must be undone first has changed a
+            module since ``apply``. Then nothing is undone.
+    """
+    modules = replaced_modules(model)
+    if not modules:
+        raise ValueError(f"undo: nothing of this {type(model).__name__} has been replaced")
+    Applied(model, modules, {}).undo()

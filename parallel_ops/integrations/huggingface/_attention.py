@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parallel_ops.integrations.huggingface._fused import with_globals
+from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import flash_attention, rotary_embedding_qk
 
 # Options of some models and caches that only Transformers' own function supports.
@@ -59,6 +60,9 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
         if whole and query.device.type == "cpu" and all(options.get(name) is None for name in _SPECIAL):
             q, k, v = (t.permute(2, 0, 1, 3) for t in (query, key, value))
             return flash_attention(q, k, v, scale=scaling, dropout_p=dropout).transpose(0, 1), None
+        if module.training and query.device.type == "cpu":
+            why = "got a mask" if attention_mask is not None else "was not causal over the whole sequence"
+            went_to_stock(module, "flash_attention", why)
         if is_causal is not None:
             options["is_causal"] = is_causal
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options)

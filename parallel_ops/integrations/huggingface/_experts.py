@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_ops.integrations.huggingface._layers import Activation
+from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import bias_swiglu, gelu_mul, grouped_linear, permute, route, sort_by_expert, unpermute
 
 # Transformers' own for a step of generation on a GPU, "batched_mm", needs no sorting, and "deepgemm" and others are
@@ -35,6 +36,8 @@ def router(stock: type[nn.Module]) -> dict[str, Any]:
 def experts(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.config._experts_implementation not in REPLACED or getattr(self, "_is_expert_parallel", False):
+            if self.training:
+                went_to_stock(self, "grouped_linear", "was set to another implementation or shared by ranks")
             return stock.forward(self, hidden_states, top_k_index, top_k_weights)
         order = sort_by_expert(top_k_index, self.num_experts)
         weights = top_k_weights.flatten().index_select(0, order.rows)

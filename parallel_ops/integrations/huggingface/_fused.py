@@ -16,39 +16,82 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallel_ops.integrations.huggingface._use import counted, without_uses
+
 # Returns the new attributes of a class, ``forward`` among them.
 Recipe = Callable[..., dict[str, Any]]
 
-_MARK = "_parallel_ops_stock"
+_MARK, _OPS = "_parallel_ops_stock", "_parallel_ops_ops"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @functools.cache
-def fused_class(stock: Any, recipe: Recipe, *options: Any) -> type[nn.Module]:
-    """The subclass of the module class ``stock`` with the attributes of ``recipe(stock, *options)``."""
+def fused_class(stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any) -> type[nn.Module]:
+    """The subclass of the module class ``stock`` with the attributes of ``recipe(stock, *options)``.
+
+    Calling it makes a ``stock``, so that ``type(model)(config)`` and ``type(model).from_pretrained`` do: a new model is
+    whole or not replaced at all. ``ops`` are those that it calls.
+    """
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _new, (stock, recipe, *options), self.__dict__.copy()
+        return _new, (stock, ops, recipe, *options), without_uses(self.__dict__)
 
     attributes = {
+        "__new__": new,
         "__module__": stock.__module__,  # Transformers reads the source of a model's module
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": reduce,
         _MARK: stock,
+        _OPS: ops,
         **recipe(stock, *options),
     }
+    if ops:
+        attributes["forward"] = counted(attributes["forward"])
     return type(stock.__name__, (stock,), attributes)
 
 
 def _new(stock: Any, *recipe: Any) -> nn.Module:
-    cls = fused_class(stock, *recipe)
-    return cls.__new__(cls)
+    made: nn.Module = object.__new__(fused_class(stock, *recipe))
+    return made
 
 
 def stock_class(module: nn.Module) -> type[nn.Module] | None:
     """The class of ``module`` before it was replaced; ``None`` if it was not."""
     return getattr(type(module), _MARK, None)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the class of ``module`` is one of ``fused_class``, and not one that FSDP has derived from it."""
+    return _MARK in vars(type(module))
+
+
+def ops_of(module: nn.Module) -> tuple[str, ...]:
+    """The ops that the replaced forward of ``module`` calls."""
+    return getattr(type(module), _OPS, ())
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives ``module`` another class, also where Accelerate has wrapped its forward to move or load weights."""
+    hooked = has_offloading_hook(module)
+    module.__class__ = cls
+    if hooked:
+        module.__dict__["_old_forward"] = types.MethodType(cls.forward, module)
+
+
+def has_offloading_hook(module: nn.Module) -> bool:
+    """Whether what has replaced the forward of ``module`` is a hook of Accelerate around the forward of its class."""
+    inner = module.__dict__.get("_old_forward")
+    wrapped = "forward" in module.__dict__ and hasattr(module, "_hf_hook") and isinstance(inner, types.MethodType)
+    return wrapped and inner is not None and inner.__func__ is type(module).forward
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward of its own, which would still call that of its old class."""
+    return "forward" in module.__dict__ and not has_offloading_hook(module)
 
 
 def described(module: nn.Module) -> str:
@@ -60,16 +103,23 @@ def described(module: nn.Module) -> str:
 
 def obstacle(module: nn.Module, stock: type[nn.Module], unused: Mapping[str, nn.Module] | None = None) -> str | None:
     """Why the forward of ``module``, a ``stock``, cannot be replaced by one that skips the modules ``unused``."""
-    if "forward" in module.__dict__:
-        return "something else has replaced its forward"
+    if is_wrapped(module):
+        return f"something else has replaced its forward ({_name_of(module.forward)})"
     if inspect.unwrap(type(module).forward) is not inspect.unwrap(stock.forward):
         return f"its class {described(module)} overrides the forward of {stock.__name__}"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "it is sharded: apply first, and tensor-parallel plans are not covered"
     for name, child in (unused or {}).items():
-        if "forward" in child.__dict__ or any(getattr(child, hooks) for hooks in _HOOKS):
+        wrapped = is_wrapped(child) if child is module else "forward" in child.__dict__
+        if wrapped or any(getattr(child, hooks) for hooks in _HOOKS):
             return f"there are hooks on {name}, a {described(child)}, that would no longer be called"
     return None
+
+
+def _name_of(function: Any) -> str:
+    """Where ``function``, or what it wraps, comes from."""
+    inner = getattr(function, "func", function)  # of a partial
+    return f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

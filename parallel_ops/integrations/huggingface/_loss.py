@@ -13,6 +13,7 @@ from parallel_ops.integrations.huggingface._outputs import (
     CausalLMOutputWithoutLogits,
     MoeCausalLMOutputWithoutLogits,
 )
+from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import cross_entropy
 from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 
@@ -45,6 +46,8 @@ def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
             return _without_logits(self, given, kind, base)
+        if self.training and given.get("labels") is not None:
+            went_to_stock(self, "vocab_parallel_linear_cross_entropy", "made logits")
         return stock.forward(self, **given)
 
     def loss_function(self: Any) -> Any:

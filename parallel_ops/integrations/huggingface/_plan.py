@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallel_ops.integrations.huggingface._families import contains_base, is_base, is_composite, stock_of
-from parallel_ops.integrations.huggingface._fused import described
+from parallel_ops.integrations.huggingface._fused import described, stock_class
 from parallel_ops.integrations.huggingface._known import formula
 from parallel_ops.integrations.huggingface._steps import (
     LOSS,
@@ -40,7 +40,10 @@ _ROLES = {
 
 
 def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step]:
-    """The steps for ``model``. Raises TypeError if it is, or contains, a model of another family."""
+    """The steps for ``model``, of which replaced modules need none.
+
+    Raises TypeError if it is, or contains, a model of another family.
+    """
     models = [(name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     _check(model, models)
     steps: list[Step] = []
@@ -51,6 +54,8 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
             for path, module in part.named_modules(prefix=name):
                 if id(module) not in done:
                     done.add(id(module))
+                    if stock_class(module) is not None:
+                        continue
                     steps += _steps(path, module, part.config, layouts, ops)
     for name, part in models:
         if is_composite(part):
@@ -58,7 +63,7 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
         elif hasattr(part, "lm_head") and "loss" in ops and id(part) not in done:
             done.add(id(part))
             stock = stock_of(part)
-            if stock is not None:
+            if stock is not None and stock_class(part) is None:
                 steps += loss(name, part, stock, skip_logits)
     return steps
 

@@ -191,7 +191,7 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
 
 def _swap(name: str, module: nn.Module, ops: tuple[str, ...], recipe: Recipe, *options: Any) -> Swap:
     stock: Any = type(module)
-    return Swap(name, module, fused_class(stock, recipe, *options), ops)
+    return Swap(name, module, fused_class(stock, ops, recipe, *options), ops)
 
 
 def _unknown(kind: str | None, function: Callable[..., Any], owner: type | None = None) -> str | None:
