@@ -102,7 +102,7 @@ class Op(Generic[P, R]):
             or _tracing()
             or _profiler()
         ):
-            return self.dispatched
+            return self._transformed if not _is_compiling() and _transforms() else self.dispatched
         requires_grad = False
         for i in self._tensors:
             a = args[i]
@@ -115,6 +115,19 @@ class Op(Generic[P, R]):
         if requires_grad and _is_grad_enabled():
             return self._apply or self.dispatched
         return self._cpu if args[0].is_cpu else self._kernel
+
+    def _transformed(self, *args: Any) -> Any:
+        """Under torch.func, whose ``vmap`` every op has, by a loop, and whose ``grad`` none."""
+        try:
+            return self.dispatched(*args)  # type: ignore[call-arg]
+        except RuntimeError as error:
+            if "setup_context" not in str(error):
+                raise
+            name = self.dispatched._schema.name.partition("::")[2]  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{name}: torch.func's grad, vjp, jvp and jacobians do not go through this op; call .backward() or "
+                "torch.autograd.grad on what it, or torch.func.functional_call of a module with it, returns"
+            ) from error
 
 
 def differentiable_op(

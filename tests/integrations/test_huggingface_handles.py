@@ -198,3 +198,34 @@ def test_compiled_code_is_not_counted():
     torch._dynamo.reset()
     torch.compile(model, backend="eager")(**batch(), use_cache=False).loss.backward()
     assert "unused" not in repr(handle)
+
+
+@kinds
+def test_torch_func(family):
+    """Parameters from outside and maps work; its gradients are an error of ours, and backward works in their place."""
+    model = model_of(family)
+    given = batch() | {"use_cache": False}
+    parameters = {name: (1.01 * p).detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), given).loss
+
+    def gradients():
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        return torch.autograd.grad(loss(leaves), list(leaves.values()))
+
+    def logits():
+        def of_one(ids):
+            return torch.func.functional_call(model, parameters, (ids[None],), {"use_cache": False}).logits
+
+        return torch.vmap(of_one)(given["input_ids"])
+
+    expected = gradients()
+    mapped = None if family == "mixtral" else logits()  # whose experts no map goes through
+    huggingface.apply(model)
+    for got, stock in zip(gradients(), expected, strict=True):
+        assert_same(got, stock)
+    if mapped is not None:
+        assert_same(logits(), mapped)
+    with pytest.raises(RuntimeError, match=r"norm: torch.func's grad, .* do not go through this op; call \.backward"):
+        torch.func.grad(loss)(parameters)

@@ -85,7 +85,9 @@ def test_parameters_and_checkpoints_look_as_megatrons():
 def test_cross_entropies(fused, label_smoothing):
     if fused and label_smoothing:
         pytest.skip("the fused loss has no label smoothing")
-    for results, inside in ranks(2).run(trained.losses_of_shards, label_smoothing, fused):
+    for results, inside, all_reduces in ranks(2).run(trained.losses_of_shards, label_smoothing, fused):
+        of_stock = 2 if fused else 3
+        assert all_reduces == [of_stock, 0, of_stock]  # stock, ours, exact
         for of_ours, right in zip(results["ours"], results["right"], strict=True):
             torch.testing.assert_close(of_ours.double(), right, rtol=1e-5, atol=1e-6)
         for of_exact, of_stock in zip(results["exact"], results["stock"], strict=True):

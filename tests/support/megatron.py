@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,7 @@ def build(case, **stages):
 
 def losses_of_shards(rank, label_smoothing, fused):
     """Of logits shared by the ranks, with targets outside the vocabulary: Megatron's loss and gradient and ours; and
-    with ``label_smoothing`` over the whole vocabulary."""
+    with ``label_smoothing`` over the whole vocabulary. Also how often each calls ``all_reduce`` on the group."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -150,12 +151,15 @@ def losses_of_shards(rank, label_smoothing, fused):
     target[0, 0], target[1, 1] = -1, 10 * world
     grad = torch.randn(3, 6, generator=generator).t()
     parallel_state.initialize_model_parallel(world)
+    counts: list[int] = []
 
     def run(loss_function, group=group):
         logits = whole.chunk(world, -1)[rank].clone().requires_grad_()
         doubled = logits * 1  # since both write over what they are given
-        loss = loss_function(doubled, target, group) if fused else loss_function(doubled, target, label_smoothing)
-        loss.backward(grad)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            loss = loss_function(doubled, target, group) if fused else loss_function(doubled, target, label_smoothing)
+            loss.backward(grad)
+        counts.append(all_reduce.call_count)
         return loss.detach(), logits.grad
 
     torch.compiler.set_stance("force_eager")
@@ -180,7 +184,7 @@ def losses_of_shards(rank, label_smoothing, fused):
     loss = ((1 - label_smoothing) * hit + label_smoothing * others / (vocab - 1)) * inside
     loss.backward(grad.double())
     results["right"] = loss.detach(), logits.grad.chunk(world, -1)[rank]
-    return results, inside
+    return results, inside, counts
 
 
 def attention(rank, options, cases):
