@@ -1,5 +1,6 @@
 """Every family of docs/huggingface.md with and without ``huggingface.apply``."""
 
+import importlib.util
 import inspect
 import sys
 
@@ -8,11 +9,13 @@ import torch
 import transformers
 
 from parallel_ops.integrations import huggingface
+from parallel_ops.integrations.huggingface._families import COMPOSITES, FAMILIES
 from support.huggingface_families import DENSE, END, IMAGE, KEPT, START, composite_of, config_of
-from support.huggingface_models import OLD, batch, step
+from support.huggingface_models import CONFIGS, OLD, batch, step
 
 families = pytest.mark.parametrize("family", DENSE)
 TOLERANCE = 3e-6
+ALL_COMPOSITES = ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 def model_of(family, **options):
@@ -39,6 +42,15 @@ def assert_same_step(got, expected):
     scale = max(float(gradient.norm()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():  # some are zero in exact arithmetic, as that of a bias of keys
         assert float((got[1][name] - gradient).norm()) < TOLERANCE * max(float(gradient.norm()), 1e-2 * scale), name
+
+
+def test_every_family_is_tested():
+    tested = {name.partition("-")[0] for name in (*DENSE, *CONFIGS, *ALL_COMPOSITES)}
+    assert {*FAMILIES, *COMPOSITES} - tested <= ({package for package in FAMILIES if not in_this_version(package)})
+
+
+def in_this_version(package):
+    return importlib.util.find_spec(f"transformers.models.{package}") is not None
 
 
 @families
@@ -74,9 +86,7 @@ def test_generation_is_that_of_stock_token_by_token(family):
     assert len(expected[0].unique()) > 3
 
 
-# The bases of these are those of Transformers 5.
-COMPOSITES = [] if OLD else ["llava", "llava_next", "mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
-composites = pytest.mark.parametrize("name", COMPOSITES)
+composites = pytest.mark.parametrize("name", [] if OLD else ALL_COMPOSITES)  # other names before Transformers 5
 
 
 def composite_batch(extra):

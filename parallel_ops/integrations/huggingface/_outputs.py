@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 _ERROR = (
     "outputs.logits: this call in training with labels made no logits, which saves their memory; call "
