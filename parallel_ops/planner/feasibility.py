@@ -49,10 +49,11 @@ def quick_memory_problem(model: Model, cluster: Cluster, plan: Plan) -> Problem 
 
 
 class MemoryCheck:
-    """``quick_memory_problem`` for any recomputation and offload of one plan."""
+    """``quick_memory_problem`` for any recomputation and offload of one plan. ``shared``: see ``PlanMemory``."""
 
-    def __init__(self, model: Model, cluster: Cluster, plan: Plan) -> None:
-        self._memory, self._gpus = PlanMemory(model, plan, **process_memory(cluster.gpu)), cluster.stage_gpus(plan.pp)
+    def __init__(self, model: Model, cluster: Cluster, plan: Plan, shared: dict[object, Any] | None = None) -> None:
+        self._memory = PlanMemory(model, plan, shared=shared, **process_memory(cluster.gpu))
+        self._gpus = cluster.stage_gpus(plan.pp)
         # Most stages need no more than the first.
         self._deepest: list[tuple[int, float]] = []
         kept: list[tuple[FixedMemory, float]] = []
@@ -83,6 +84,12 @@ class MemoryCheck:
             if needed - available > most:
                 worst, most = (stage, needed, available), needed - available
         return excess("memory", *worst) if most > 0 else None
+
+    def fits(self, recompute: str, offload: str) -> bool:
+        """Whether ``problem`` is ``None``."""
+        total = self._memory.total
+        stages = self._stages if offload == "optimizer+activations" else self._deepest
+        return all(total(stage, recompute, offload) <= available for stage, available in stages)
 
 
 @lru_cache(maxsize=65536)

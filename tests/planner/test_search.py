@@ -1,7 +1,9 @@
 """Search: complete, fast, with a reason for each rejected plan and the sensitivity of the choice."""
 
 import gc
+import importlib
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,10 @@ from parallel_ops.planner.compute.efficiency import CONSTANTS
 from parallel_ops.planner.export import systems
 from parallel_ops.planner.feasibility import problem
 from parallel_ops.planner.results import family
+from parallel_ops.planner.search import candidates
 from parallel_ops.planner.step import step_seconds
 
+search_module = importlib.import_module("parallel_ops.planner.search.search")
 GPT3 = presets.model("gpt3-175b")
 LLAMA = presets.model("llama2-7b")
 A100 = presets.cluster("a100-80x1024")
@@ -28,6 +32,42 @@ def large():
 
 def test_175b_on_1024_gpus_takes_less_than_10_seconds(large):
     assert large[1] < 10
+
+
+def test_a_search_does_no_work_twice(monkeypatch):
+    """Layers and memory are counted for plans that could run; ZeRO-2 in a pipeline is not timed again."""
+    calls = Counter()
+
+    def counted(module, name):
+        call = getattr(module, name)
+
+        def wrapper(*args, **kwargs):
+            calls[name] += 1
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, wrapper)
+
+    counted(candidates, "balanced_chunks")
+    counted(candidates, "MemoryCheck")
+    counted(search_module, "step_seconds")
+    model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
+    found = search(model, cluster, batch=512)
+    plans = [plan for plan, _ in found.ranking]
+    memory_only = {r.base for r in found.rejected if r.kind == "memory"}
+    even = {replace(plan, layers_per_chunk=(), recompute="none", offload="none") for plan in plans}
+    # Once for each plan, and once more for the memory of its uneven stages.
+    assert len(even) < calls["balanced_chunks"] <= len(even | memory_only)
+    assert calls["MemoryCheck"] <= 2 * calls["balanced_chunks"]
+    twins = sum(plan.pp > 1 and plan.zero == 2 for plan in plans)
+    misses = min(2000, sum(r.kind == "memory" for r in found.rejected))
+    assert twins > 500
+    assert calls["step_seconds"] <= len(plans) - twins / 2 + misses
+
+
+def test_zero_1_and_2_in_a_pipeline_take_the_same_time():
+    plan = Plan(dp=16, tp=8, pp=8, zero=1, sequence_parallel=True, global_batch=1536)
+    seconds = {step_seconds(GPT3, A100, replace(plan, zero=zero), efficiency("ampere")) for zero in (1, 2)}
+    assert len(seconds) == 1
 
 
 def test_all_plans_that_run_are_ranked(large):

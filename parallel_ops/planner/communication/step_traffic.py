@@ -166,8 +166,8 @@ def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> li
     if plan.offload == "optimizer+activations":
         tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
-        layers = [layer_activations(model, plan, False)] * dense_layers
-        layers += [layer_activations(model, plan, True)] * sparse_layers
-        kept = 2 * tokens * sum(layers)
+        layers = dense_layers * layer_activations(model, plan, False)
+        layers += sparse_layers * layer_activations(model, plan, True)
+        kept = 2 * tokens * layers
         out.append(repeat(transfer("host", "copy", "direct", link, 1, kept, kept / HOST_LINK), plan.micro_batches))
     return out

@@ -17,7 +17,7 @@ functions, and the heads that latent attention expands (arXiv:2412.19437, sectio
 
 from functools import lru_cache
 from operator import le
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import GPU
 from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
@@ -112,7 +112,9 @@ class FixedMemory(NamedTuple):
 class PlanMemory:
     """Memory of the stages of a plan.
 
-    ``total`` takes recomputation and offload as arguments, since a search varies these for one plan.
+    ``total`` takes recomputation and offload as arguments, since a search varies these for one plan. ``shared``: a dict
+    for plans that differ only in schedule, micro-batch, sequence parallelism, ``cp_kind`` and layers of the stages, to
+    pass to each of them: results that they have in common.
     """
 
     def __init__(
@@ -123,22 +125,26 @@ class PlanMemory:
         logit_chunk: float = FUSED_LOSS_BYTES,
         runtime: float = RUNTIME_BYTES,
         fragmentation: float | None = None,
+        shared: dict[object, Any] | None = None,
     ) -> None:
         self.model, self.plan = model, plan
         self._logit_chunk, self._runtime = logit_chunk, runtime
         self._tokens = model.seq_length * plan.micro_batch / plan.cp
         self.layout = stage_layout(plan)
         self._counts, self._head = layer_counts(model, self.layout), head_rank(self.layout)
-        self._buffers, self._work = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens)
+        self._shared = {} if shared is None else shared
+        key = plan.micro_batch, plan.sequence_parallel, plan.cp_kind
+        if key not in self._shared:
+            self._shared[key] = _buffers(model, plan, self._tokens), _layer_work(model, plan, self._tokens), {}
+        self._buffers, self._work, self._layers = self._shared[key]
         self._fragmentation = _fragmentation(plan) if fragmentation is None else fragmentation
         self._fixed: dict[int, FixedMemory] = {}
         self._held: dict[tuple[int, str], float] = {}
-        self._layers: dict[str, tuple[float, float]] = {}
 
     def stage(self, stage: int) -> StageMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
-        activations, resident = self._activations(stage, found, plan.recompute, plan.offload)
+        activations, resident = self._activations(stage, found, plan.recompute), self._resident(found, plan.offload)
         offloaded = plan.offload != "none"
         total = self.total(stage, plan.recompute, plan.offload)
         return StageMemory(
@@ -161,9 +167,12 @@ class PlanMemory:
     def total(self, stage: int, recompute: str, offload: str) -> float:
         """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
         found = self._fixed[stage] if stage in self._fixed else self.fixed(stage)
-        activations, resident = self._activations(stage, found, recompute, offload)
-        states = found.parameters + found.gradients + (found.optimizer if offload == "none" else 0.0)
-        activations = activations * resident + found.embedding + found.head
+        activations, states = self._activations(stage, found, recompute), found.parameters + found.gradients
+        if offload == "none":
+            states += found.optimizer
+        else:
+            activations *= self._resident(found, offload)
+        activations += found.embedding + found.head
         return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + self._runtime
 
     def fixed(self, stage: int) -> FixedMemory:
@@ -190,7 +199,9 @@ class PlanMemory:
         if plan.zero == 3 and group_size(plan, "dp") > 1:
             buffers = _gathered_ends(model, plan, stage)
         sharded = sharded_states(plan)
-        states = state_memory(model, plan, stage, sharded, self.layout)
+        states: tuple[float, float, float] | None = self._shared.get((self.layout, stage, sharded))
+        if states is None:
+            states = self._shared[self.layout, stage, sharded] = state_memory(model, plan, stage, sharded, self.layout)
         if plan.zero == 2 and sharded == 1:
             buffers += states[1] / group_size(plan, "dp")  # the reduced gradients
         if plan.pp > 1:
@@ -201,15 +212,19 @@ class PlanMemory:
         self._fixed[stage] = found
         return found
 
-    def _activations(self, stage: int, found: FixedMemory, recompute: str, offload: str) -> tuple[float, float]:
-        """Bytes of activations of the layers, and the share of them that stays on the device."""
+    def _activations(self, stage: int, found: FixedMemory, recompute: str) -> float:
+        """Bytes of activations of the layers, on the device or offloaded."""
         activations = self._held.get((stage, recompute))
         if activations is None:
             activations = self._held[stage, recompute] = self._all_activations(found, recompute)
+        return activations
+
+    @staticmethod
+    def _resident(found: FixedMemory, offload: str) -> float:
+        """The share of the activations that stays on the device: the current layer and the next."""
         if offload != "optimizer+activations":
-            return activations, 1.0
-        # The current layer and the next stay on the device.
-        return activations, min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
+            return 1.0
+        return min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
     def _all_activations(self, found: FixedMemory, recompute: str) -> float:
         dense, sparse = self._layers.get(recompute) or self._layer(recompute)

@@ -1,8 +1,9 @@
 """Enumeration of the plans of a search: those that can run, and the reasons against the others."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
@@ -30,6 +31,7 @@ class Candidates:
     ) -> None:
         self.model, self.cluster, self.batch = model, cluster, batch
         self.options, self.constants, self.rejected = options, constants, rejected
+        self._shared: dict[object, Any] = {}  # memory of the variants of one placement
         # Offload and recomputation, the cheapest first.
         self.least = tuple(itertools.product(options.offload, options.recompute))
         self.system: ExportTarget | None = find_target(options.target) if options.target else None
@@ -42,6 +44,7 @@ class Candidates:
                 if found:
                     self._reject(sharded, found)
                     continue
+                self._shared = {}
                 for plan in self._variants(sharded):
                     yield from self._that_fit(plan)
 
@@ -143,35 +146,48 @@ class Candidates:
         If uneven stages need more recomputation or offload than even ones, both are returned. On a cluster with several
         kinds of GPU only uneven stages are tried.
         """
+        problems = self._problems(plan)
+        if all(problems.values()):
+            # Neither layers nor memory need to be counted.
+            self.rejected.extend(
+                Rejection(plan, *cast(Problem, problems[recompute]), recompute, offload)
+                for offload, recompute in self.least
+            )
+            return
         uneven = balanced_chunks(self.model, self.cluster, plan, self.constants)
         if self.cluster.parts:
-            even, found = None, self._least(unchecked(plan, layers_per_chunk=uneven), self.rejected)
+            even, found = None, self._least(unchecked(plan, layers_per_chunk=uneven), problems, self.rejected)
         else:
             # Reasons are recorded for even stages only.
-            even = self._least(plan, self.rejected)
-            found = self._least(unchecked(plan, layers_per_chunk=uneven), None) if uneven else None
+            even = self._least(plan, problems, self.rejected)
+            found = self._least(unchecked(plan, layers_per_chunk=uneven), problems, None) if uneven else None
         if found:
             yield found
         if even and not (found and (even.recompute, even.offload) == (found.recompute, found.offload)):
             yield even
 
-    def _least(self, plan: Plan, rejected: list[Rejection] | None) -> Plan | None:
-        """The plan with the first offload and recomputation that fit; ``None`` if none do. ``rejected``: collects the
-        others."""
-        # ``problem`` depends on recomputation for these schedules only, and never on offload.
-        split = plan.schedule in SPLIT_BACKWARD
-        problems: dict[str, Problem | None] = {}
+    def _problems(self, plan: Plan) -> dict[str, Problem | None]:
+        """``problem`` of the plan with each kind of recomputation. It never depends on offload, nor on how
+        ``balanced_chunks`` spreads the layers."""
+        if plan.schedule in SPLIT_BACKWARD:
+            return {kind: problem(self.model, self.cluster, plan, kind) for kind in self.options.recompute}
+        return dict.fromkeys(self.options.recompute, problem(self.model, self.cluster, plan))
+
+    def _least(
+        self, plan: Plan, problems: Mapping[str, Problem | None], rejected: list[Rejection] | None
+    ) -> Plan | None:
+        """The plan with the first offload and recomputation that fit; ``None`` if none do. ``problems``: by
+        recomputation, apart from memory. ``rejected``: collects the others."""
         memory = None
         for offload, recompute in self.least:
-            kind = recompute if split else ""
-            if kind not in problems:
-                problems[kind] = problem(self.model, self.cluster, plan, kind)
-            found = problems[kind]
+            found = problems[recompute]
             if found is None and self.system:
                 found = self._target_problem(unchecked(plan, recompute=recompute, offload=offload))
             if found is None:
-                memory = memory or MemoryCheck(self.model, self.cluster, plan)
-                found = memory.problem(recompute, offload)
+                memory = memory or MemoryCheck(self.model, self.cluster, plan, self._shared)
+                if rejected is None and not memory.fits(recompute, offload):
+                    continue
+                found = memory.problem(recompute, offload) if rejected is not None else None
             if found is None:
                 same = offload == plan.offload and recompute == plan.recompute
                 return plan if same else unchecked(plan, offload=offload, recompute=recompute)

@@ -79,7 +79,7 @@ def search(
     constants = constants or efficiency(cluster.gpu.generation, software)
     rejected: list[Rejection] = []
     feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
-    timed = [(step_seconds(model, cluster, plan, constants), plan) for plan in feasible]
+    timed = _timed(model, cluster, feasible, constants)
     timed.sort(key=lambda item: item[0])
     ranking = tuple((plan, seconds) for seconds, plan in timed)
     estimated = functools.partial(estimate, model, cluster, constants=constants, software=software)
@@ -116,6 +116,22 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
             return gpus
         gpus *= 2
     return 0
+
+
+def _timed(model: Model, cluster: Cluster, plans: Iterable[Plan], constants: Efficiency) -> list[tuple[float, Plan]]:
+    """The plans with their seconds per step."""
+    found = []
+    twins: dict[object, float] = {}
+    for plan in plans:
+        if plan.pp == 1 or not plan.fsdp or plan.zero not in (1, 2):
+            found.append((step_seconds(model, cluster, plan, constants), plan))
+            continue
+        # In a pipeline FSDP reduces gradients once per step under ZeRO-1 and 2: the same time.
+        key = tuple({**vars(plan), "zero": 1}.values())
+        if key not in twins:
+            twins[key] = step_seconds(model, cluster, plan, constants)
+        found.append((twins[key], plan))
+    return found
 
 
 def _known(
