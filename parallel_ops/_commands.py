@@ -111,3 +111,18 @@ def train_command(
         command=context.meta[_COMMAND],
     )  # fmt: skip
     sys.exit(command.train(settings, start, strict=strict))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    file: Annotated[Path, typer.Argument(help="JSON file to write, for --cluster.")],
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that measure.", show_default="one on each GPU, or two on CPUs")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60,
+) -> None:
+    """Measures products, attention, a layer, updates and collectives here, and writes a cluster for `plan`."""
+    require("train")
+    from parallel_ops.train.calibration import command
+
+    command.report(file, *command.calibrate(file, processes, seconds))

@@ -99,6 +99,8 @@ class Cluster:
         oversubscription: bandwidth of a pod's adapters over the bandwidth of the network above the pod; at least 1.
         pod: GPUs that the network connects at full bandwidth; 0 for one node.
         rails: adapters per node that a ring over several nodes uses; 0 for one per GPU, as NCCL does.
+        constants: names and values of efficiencies that were measured on it (``parallel-ops calibrate``), which replace
+            those of the GPU's generation and of the software.
         price: of one GPU for one hour, in any currency; 0 for unknown.
         parts: the kinds of GPU of a mixed cluster, in the order in which pipeline stages are placed on them; ``gpu`` is
             then the weakest of them. Empty for a cluster of one kind.
@@ -119,6 +121,7 @@ class Cluster:
     parts: tuple[Part, ...] = ()
     pod: int = 0
     rails: int = 0
+    constants: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_counts(self, ("gpus", "gpus_per_node"))

@@ -6,7 +6,7 @@ MFU = FLOPs of the model without recomputation / (step * GPUs * peak)           
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.software import CURRENT, efficiency
+from parallel_ops.planner.compute.software import CURRENT, constants_of
 from parallel_ops.planner.feasibility import check
 from parallel_ops.planner.memory.memory import memory, process_memory
 from parallel_ops.planner.model import Model
@@ -39,7 +39,7 @@ def estimate(
         ValueError: the plan cannot run on this cluster, with the reason.
     """
     check(model, cluster, plan)
-    constants = constants or efficiency(cluster.gpu.generation, software)
+    constants = constants or constants_of(cluster, software)
     step = StepTime(model, cluster, plan, constants)
     compute, waits = (part.total * plan.micro_batches for part in step.passes)
     pipeline, gathers, optimizer = step.pipeline(), step.gathers(), step.optimizer()
@@ -80,7 +80,7 @@ def simulation(
 ) -> Simulation:
     """The simulated pipeline of a plan, in seconds. Arguments and errors: see ``estimate``."""
     check(model, cluster, plan)
-    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation, software)).simulation()
+    return StepTime(model, cluster, plan, constants or constants_of(cluster, software)).simulation()
 
 
 def communication(
@@ -91,7 +91,7 @@ def communication(
     The formulas are in ``parallel_ops/planner/communication/traffic.py``. Arguments and errors: see ``estimate``.
     """
     check(model, cluster, plan)
-    return StepTime(model, cluster, plan, constants or efficiency(cluster.gpu.generation, software)).transfers()
+    return StepTime(model, cluster, plan, constants or constants_of(cluster, software)).transfers()
 
 
 def recomputed_flops(model: Model, plan: Plan) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.software import efficiency
+from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import leaves_node
@@ -118,6 +118,6 @@ def broken_rules(
     model: Model, cluster: Cluster, plan: Plan, constants: Efficiency | None = None
 ) -> tuple[tuple[str, str], ...]:
     """Name and reason of each rule that the plan breaks. ``constants``: efficiencies, ``None`` for those of today."""
-    constants = constants or efficiency(cluster.gpu.generation)
+    constants = constants or constants_of(cluster)
     found = ((name, rule(model, cluster, plan, constants)) for name, rule in RULES.items())
     return tuple((name, reason) for name, reason in found if reason)

@@ -42,7 +42,8 @@ def model(name: str, sequence: int | None = None) -> Model:
 def cluster(name: str, price: float | None = None) -> Cluster:
     """The cluster of a preset's name, or of a JSON file with the fields of ``Cluster``.
 
-    In the file ``gpu`` is the name of a GPU or the fields of one, ``intra`` and ``inter`` the fields of a link.
+    In the file ``gpu`` is the name of a GPU or the fields of one, ``intra`` and ``inter`` the fields of a link,
+    ``constants`` measured efficiencies by name. ``parallel-ops calibrate`` writes such a file.
 
     Raises:
         ValueError, TypeError: the name is unknown (with the nearest ones), or the file has no such cluster.
@@ -56,6 +57,11 @@ def cluster(name: str, price: float | None = None) -> Cluster:
         for side in ("intra", "inter"):
             if side in data:
                 data[side] = _build(Interconnect, data[side], name)
+        if "constants" in data:
+            if not isinstance(data["constants"], dict):
+                raise ValueError(f"{name}: constants must be a JSON object, got {data['constants']!r}")
+            data["constants"] = tuple(sorted(data["constants"].items()))
+        data.pop("measured", None)  # what calibrate measured, for people
         found = _build(Cluster, {"name": Path(name).stem, **data}, name)
     else:
         found = presets.cluster(name)

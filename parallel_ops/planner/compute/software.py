@@ -10,11 +10,12 @@ import functools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from typing import Any
 
 from parallel_ops.planner.checks import unknown
+from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency, generation_constants
 
 Parts = dict[str, dict[str, dict[str, float]]]
@@ -66,6 +67,26 @@ def efficiency(generation: str, software: str = CURRENT) -> Efficiency:
         ValueError: ``software`` is unknown, with the nearest names.
     """
     return with_parts(generation, era(software), parts())
+
+
+@functools.cache
+def constants_of(cluster: Cluster, software: str = CURRENT) -> Efficiency:
+    """The constants of a cluster: those that were measured on it, and of the others those of its GPU's generation with
+    the software of an era.
+
+    Raises:
+        ValueError, TypeError: a measured constant is unknown or out of range, or ``software`` is unknown.
+    """
+    if not cluster.constants:
+        return efficiency(cluster.gpu.generation, software)
+    known = {field.name for field in fields(Efficiency)}
+    for name, _ in cluster.constants:
+        if name not in known:
+            raise unknown("constant of Cluster", name, known)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a generation without constants
+        found = efficiency.__wrapped__(cluster.gpu.generation, software)
+    return replace(found, **dict(cluster.constants))
 
 
 def parts() -> Parts:

@@ -49,8 +49,10 @@ FUSED_LOSS_BYTES = 256 * 2**20
 def process_memory(gpu: GPU) -> dict[str, float]:
     """``runtime`` and ``fragmentation`` of ``memory`` on an accelerator, where they differ from those of a GPU.
 
-    XLA plans the memory of a whole step, and TPUs have neither a driver's context nor NCCL.
+    XLA plans the memory of a whole step, and TPUs have neither a driver's context nor NCCL. Nor have processes on CPUs.
     """
+    if gpu.generation == "cpu":
+        return {"runtime": 0.0}
     return {"runtime": 0.0, "fragmentation": 0.0} if gpu.generation.startswith("tpu") else {}
 
 

@@ -63,8 +63,9 @@ PLURALS = {
 
 
 def default_options(cluster: Cluster) -> SearchOptions:
-    """All values, in bf16, or fp16 if the cluster's GPU has no bf16."""
-    return SearchOptions(base=replace(BASE, dtype="bf16" if cluster.gpu.bf16 else "fp16"))
+    """All values, in bf16, fp16 or fp32: the first that the cluster's GPU has."""
+    gpu = cluster.gpu
+    return SearchOptions(base=replace(BASE, dtype=next((n for n in ("bf16", "fp16") if getattr(gpu, n)), "fp32")))
 
 
 def within_target(options: SearchOptions) -> SearchOptions:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from parallel_ops.planner.checks import check_counts
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.software import CURRENT, efficiency
+from parallel_ops.planner.compute.software import CURRENT, constants_of
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import find_target, systems
 from parallel_ops.planner.garbage import without_collection
@@ -76,7 +76,7 @@ def search(
     options = within_target(options or default_options(cluster))
     cluster.gpu.peak(options.base.dtype)  # raises if the GPU has no such products: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
-    constants = constants or efficiency(cluster.gpu.generation, software)
+    constants = constants or constants_of(cluster, software)
     rejected: list[Rejection] = []
     feasible = Candidates(model, cluster, given.batch, options, constants, rejected).plans()
     timed = _timed(model, cluster, feasible, constants)
@@ -108,7 +108,7 @@ def smallest_cluster(model: Model, cluster: Cluster, *, batch: int, options: Sea
     quick = replace(options, micro_batches=options.micro_batches[:1])
     if "1f1b" in options.schedules:
         quick = replace(quick, schedules=("1f1b",))
-    constants = efficiency(cluster.gpu.generation)
+    constants = constants_of(cluster)
     gpus = 1
     while gpus <= 65536:
         enough = replace(cluster, gpus=gpus, parts=())

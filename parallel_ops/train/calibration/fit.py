@@ -1,0 +1,145 @@
+"""A cluster from what was measured: rates as shares of a peak, and one line through the times of collectives.
+
+A collective of L hops and V bytes takes ``L alpha + V / B`` seconds (``planner/communication/network.py``). Latency
+alpha and bandwidth B are the least squares of relative errors over all collectives and sizes. The rate of elementwise
+ops is what is left of a layer's time beyond its products and attention.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
+from parallel_ops.planner.compute.compute import attention_seconds, engine_of, layer_passes, work_of
+from parallel_ops.planner.compute.efficiency import Efficiency
+from parallel_ops.planner.compute.products import product
+from parallel_ops.planner.compute.software import constants_of
+from parallel_ops.planner.export.trainer import TRAINER
+from parallel_ops.planner.model import Model
+from parallel_ops.planner.plan import Plan
+
+# Bytes that AdamW with fp32 states moves for each fp32 parameter (``planner.step.StepTime.optimizer``).
+OPTIMIZER_BYTES = 2 * 4 + 24 + 4
+# The least elementwise traffic relative to the planner's count, where noise leaves less for it.
+_LEAST = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds, each the mean of all ranks, which measure at the same time.
+
+    Attributes:
+        products: rows, columns, inner size and seconds of matrix products.
+        attention: seconds of causal attention of ``model``, forward and backward, of ``sequences`` sequences.
+        layer: seconds of one layer of ``model``, forward and backward together.
+        update: parameters, and seconds of their norm, clipping and AdamW.
+        collectives: kind, bytes of the whole tensor, and seconds.
+        product_beside, collective_beside, both: seconds of some products, of a collective, and of the two together.
+        launch: seconds of the host for the forward pass of a layer; 0 on CPUs, where it is part of ``layer``.
+        model, sequences, dtype: what ``attention`` and ``layer`` are of.
+    """
+
+    products: tuple[tuple[int, int, int, float], ...]
+    attention: tuple[float, float]
+    layer: float
+    update: tuple[int, float]
+    collectives: tuple[tuple[str, int, float], ...]
+    product_beside: float
+    collective_beside: float
+    both: float
+    launch: float
+    model: Model
+    sequences: int
+    dtype: str
+
+
+def link(collectives: Iterable[tuple[str, int, float]], ranks: int, name: str) -> Interconnect:
+    """Latency and bandwidth of the link of ``ranks`` ranks, from kind, bytes and seconds of collectives.
+
+    Raises:
+        ValueError: a kind is unknown, or larger collectives take no longer than small ones.
+    """
+    # Normal equations of seconds / measured = 1 for the two unknowns.
+    hh = hv = vv = h1 = v1 = 0.0
+    for kind, size, seconds in collectives:
+        rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}.get(kind)
+        if rounds is None:
+            raise ValueError(f"link: unknown collective {kind!r}")
+        hops = 1 if kind == "all-to-all" else rounds * (ranks - 1)
+        h, v = hops / seconds, rounds * (ranks - 1) / ranks * size / seconds
+        hh, hv, vv, h1, v1 = hh + h * h, hv + h * v, vv + v * v, h1 + h, v1 + v
+    det = hh * vv - hv * hv
+    latency, inverse = ((h1 * vv - v1 * hv) / det, (v1 * hh - h1 * hv) / det) if det else (0.0, v1 / vv)
+    if latency < 0:
+        latency, inverse = 0.0, v1 / vv
+    if inverse <= 0:
+        raise ValueError("calibrate: large collectives took no longer than small ones; measure longer")
+    return Interconnect(name=name, latency=latency, bandwidth=1 / inverse)
+
+
+def cluster_of(measured: Measured, gpu: GPU, ranks: int, link_name: str) -> Cluster:
+    """The cluster of ``ranks`` devices in one node.
+
+    Args:
+        gpu: what is known of the device. Figures that are 0 or infinite are measured ones: the peak in ``dtype``, the
+            bandwidth of its memory.
+    """
+    flops = sum(2.0 * m * n * k for m, n, k, _ in measured.products)
+    rate = flops / sum(seconds for *_, seconds in measured.products)
+    parameters, seconds = measured.update
+    moved = OPTIMIZER_BYTES * parameters / seconds
+    if not getattr(gpu, measured.dtype):
+        figures: dict[str, Any] = {"bandwidth": moved, measured.dtype: rate}
+        gpu = replace(gpu, **figures)
+    intra = Interconnect(name="none", latency=0.0, bandwidth=gpu.bandwidth)
+    if ranks > 1:
+        intra = link(measured.collectives, ranks, link_name)
+    bare = Cluster(name="measured", gpu=gpu, gpus=ranks, gpus_per_node=ranks, intra=intra, inter=intra)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a generation without constants
+        known = constants_of(bare, TRAINER.software)
+    constants = _shares(measured, bare, known, moved)
+    return replace(bare, constants=tuple(sorted(constants.items())))
+
+
+def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: float) -> dict[str, float]:
+    gpu, model = cluster.gpu, measured.model
+    plan = Plan(micro_batch=measured.sequences, global_batch=measured.sequences, dtype=measured.dtype, fused_loss=True)
+    work = work_of(plan)
+    whole = replace(known, matmul=1.0, flash_forward=1.0, flash_backward=1.0, memory=min(1.0, moved / gpu.bandwidth))
+    engine = engine_of(gpu, whole, measured.dtype)
+    width = 4 if measured.dtype == "fp32" else 2
+    best = sum(product(engine, m, n, k, width=width) for m, n, k, _ in measured.products)
+    forward, backward = attention_seconds(model, gpu, whole, work, model.seq_length)
+    found = {
+        "matmul": min(1.0, best / sum(seconds for *_, seconds in measured.products)),
+        "flash_forward": min(1.0, forward / measured.attention[0]),
+        "flash_backward": min(1.0, backward / measured.attention[1]),
+        "memory": whole.memory,
+        "links": 1.0,
+        "network": 1.0,
+        "host": measured.launch,
+        "collective": 0.0,
+    }
+    if cluster.gpus > 1:
+        beside = measured.both - max(measured.product_beside, measured.collective_beside)
+        shorter = min(measured.product_beside, measured.collective_beside)
+        found["interference"] = min(1.0, max(0.01, beside / shorter))
+        # What overlap gains nothing for is not hidden.
+        found["tp_overlap"] = min(known.tp_overlap, 1 - found["interference"])
+    constants = replace(known, **found)
+    one, two = (
+        layer_passes(model, gpu, replace(constants, elementwise=times), work, False).total for times in (1.0, 2.0)
+    )
+    found["elementwise"] = max(_LEAST, 1 + (measured.layer - one) / (two - one))
+    return found
+
+
+def as_json(cluster: Cluster, measured: Measured) -> dict[str, Any]:
+    """The file of a cluster, for ``--cluster``, with what was measured."""
+    found = asdict(cluster)
+    for name in ("parts", "oversubscription", "pod", "rails", "price", "topology"):
+        del found[name]
+    constants: Mapping[str, float] = dict(cluster.constants)
+    return {**found, "constants": constants, "measured": asdict(measured)}

@@ -1,0 +1,213 @@
+"""What each rank measures of its device and of the links to the others. All ranks measure at the same time, as they
+compute in training: processes that share cores, memory or a bus slow each other down."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.ops import flash_attention
+from parallel_ops.train.calibration.fit import Measured
+from parallel_ops.train.config_sections import OptimizerSettings
+from parallel_ops.train.optimizer import adamw, update
+from parallel_ops.train.planner_model import planner_model
+
+# Sizes of products, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
+# on GPUs.
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "products": ((256, 256, 256), (256, 768, 256), (256, 1024, 256), (256, 256, 1024)),
+        "layer": {"hidden_size": 256, "num_heads": 4, "seq_length": 256, "vocab_size": 1024},
+        "sequences": 1,
+        "update": 2**22,
+        "collectives": (2**16, 2**18, 2**20, 2**22),
+    },
+    "cuda": {
+        "products": ((4096, 4096, 4096), (4096, 16384, 4096), (4096, 4096, 16384), (8192, 8192, 8192)),
+        "layer": {"hidden_size": 4096, "num_heads": 32, "seq_length": 4096, "vocab_size": 1024},
+        "sequences": 1,
+        "update": 128 * 2**20,
+        "collectives": (2**18, 2**22, 2**26, 2**28),
+    },
+}
+# Parts of the time that the measurements share, of which there are this many.
+_PARTS = 32
+
+
+class Clock:
+    """Times calls on all ranks at once, as often as fits in ``seconds``: the median of a GPU, averaged over ranks.
+
+    Of CPUs it is the fastest repetition: other programs delay the others, on a machine in use most of them.
+    """
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+
+    def __call__(self, call: Callable[[], object], *, parts: int = 1) -> float:
+        self._once(call)
+        # The ranks take as many repetitions as the first has time for.
+        first = self._mean(self._once(call))
+        count = min(200, max(5, int(self.seconds * parts / max(first, 1e-6))))
+        usual = min if self.device.type == "cpu" else statistics.median
+        return self._mean(usual([self._once(call) for _ in range(count)]))
+
+    def _once(self, call: Callable[[], object]) -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        self._wait()
+        start = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _mean(self, seconds: float) -> float:
+        if not dist.is_initialized():
+            return seconds
+        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        return found.item() / dist.get_world_size()
+
+
+def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None = None) -> Measured:
+    """Measures this rank's device and the default process group, for about ``seconds``. Every rank calls it.
+
+    ``sizes``: in place of those of ``SIZES``.
+    """
+    sizes = SIZES[device.type] if sizes is None else sizes
+    clock = Clock(device, seconds / _PARTS)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    products = tuple((m, n, k, clock(_product(m, n, k, device, dtype))) for m, n, k in sizes["products"])
+    shape, sequences = sizes["layer"], sizes["sequences"]
+    attention = _attention(clock, shape, sequences, device, dtype)
+    layer, launch = _layer(clock, shape, sequences, device, dtype)
+    collectives: tuple[tuple[str, int, float], ...] = ()
+    beside = 0.0, 0.0, 0.0
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        collectives = tuple(
+            (kind, size, clock(call))
+            for size in sizes["collectives"]
+            for kind, call in _collectives(size, device).items()
+        )
+        beside = _beside(clock, sizes, device, dtype)
+    return Measured(
+        products=products,
+        attention=attention,
+        layer=layer,
+        update=(sizes["update"], _update(clock, sizes["update"], device)),
+        collectives=collectives,
+        product_beside=beside[0],
+        collective_beside=beside[1],
+        both=beside[2],
+        launch=0.0 if device.type == "cpu" else launch,
+        model=planner_model(TransformerConfig(num_layers=1, **shape), shape["seq_length"], "measured"),
+        sequences=sequences,
+        dtype="fp32" if device.type == "cpu" else "bf16",
+    )
+
+
+def _product(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b.t(), out=out)
+
+
+def _attention(
+    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    heads, head = shape["num_heads"], shape["hidden_size"] // shape["num_heads"]
+    q, k, v = (
+        torch.randn(shape["seq_length"], sequences, heads, head, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    forward = clock(lambda: flash_attention(q, k, v), parts=2)
+    out = flash_attention(q, k, v)
+    gradient = torch.randn_like(out)
+    backward = clock(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True), parts=2)
+    return forward, backward
+
+
+def _layer(
+    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Seconds of one layer, forward and backward, and of the launch of its forward pass: what two more layers take."""
+    tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
+    seconds, launches = [], []
+    for layers in (1, 3):
+        model = Transformer(TransformerConfig(num_layers=layers, **shape)).to(device=device, dtype=dtype)
+        seconds.append(clock(lambda model=model: model(tokens, tokens).backward(), parts=4))  # type: ignore[misc]
+        launches.append(_launch(model, tokens, clock))
+    return (seconds[1] - seconds[0]) / 2, max(0.0, (launches[1] - launches[0]) / 2)
+
+
+def _launch(model: Transformer, tokens: Tensor, clock: Clock) -> float:
+    """Seconds of the host for a forward pass, which a GPU computes meanwhile; 0 on CPUs, where it is part of a pass."""
+    if clock.device.type == "cpu":
+        return 0.0
+    found = []
+    for _ in range(10):
+        torch.cuda.synchronize(clock.device)
+        start = time.perf_counter()
+        model(tokens, tokens)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def _update(clock: Clock, parameters: int, device: torch.device) -> float:
+    """Seconds of norm, clipping and AdamW, as ``Trainer`` does them."""
+    model = torch.nn.ParameterList(torch.randn(parameters // 4, 1, device=device) for _ in range(4))
+    optimizer = adamw(model, OptimizerSettings())
+    gradients = [torch.randn_like(p) for p in model]
+
+    def step() -> None:
+        for parameter, gradient in zip(model, gradients, strict=True):
+            parameter.grad = gradient
+        update(optimizer, 1.0)
+
+    return clock(step, parts=2)
+
+
+def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Collectives of a tensor of ``size`` bytes in all; of all-to-all, on each rank."""
+    ranks = dist.get_world_size()
+    part = max(1, size // 4 // ranks)
+    whole, shard = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
+    out = torch.zeros_like(whole)
+    return {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: all_gather_single(whole, shard),
+        "reduce-scatter": lambda: reduce_scatter_single(shard, whole),
+        "all-to-all": lambda: dist.all_to_all_single(out, whole),
+    }
+
+
+def _beside(
+    clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> tuple[float, float, float]:
+    """Seconds of products, of an all-reduce, and of both at the same time, of about equal length."""
+    tensor = torch.zeros(sizes["collectives"][-1] // 4, device=device)
+    m, n, k = sizes["products"][-1]
+    product = _product(m, n, k, device, dtype)
+    one, collective = clock(product), clock(lambda: dist.all_reduce(tensor), parts=2)
+    count = max(1, round(collective / one))
+
+    def both() -> None:
+        work = dist.all_reduce(tensor, async_op=True)
+        for _ in range(count):
+            product()
+        work.wait()
+
+    def products() -> None:
+        for _ in range(count):
+            product()
+
+    return clock(products, parts=2), collective, clock(both, parts=2)

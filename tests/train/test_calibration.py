@@ -1,0 +1,111 @@
+"""``parallel-ops calibrate``: a machine is measured, and the planner reads what it writes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from parallel_ops.planner import Plan, estimate, presets
+from parallel_ops.planner.cli import inputs
+from parallel_ops.planner.cluster import GPU, Interconnect
+from parallel_ops.planner.communication.network import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
+from parallel_ops.planner.compute.compute import attention_seconds, layer_passes, work_of
+from parallel_ops.planner.compute.software import constants_of, efficiency
+from parallel_ops.train.calibration.command import calibrate
+from parallel_ops.train.calibration.fit import OPTIMIZER_BYTES, Measured, cluster_of, link
+
+LINK = Interconnect(name="truth", latency=2e-5, bandwidth=3e9)
+TINY = {
+    "products": ((32, 32, 32), (64, 32, 64)),
+    "layer": {"hidden_size": 32, "num_heads": 2, "seq_length": 32, "vocab_size": 64},
+    "sequences": 1,
+    "update": 2**12,
+    "collectives": (2**12, 2**20),
+}
+
+
+def collectives(ranks, sizes):
+    for size in sizes:
+        yield "all-gather", size, all_gather_seconds(ranks, size, LINK)
+        yield "reduce-scatter", size, all_gather_seconds(ranks, size, LINK)
+        yield "all-reduce", size, 2 * all_gather_seconds(ranks, size, LINK)
+        yield "all-to-all", size, all_to_all_seconds(ranks, size, LINK)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_link_of_known_collectives(ranks):
+    found = link(collectives(ranks, (2**14, 2**20, 2**24)), ranks, "gloo")
+    assert found.latency == pytest.approx(LINK.latency)
+    assert found.bandwidth == pytest.approx(LINK.bandwidth)
+    assert all_reduce_seconds(ranks, 2**22, found)[1] == pytest.approx(all_reduce_seconds(ranks, 2**22, LINK)[1])
+
+
+def test_link_refuses_what_makes_no_sense():
+    with pytest.raises(ValueError, match="unknown collective 'broadcast'"):
+        link([("broadcast", 8, 1.0)], 2, "gloo")
+    with pytest.raises(ValueError, match="large collectives took no longer than small ones"):
+        link([("all-gather", 2**10, 1.0), ("all-gather", 2**20, 0.5)], 2, "gloo")
+
+
+def as_if_measured(gpu, constants, dtype):
+    """What a machine with these constants would measure."""
+    model = replace(presets.model("llama2-7b"), num_layers=1)
+    work = work_of(Plan(dtype=dtype, fused_loss=True))
+    rate = gpu.peak(dtype) * constants.matmul
+    attention = attention_seconds(model, gpu, constants, work, model.seq_length)
+    return Measured(
+        products=((1024, 1024, 1024, 2 * 1024**3 / rate), (512, 4096, 512, 2 * 512 * 4096 * 512 / rate)),
+        attention=attention,
+        layer=layer_passes(model, gpu, constants, work, False).total,
+        update=(10**6, OPTIMIZER_BYTES * 10**6 / (gpu.bandwidth * constants.memory)),
+        collectives=tuple(collectives(2, (2**14, 2**24))),
+        product_beside=1.0,
+        collective_beside=0.5,
+        both=1.2,
+        launch=0.0,
+        model=model,
+        sequences=1,
+        dtype=dtype,
+    )
+
+
+def test_constants_of_a_known_machine_are_found_again():
+    gpu = GPU(name="cpu", generation="cpu", memory=2**34, bandwidth=2e10, fp32=1e11, fp16=0, bf16=0, fp8=0, watts=0)
+    truth = replace(efficiency("ampere", "parallel_ops"), matmul=1.0, memory=1.0, flash_forward=0.7, flash_backward=0.6)
+    truth = replace(truth, elementwise=3.0)
+    unknown = replace(gpu, fp32=0.0, bandwidth=1.0)
+    found = cluster_of(as_if_measured(gpu, truth, "fp32"), unknown, 2, "gloo")
+    assert found.gpu.fp32 == pytest.approx(gpu.fp32)
+    assert found.gpu.bandwidth == pytest.approx(gpu.bandwidth)
+    constants = constants_of(found)
+    for name in ("flash_forward", "flash_backward", "elementwise"):
+        # A launch between products is part of a layer, not of the rate of large products.
+        assert getattr(constants, name) == pytest.approx(getattr(truth, name), rel=0.01)
+    assert constants.interference == pytest.approx(0.4)
+    assert found.intra.bandwidth == pytest.approx(LINK.bandwidth)
+
+
+def test_measured_machine_is_read_by_the_planner(tmp_path):
+    path = tmp_path / "machine.json"
+    cluster, measured = calibrate(path, 2, 1.0, TINY)
+    assert inputs.cluster(str(path)) == replace(cluster, name=cluster.name)
+    assert cluster.gpus == 2 and cluster.gpu.fp32 > 0 and cluster.intra.bandwidth > 0
+    assert {kind for kind, _, _ in measured.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+    model = replace(presets.model("gpt2"), num_layers=2) if "gpt2" in presets.models() else presets.model("llama2-7b")
+    plan = Plan(dp=2, dtype="fp32", global_batch=2)
+    slow = replace(cluster, gpu=replace(cluster.gpu, fp32=cluster.gpu.fp32 / 10))
+    assert estimate(model, slow, plan).step > 2 * estimate(model, cluster, plan).step > 0
+    text = json.loads(path.read_text())
+    text["constants"]["matmull"] = 0.5
+    path.write_text(json.dumps(text))
+    with pytest.raises(ValueError, match="constant of Cluster 'matmull'"):
+        estimate(model, inputs.cluster(str(path)), plan)
+
+
+def test_bad_arguments_name_themselves(tmp_path):
+    with pytest.raises(ValueError, match=r"FILE must end in \.json, got .*machine\.toml"):
+        calibrate(tmp_path / "machine.toml", 2, 1.0)
+    path = tmp_path / "machine.json"
+    path.write_text('{"constants": [1]}')
+    with pytest.raises(ValueError, match="constants must be a JSON object"):
+        inputs.cluster(str(path))
