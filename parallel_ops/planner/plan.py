@@ -34,6 +34,8 @@ class Plan:
             parameters.
         fsdp: shards as PyTorch's FSDP2 keeps them, in fp32 and cast when gathered. If False, ZeRO-3 keeps 16-bit shards
             beside the master weights, as DeepSpeed and Megatron-LM do.
+        gather_parameters: ZeRO-3 gathers parameters one by one and keeps them up to a limit, as DeepSpeed does. If
+            False, it gathers a layer, and the next one beside it.
         sequence_parallel: also shard the activations outside tensor-parallel regions (arXiv:2205.05198).
         schedule: one of ``SCHEDULES``.
         virtual_stages: chunks of layers per rank: 2 or more for ``interleaved``, 2 for V-shaped schedules, else 1.
@@ -86,6 +88,7 @@ class Plan:
     expert_tp: int = 0
     zero: int = 0
     fsdp: bool = True
+    gather_parameters: bool = False
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1

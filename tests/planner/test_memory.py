@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from parallel_ops.planner import Plan, memory, presets
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages, layer_activations
+from parallel_ops.planner.memory.states import stage_parameters
 from parallel_ops.planner.placement import in_flight, layers_of, stage_layout
 from parallel_ops.planner.plan import OFFLOAD, SCHEDULES, V_SHAPED
 from parallel_ops.planner.schedules.schedule import actions, simulate
@@ -222,3 +223,30 @@ def test_the_quick_check_finds_the_stage_that_lacks_most(plan, layers, room, off
     cluster = replace(cluster, gpu=replace(cluster.gpu, memory=room * needed))
     found = quick_memory_problem(model, cluster, plan)
     assert (found.excess if found else 0.0) == max(0.0, needed - room * needed)
+
+
+def test_parameters_gathered_one_by_one_are_few():
+    """DeepSpeed keeps at most 1e9 gathered parameters, or one larger matrix, and reduces gradients in buckets."""
+    layers = Plan(dp=64, zero=3, fsdp=False, global_batch=64)
+    alone = replace(layers, gather_parameters=True)
+    wide = replace(presets.model("megatron-529.6b"), dropout=False)
+
+    def work(model, plan):
+        return memory(model, plan)[0].activations
+
+    # Two layers and the gradients of one, against one matrix [h, 4 h] and its gradient.
+    h = wide.hidden_size
+    layer, matrix = wide.attention_parameters + wide.mlp_parameters, 4 * h * h
+    assert matrix > 1e9
+    # The logits are freed before; they are within the difference.
+    difference = (layer * (4 + 2 * 2) - matrix * (4 + 2)) if layers.grad_dtype == "fp32" else 0
+    assert work(wide, layers) - work(wide, alone) == pytest.approx(difference, rel=1e-6)
+    # A small model stays whole, as long as it has fewer parameters than the limits.
+    small = replace(LLAMA, num_layers=2, vocab_size=256, ffn_hidden_size=4096)
+    whole = sum(stage_parameters(small, alone, 0))
+    assert whole < 5e8
+    layer = small.attention_parameters + small.mlp_parameters
+    assert work(small, alone) - work(small, layers) == pytest.approx(whole * (4 + 2) - layer * (4 + 2 * 2), rel=1e-6)
+    # Without ranks to gather from there is nothing to gather.
+    single = replace(layers, dp=1)
+    assert memory(small, single) == memory(small, replace(single, gather_parameters=True))

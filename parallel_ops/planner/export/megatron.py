@@ -206,6 +206,7 @@ MEGATRON = ExportTarget(
     command=("pretrain_gpt.py",),
     environment=_environment,
     limits={
+        "gather_parameters": ((False,), "Megatron-FSDP gathers layers"),
         "schedule": (("1f1b", "interleaved"), "its pipeline runs 1f1b and interleaved"),
         "offload": (("none", "optimizer"), "it offloads the optimizer; activations need choices that a plan lacks"),
         "dp_replicate": ((1,), "it shards over all data-parallel ranks"),

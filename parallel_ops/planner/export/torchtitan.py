@@ -211,6 +211,7 @@ TORCHTITAN = ExportTarget(
         "offload": (("none", "optimizer"), "it offloads parameters and optimizer"),
         "flash_attention": ((True,), "its attention stores no scores"),
         "fsdp": ((True,), "its shards are FSDP2's"),
+        "gather_parameters": ((False,), "FSDP2 gathers layers"),
         "overlap": ((True,), "FSDP overlaps its communication"),
         "optimizer_barrier": ((True,), "it waits for the gradient norm of all ranks"),
         "input_grad_first": ((False,), "its backward pass sends the gradient of the input at its end"),

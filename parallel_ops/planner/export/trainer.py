@@ -137,6 +137,7 @@ TRAINER = ExportTarget(
         "fused_ops": ((True,), "its layers are fused ops"),
         "fused_loss": ((True,), "its loss is one op with the output embedding"),
         "fsdp": ((True,), "its shards are FSDP2's"),
+        "gather_parameters": ((False,), "FSDP2 gathers layers"),
         "overlap": ((True,), "its communication runs beside computation"),
         "optimizer_barrier": ((True,), "its trainer waits for the gradient norm of all ranks"),
     },

@@ -20,7 +20,14 @@ from operator import le
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import GPU
-from parallel_ops.planner.memory.states import element_bytes, end_parameters, sharded_states, state_bytes, state_memory
+from parallel_ops.planner.memory.states import (
+    element_bytes,
+    end_parameters,
+    sharded_states,
+    stage_parameters,
+    state_bytes,
+    state_memory,
+)
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import (
     StageLayout,
@@ -42,6 +49,9 @@ FRAGMENTATION, SHARDED_PIPELINE_FRAGMENTATION = 0.05, 0.125
 # Peak bytes per logit of an unfused loss in PyTorch: fp32 logits, their log-softmax and its gradient; with tensor
 # parallelism also the shifted logits.
 _LOSS_BYTES, _SHARDED_LOSS_BYTES = 12, 16
+# ZeRO-3 of DeepSpeed keeps gathered parameters up to ``stage3_max_live_parameters`` and reduces gradients in buckets of
+# ``reduce_bucket_size``: elements, its defaults (deepspeed/runtime/zero/config.py). A larger parameter is alone there.
+LIVE_PARAMETERS, REDUCE_BUCKET = 1e9, 5e8
 # One chunk of logits in parallel_ops.vocab_parallel_linear_cross_entropy on a GPU.
 FUSED_LOSS_BYTES = 256 * 2**20
 
@@ -261,7 +271,11 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     largest /= plan.tp
     largest += model.experts * model.expert_weights / plan.ep / plan.expert_shards if sparse else 0
     total = 0.0
-    if group_size(plan, "dp") > 1 and plan.zero >= 2:
+    if group_size(plan, "dp") > 1 and plan.zero == 3 and plan.gather_parameters:
+        whole = sum(stage_parameters(model, plan, 0))
+        one = _largest_parameter(model, plan)
+        total += width * max(one, min(LIVE_PARAMETERS, whole)) + gradient * max(one, min(REDUCE_BUCKET, whole))
+    elif group_size(plan, "dp") > 1 and plan.zero >= 2:
         total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
     ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp
@@ -270,6 +284,15 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
     if plan.tp > 1 and plan.sequence_parallel:
         total += 2 * message  # the gathered input of a linear, and an output that is not yet reduced
     return total
+
+
+def _largest_parameter(model: Model, plan: Plan) -> float:
+    """Elements of the largest parameter of a layer on one GPU, each linear with a matrix of its own."""
+    h = model.hidden_size
+    own = h * model.value_width / plan.tp
+    if model.sparse_layers < model.num_layers:
+        own = max(own, h * model.ffn_hidden_size / plan.tp)
+    return max(own, h * model.expert_ffn / plan.expert_shards) if model.sparse_layers else own
 
 
 def _buffers(model: Model, plan: Plan, tokens: float) -> float:

@@ -44,6 +44,7 @@ def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
         pp=row["pp"],
         zero=3 if zero3 else 0,
         fsdp=False,
+        gather_parameters=zero3,
         sequence_parallel=row.get("sequence_parallel", False),
         schedule="interleaved" if virtual_stages > 1 else "1f1b",
         virtual_stages=virtual_stages,

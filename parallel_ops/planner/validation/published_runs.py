@@ -69,7 +69,7 @@ _FP8 = {"activation_dtype": "fp8", "grad_dtype": "fp8"}
 # off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
 # loss, and XLA reduces gradients as the products make them.
 _SYSTEMS = {
-    "DeepSpeed": _System("deepspeed-2024", {"fsdp": False}),
+    "DeepSpeed": _System("deepspeed-2024", {"fsdp": False, "gather_parameters": True}),
     "fms-fsdp": _System("fsdp-2023", {"grad_dtype": "bf16"}),
     "fms-fsdp A100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
     "fms-fsdp H100 compile": _System("torchtitan-2025", {"grad_dtype": "bf16"}),
