@@ -36,7 +36,9 @@ class TestPlan:
         assert "llama3-8b on h100x16, 128 x 8,192 tokens a step" in out
         lines = out.splitlines()
         rows = [line for line in lines if line.strip()[:1].isdigit() and "GiB   " in line]
-        assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"]
+        # In bf16, and the same number in fp8.
+        assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"] * 2
+        assert out.index("With the linears of layers in fp8") > out.index(rows[2])
         assert "Plans that cannot run" in out and "memory" in out
         assert "matmul: " in out and "of the step time between -20 % and +20 %" in out
 
@@ -47,6 +49,10 @@ class TestPlan:
         band, steps = data["plans"][0]["error_band"], [plan["step"] for plan in data["plans"]]
         assert data["ties"] == sum(step <= steps[0] * (1 + band["time"] / 2) for step in steps) > 1
         rows = [line for line in out.splitlines() if line.strip()[:1].isdigit() and " s " in line]
+        # Those in fp8 have a band of their own.
+        rows, in_fp8 = rows[: len(steps)], rows[len(steps) :]
+        own = data["fp8"][0]["error_band"]
+        assert in_fp8 and all(f"{own['time']:.0%}" in row for row in in_fp8)
         assert [row.split()[0].endswith("=") for row in rows] == [n < data["ties"] for n in range(len(rows))]
         assert all(f"{band['time']:.0%}" in row and f"{band['memory']:.0%}" in row for row in rows)
         assert f"The {data['ties']} plans marked =" in " ".join(out.split())

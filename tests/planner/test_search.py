@@ -271,3 +271,23 @@ def test_base_gives_the_other_fields():
     options = replace(FEW, base=Plan(dtype="fp16", fused_loss=False))
     best = search(LLAMA, presets.cluster("v100x32"), batch=64, options=options).best.plan
     assert (best.dtype, best.fused_loss) == ("fp16", False)
+
+
+def test_fp8_is_shown_beside_bf16():
+    model, cluster = presets.model("llama3-8b"), presets.cluster("h100x8")
+    options = SearchOptions(target="megatron", zero=(0, 1), micro_batches=(1, 2))
+    found = search(model, cluster, batch=128, options=options)
+    assert {each.plan.dtype for each in found.plans} == {"bf16"}
+    assert {each.plan.dtype for each in found.fp8} == {"fp8"}
+    assert found.fp8[0].step < found.best.step
+    for each in found.fp8:
+        assert problem(model, cluster, each.plan) is None
+        assert each.peak_memory.total <= cluster.gpu.memory
+        assert "megatron" in systems(model, cluster, each.plan)
+    # The fastest is the one that a search in fp8 finds.
+    asked = search(model, cluster, batch=128, options=replace(options, fixed={"dtype": "fp8"}, base=Plan(dtype="fp8")))
+    assert found.fp8[0].step == pytest.approx(asked.best.step, rel=0.02)
+    assert asked.fp8 == ()
+    # Neither a GPU without fp8 products nor a system without them has such plans.
+    assert search(model, presets.cluster("a100-80x8"), batch=128, options=options).fp8 == ()
+    assert search(model, cluster, batch=128, options=replace(options, target="deepspeed", zero=(1,))).fp8 == ()

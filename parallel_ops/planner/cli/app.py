@@ -141,6 +141,9 @@ def plan_command(
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
+    if result.fp8:
+        console.print(tables.in_fp8(result))
+        console.print()
     if result.misses:
         console.print(tables.misses(result))
         console.print()
