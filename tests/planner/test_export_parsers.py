@@ -8,7 +8,9 @@ which check most, are, and the parser is made of the options that their fields n
 import argparse
 import dataclasses
 import importlib
+import os
 import shlex
+import subprocess
 import sys
 import typing
 import warnings
@@ -17,7 +19,8 @@ from dataclasses import replace
 import pytest
 
 from parallel_ops.planner import Plan, SearchOptions, presets, search
-from parallel_ops.planner.export import TARGETS, export
+from parallel_ops.planner.export import TARGETS, export, find_target
+from parallel_ops.planner.export.launcher import script
 
 CASES = {
     "llama3-8b": ("h100x16", 128),
@@ -184,6 +187,27 @@ def test_megatron_has_the_stages_and_the_recomputation_of_the_plan(megatron):
     made.pipeline_model_parallel_layout.validate_layer_layout(126, None)
     scores = replace(uneven, flash_attention=False, recompute="selective", offload="none")
     assert megatron(export("megatron", dense, a100, scores)).recompute_modules == ["core_attn"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_scripts_for_megatron_pass_arguments_that_it_accepts(megatron, launcher, tmp_path):
+    """Experts in a pipeline, whose layout has characters that a shell would read."""
+    model, cluster = presets.model("deepseek-v3"), presets.cluster("h800x2048")
+    plan = Plan(dp=128, pp=16, ep=64, zero=1, global_batch=14336, recompute="selective")
+    target = find_target("megatron")
+    text = export("megatron", model, cluster, plan)
+    (tmp_path / "run.sh").write_text(script(target, text, cluster, plan, launcher))
+    subprocess.run(["bash", "-n", "run.sh"], cwd=tmp_path, check=True)
+    for name, body in {"torchrun": 'printf "%s\\n" "$@" > words', "srun": '"$@"', "scontrol": "echo node-1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "node-1", "SLURM_JOB_NODELIST": "node"}
+    subprocess.run(["bash", "run.sh"], cwd=tmp_path, env={**given, "SLURM_JOB_ID": "7"}, check=True)
+    words = (tmp_path / "words").read_text().splitlines()
+    arguments = words[words.index("pretrain_gpt.py") + 1 :]
+    assert shlex.split(text.replace("\\\n", " ")) == arguments
+    made = megatron(shlex.join(arguments))
+    assert (made.pipeline_model_parallel_size, made.expert_model_parallel_size) == (16, 64)
 
 
 def test_deepspeed_accepts_the_plans_that_are_found_for_it(monkeypatch):
