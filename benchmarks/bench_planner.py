@@ -1,6 +1,6 @@
 """Steps of the trainer beside what the planner expects of them, after ``parallel-ops calibrate``.
 
-    python -m benchmarks.bench_planner [--seconds 30] [--rounds 15] [--json FILE]
+    python -m benchmarks planner [--seconds 30] [--rounds 15] [--json FILE]
 
 Ten plans of two and of four processes on this machine, data-, tensor- and pipeline-parallel with ZeRO 0 to 3, of a GPT
 of 4 layers of width 256. The machine is measured with two and with four processes first. Each plan then has processes
@@ -24,7 +24,6 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.training_steps import settings_of, write_tokens
-from parallel_ops._internal.command_line import run
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.planner.cli import inputs
 from parallel_ops.train import Trainer
@@ -116,7 +115,3 @@ def _rank(rank: int, ranks: int, settings: Settings, rounds: int, folder: str) -
         torch.save(steps[WARM:], f"{folder}/steps")
     trainer.loader.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(app, "bench_planner")

@@ -29,6 +29,7 @@ _COMMANDS = {
     "moe": "a layer of experts beside Transformers' and its products alone",
     "overlap": "what the overlapped linears hide",
     "pipeline": "idle time and throughput of pipeline schedules",
+    "planner": "steps of the trainer beside what the planner expects of them",
     "ring_attention": "attention over a sequence that ranks share",
     "step": "a step of the trainer beside plain DDP and FSDP2",
 }
