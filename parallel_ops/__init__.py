@@ -76,7 +76,7 @@ _HOMES = {
 }
 _ROOMS = {
     "comm", "context_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel", "planner",
-    "tensor_parallel", "train",
+    "tensor_parallel", "tokenization", "train",
 }  # fmt: skip
 
 

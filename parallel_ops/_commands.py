@@ -1,4 +1,4 @@
-"""The commands of ``parallel-ops``: the planner's, and ``train``. Until something trains, nothing loads torch."""
+"""The commands of ``parallel-ops``: the planner's, ``tokenize`` and ``train``, which alone loads torch."""
 
 import contextlib
 import shlex
@@ -12,10 +12,13 @@ from typer.core import TyperCommand
 from parallel_ops._internal.command_line import require
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
+from parallel_ops.tokenization.cli import tokenize_command
 
 __all__ = ["main"]
 
 _COMMAND = "parallel_ops.command"
+
+app.command("tokenize", no_args_is_help=False)(tokenize_command)
 
 
 class _Train(TyperCommand):

@@ -8,7 +8,6 @@
 Any other folder stands for all such files in it, in sorted order.
 """
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops.tokenization import indexed
 from parallel_ops.train.data import datasets
 
-# Megatron-LM's codes; the others are of floating-point types.
-_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_MAGIC = b"MMIDIDX\x00\x00"
 _SUFFIXES = (".bin", ".npy")
 _BLOCK = 1 << 20
 
@@ -207,20 +204,8 @@ def _raw(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.integer]:
 
 def _indexed(path: Path, index: Path) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
     """Tokens and document ends of a file in Megatron-LM's format, whose sequences are contiguous."""
-    content = index.read_bytes()
-    head = len(_MAGIC) + struct.calcsize("<QBQQ")
-    if not content.startswith(_MAGIC) or len(content) < head:
-        raise ValueError(f"{index} is not an index of Megatron-LM's")
-    version, code, sequences, documents = struct.unpack_from("<QBQQ", content, len(_MAGIC))
-    if version != 1 or code not in _CODES:
-        raise ValueError(f"{index} has version {version} and type code {code}; known are version 1 and {list(_CODES)}")
-    if len(content) < head + sequences * 12 + documents * 8:
-        raise ValueError(f"{index} is cut off: {len(content)} bytes for {sequences} sequences, {documents} documents")
-    lengths = np.frombuffer(content, "<i4", sequences, head)
-    firsts = np.frombuffer(content, "<i8", documents, head + sequences * 12)
-    tokens, ends = _raw(path, np.dtype(_CODES[code])), np.cumsum(lengths, dtype=np.int64)
-    if sequences and ends[-1] != len(tokens):
-        raise ValueError(f"{path} has {len(tokens)} tokens, but {index} has {ends[-1]}")
-    # Each document's first sequence; the last entry is the number of sequences.
-    inner = firsts[(firsts > 0) & (firsts <= sequences)]
-    return tokens, ends[inner - 1] if len(inner) else ends
+    dtype, sequences_end, ends = indexed.read(index)
+    tokens = _raw(path, dtype)
+    if sequences_end != len(tokens):
+        raise ValueError(f"{path} has {len(tokens)} tokens, but {index} has {sequences_end}")
+    return tokens, ends

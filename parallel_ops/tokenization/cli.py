@@ -1,0 +1,108 @@
+"""The command ``parallel-ops tokenize``."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parallel_ops.tokenization.options import Options, Summary
+
+TEMPLATES = ("auto", "tokenizer", "plain")
+
+
+def tokenize_command(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT... OUTPUT",
+            help="Text, JSON lines, Parquet, or folders of them; and the token file to write, which ends in .bin.",
+            show_default=False,
+        ),
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a Hugging Face folder that has one.")],
+    key: Annotated[
+        str | None,
+        typer.Option(help="Key or column with the document.", show_default="text, with --chat messages"),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Documents are messages; what the assistant says counts in the loss.")
+    ] = False,
+    template: Annotated[
+        str,
+        typer.Option(help="Of messages: the tokenizer's chat template, plain marks of the roles, or auto: the first "
+                          "if there is one."),
+    ] = "auto",
+    eod: Annotated[
+        str | None,
+        typer.Option(help="Token at the end of a document, or none.", show_default="the tokenizer's end of sequence"),
+    ] = None,
+    bos: Annotated[str | None, typer.Option(help="Token at the beginning of a document.", show_default="none")] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(help='Line between documents of raw text; "" for empty lines.', show_default="a file a document"),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a CPU")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Tokenizes text in parallel, for data.paths of `train`.
+
+    Writes OUTPUT.bin and OUTPUT.idx, Megatron-LM's format. If it is stopped or killed, the same command goes on; the
+    bytes are the same.
+
+    Example: parallel-ops tokenize corpus/*.jsonl corpus.bin --tokenizer tokenizer.json
+    """
+    from parallel_ops.tokenization.run import tokenize
+
+    *inputs, output = paths
+    if not inputs:
+        raise ValueError(f"tokenize needs an input and an output, got {output} alone")
+    if template not in TEMPLATES:
+        raise ValueError(f"--template must be {', '.join(TEMPLATES)}, got {template!r}")
+    if chat and separator is not None:
+        raise ValueError("--separator is of raw text, which --chat does not read; leave one of them out")
+    if template != "auto" and not chat:
+        raise ValueError("--template is of messages: give --chat too")
+    options = Options(
+        tokenizer=tokenizer, key=key or ("messages" if chat else "text"), chat=chat, template=template, eod=eod,
+        bos=bos, separator=separator,
+    )  # fmt: skip
+    with _bar() as report:
+        try:
+            found = tokenize(inputs, output, options, processes=processes, report=report)
+        except KeyboardInterrupt:
+            print("finished parts are kept: the same command goes on", file=sys.stderr)
+            raise
+    print(json.dumps(dataclasses.asdict(found)) if as_json else _described(found))
+
+
+def _described(found: Summary) -> str:
+    end = "no token" if found.eod is None else f"token {found.eod}"
+    part = f", {found.loss_tokens / found.tokens:.1%} of them in the loss" if found.loss_tokens < found.tokens else ""
+    kept = f"; {found.kept} of {found.parts} parts were there" if found.kept else ""
+    rate = f"{found.bytes / found.seconds / 1e6:.1f} MB/s" if not found.kept else f"{found.seconds:.0f} s"
+    left_out = f"; {found.empty:,} empty ones left out" if found.empty else ""
+    return (
+        f"{found.output}: {found.tokens:,} tokens of {found.dtype}{part}, in {found.documents:,} documents{left_out}\n"
+        f"{found.bytes / 1e6:,.1f} MB of {found.files:,} files, {rate}{kept}\n"
+        f"documents end with {end}; model.vocab_size must be at least {found.vocab_size:,}"
+    )
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
