@@ -9,6 +9,7 @@ from torch import nn
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
+from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 
-def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Samples, Samples | None]:
-    """The samples of ``stream``, or of ``settings.data.paths``, and those to evaluate on, if any.
+# Between the seeds of two sources: odd and large, so that seeds of runs and of their sources do not coincide.
+_SEEDS = 0x1E3779B97F4A7C15
+
+
+def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Samples | Mixture, Samples | None]:
+    """The samples of ``stream``, or of ``settings.data``, and those to evaluate on, if any.
 
     Raises:
         ValueError, OSError: The data cannot be read.
@@ -29,18 +34,34 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
     def opened(paths: Sequence[Path]) -> TokenStream:
         return TokenStream(paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
 
-    stream = opened(data.paths) if stream is None else stream
+    streams = [opened(paths) for paths in ([data.paths] if data.paths else [source.paths for source in data.sources])]
+    streams = streams if stream is None else [stream]
     held_out: Samples | None = None
-    options: dict[str, Any] = {"seq_length": settings.seq_length, "document_mask": data.document_mask}
+    options: dict[str, Any] = {
+        "seq_length": settings.seq_length, "document_mask": data.document_mask,
+        "best_fit": data.packing == "best_fit", "prompt_loss": data.prompt_loss,
+    }  # fmt: skip
     if settings.evaluates:
         try:
             other = opened(own.paths) if own.paths else None
             if other is None:
-                stream, other = split(stream, own.share)
+                parts = [split(each, own.share) for each in streams]
+                streams = [part[0] for part in parts]
+                other = TokenStream.of([file for part in parts for file in part[1].files])
             held_out = Samples(other, seed=None, **options)
         except ValueError as error:
             raise ValueError(f"evaluation.{'paths' if own.paths else 'share'}: {error}") from error
-    return Samples(stream, seed=settings.run.seed, shuffle=data.shuffle, **options), held_out
+    found: list[Samples] = []
+    for number, each in enumerate(streams):
+        # The first source has the order that it would have alone.
+        seed = (settings.run.seed + number * _SEEDS) % 2**63
+        try:
+            found.append(Samples(each, seed=seed, shuffle=data.shuffle, **options))
+        except ValueError as error:
+            raise ValueError(f"data.sources.{number}: {error}" if len(streams) > 1 else str(error)) from error
+    if len(found) == 1:
+        return found[0], held_out
+    return Mixture(found, [source.weight for source in data.sources]), held_out
 
 
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:

@@ -96,6 +96,10 @@ class Settings(Section):
 
     def _problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan, optimizer = self.plan, self.optimizer
+        if not self.data.paths and not self.data.sources:
+            yield ("data", "paths"), "is missing"
+        if self.data.paths and self.data.sources:
+            yield ("data", "sources"), "must be left out with data.paths: give one of them"
         for name, (values, has) in find_target("parallel_ops").limits.items():
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"

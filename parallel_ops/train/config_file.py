@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_sections import Section
+from parallel_ops.train.config_sections import Section, SourceSettings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,6 +121,8 @@ def _known(place: list[str]) -> list[str]:
     """The keys of a section, or the sections."""
     if not place:
         return list(Settings.model_fields)
+    if place[:2] == ["data", "sources"]:
+        return list(SourceSettings.model_fields)
     known = Settings.model_fields[place[0]].annotation
     names = list(known.model_fields) if isinstance(known, type) and issubclass(known, Section) else []
     return [*names, "dtype", "recompute"] if place[0] == "parallel" else names

@@ -124,26 +124,45 @@ else:
     )
 
 
+class SourceSettings(Section):
+    """A source of a mixture; see ``train.data.mixture``.
+
+    Attributes:
+        paths: As ``data.paths``.
+        weight: Share of the samples, relative to the weights of the other sources.
+    """
+
+    paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)]
+    weight: Annotated[float, Field(gt=0)]
+
+
 class DataSettings(Section):
     """The training data; see ``train.data.tokens`` and ``train.data.packing``.
 
     Attributes:
-        paths: Token files, folders of them, or folders of Hugging Face datasets.
+        paths: Token files, folders of them, or folders of Hugging Face datasets; or
+        sources: several of them by weight, each a table with ``paths`` and ``weight``.
         column: Column of a dataset with the tokens of a document.
         dtype: NumPy dtype of raw tokens.
         eos_id: Last token of each document, for files without an index of documents.
         seq_length: Tokens in a sequence; the model's by default.
         document_mask: Restrict attention to tokens of the same document.
         shuffle: Shuffle the sequences by seed and epoch; otherwise they keep their order in the packed documents.
+        packing: ``"concatenate"`` cuts the concatenated documents into sequences; ``"best_fit"`` cuts only documents
+            that are longer than a sequence, and fills up sequences with padding.
+        prompt_loss: Count all tokens in the loss, those too that a file's mask leaves out, as of prompts.
     """
 
-    paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)]
+    paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)] = ()
+    sources: Annotated[tuple[SourceSettings, ...], Field(strict=False, min_length=1)] = ()
     column: str = "input_ids"
     dtype: Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] = "uint16"
     eos_id: Count | None = None
     seq_length: Positive | None = None
     document_mask: bool = False
     shuffle: bool = True
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    prompt_loss: bool = False
 
 
 class EvaluationSettings(Section):

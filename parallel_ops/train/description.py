@@ -10,10 +10,12 @@ import torch
 
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
+from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
     from parallel_ops.train.config_sections import LoggingSettings
+    from parallel_ops.train.data.packing import Samples
     from parallel_ops.train.data.tokens import TokenStream
     from parallel_ops.train.results import Result
     from parallel_ops.train.run_state import RunState
@@ -69,13 +71,14 @@ def start_lines(trainer: "RunState") -> list[Line]:
     tokens = left * batch * settings.seq_length
     span = f"steps {trainer.global_step + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
     position = f", from sample {trainer.samples_seen:,} on" if trainer.samples_seen else ""
-    shuffled = "shuffled" if samples.shuffle else "as they lie in the shuffled documents"
+    shuffled = "shuffled" if samples.shuffle else "as they lie in the packed documents"
     stream = samples.stream
     lines = [
         *plan_lines(settings, device_name(trainer.device), parameters),
         ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
         ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
+        *_packed(samples, left * batch),
     ]
     if trainer.evaluation is not None:
         held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
@@ -86,6 +89,24 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("checkpoints", "none" if own.dir is None else f"{own.dir}, {_when(own.interval)}; {own.keep}{best} are kept")
     ]
     return lines + _logs(settings.logging)
+
+
+def _packed(samples: "Samples | Mixture", taken: int) -> list[Line]:
+    """The sources of a mixture, or how full sequences of best fit are. ``taken``: Samples of the run."""
+    if isinstance(samples, Mixture):
+        lines = []
+        for number, (source, weight) in enumerate(zip(samples.sources, samples.weights, strict=True)):
+            tokens, epochs = len(source.stream), taken * weight / source.in_epoch
+            lines += [("", f"source {number}: {weight:.2%}, {tokens:,} tokens, {epochs:.3g} epochs{_fill(source)}")]
+        return lines
+    return [("", f"packed by best fit{_fill(samples)}")] if samples.packing is not None else []
+
+
+def _fill(samples: "Samples") -> str:
+    if samples.packing is None:
+        return ""
+    filled = samples.packing.size.sum() / (samples.in_epoch * (samples.seq_length + 1))
+    return f", sequences {filled:.1%} full"
 
 
 def warning(stream: "TokenStream") -> str | None:

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.checkpoint.description import best_in
+from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.data.loader import Loader
-from parallel_ops.train.data.packing import Batch, Samples
+from parallel_ops.train.data.packing import Samples
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState

@@ -16,7 +16,7 @@ from parallel_ops.pipeline_parallel import Observer, Pipeline
 from parallel_ops.pipeline_parallel.trace import Recorder, Timed, gathered
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.schedules.action import Action
-from parallel_ops.train.data.packing import Batch
+from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.watch import Activity
 from parallel_ops.train.parallelize_model import PRECISIONS, micro_batch
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.context import IGNORE_INDEX
-from parallel_ops.train.data.packing import Batch
+from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.signals import SIGNALS
 
 
@@ -20,10 +20,14 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int, mesh: ParallelMesh)
 
 
 def count_targets(
-    batches: list[Batch], mesh: ParallelMesh, device: torch.device, *, document_mask: bool
+    batches: list[Batch], mesh: ParallelMesh, device: torch.device, *, ignores: bool
 ) -> tuple[list[int], int | Tensor]:
-    """The number of targets in each micro-batch, and in the step over all ranks, which is at least 1."""
-    if not document_mask:
+    """The number of targets in each micro-batch, and in the step over all ranks, which is at least 1.
+
+    Args:
+        ignores: Targets may be -100. Otherwise all count, and ranks need not add their numbers.
+    """
+    if not ignores:
         counts = [batch.targets.numel() for batch in batches]
         return counts, sum(counts) * mesh.size("dp")
     counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]

@@ -155,7 +155,7 @@ class Trainer:
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        counts, everything = count_targets(batches, self.mesh, self.device, document_mask=self.samples.document_mask)
+        counts, everything = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
         shares = [count / everything for count in counts]
         # Data-parallel ranks take the mean of their gradients.
         with noted(self.activity):

@@ -97,6 +97,8 @@ def settings_of(data: Path, /, **sections: Any) -> Settings:
     for name, section in sections.items():
         own = {} if name == "model" else base.get(name, {})
         base[name] = {**own, **section}
+    if "sources" in base["data"]:
+        del base["data"]["paths"]
     return Settings.model_validate(base)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.models.context import IGNORE_INDEX
-from parallel_ops.train.data.packing import Samples, shares
+from parallel_ops.train.data.batches import shares
+from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.permutation import Permutation
 from parallel_ops.train.data.tokens import TokenStream
 
@@ -60,9 +61,10 @@ def test_an_epoch_has_every_token_once(tmp_path_factory, data):
     )  # fmt: skip
     for epoch in range(2):
         found = samples.samples(range(epoch * samples.in_epoch, (epoch + 1) * samples.in_epoch))
-        inputs = np.concatenate([tokens[:-1] for tokens, _ in found])
+        inputs = np.concatenate([q.tokens[:-1] for q in found])
         assert len(set(inputs.tolist())) == len(inputs) == samples.in_epoch * 3
-        for tokens, begins in found:  # a document begins where the next token is not the next number, or is a first one
+        for q in found:  # a document begins where the next token is not the next number, or is a first one
+            tokens, begins = q.tokens, q.begins
             firsts = {int(end - length) for end, length in zip(ends, lengths, strict=True) if length}
             assert begins.tolist() == [i for i, t in enumerate(tokens) if i == 0 or int(t) in firsts]
 
@@ -75,10 +77,10 @@ def test_a_sample_is_the_same_in_any_batch(tmp_path_factory, data):
     np.save(file, np.arange(length))
     read = TokenStream([file])
     options = {"seq_length": data.draw(st.integers(1, min(4, length - 1))), "seed": data.draw(st.integers(0, 99))}
-    whole = [tokens.tolist() for tokens, _ in Samples(read, **options).samples(range(60))]
+    whole = [q.tokens.tolist() for q in Samples(read, **options).samples(range(60))]
     first, size = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 20))
     later = Samples(read, **options)
-    assert [tokens.tolist() for tokens, _ in later.samples(range(first, first + size))] == whole[first : first + size]
+    assert [q.tokens.tolist() for q in later.samples(range(first, first + size))] == whole[first : first + size]
     replicas = data.draw(st.sampled_from([r for r in (1, 2, 4) if size % r == 0]))
     sizes = {"global_batch": size, "micro_batch": 1, "replicas": replicas}
     parts = [numbers for replica in range(replicas) for numbers in shares(first, replica=replica, **sizes)]
@@ -91,7 +93,7 @@ def test_a_batch_is_drawn_from_the_whole_corpus(tmp_path):
     """One document, as a raw file is: its sequences are neighbours in no batch, and in another order in each epoch."""
     np.arange(16001, dtype="uint16").tofile(tmp_path / "raw.bin")
     samples = Samples(TokenStream([tmp_path / "raw.bin"]), seq_length=16, seed=0)
-    epochs = [[int(tokens[0]) // 16 for tokens, _ in samples.samples(range(1000 * e, 1000 * e + 1000))] for e in (0, 1)]
+    epochs = [[int(q.tokens[0]) // 16 for q in samples.samples(range(1000 * e, 1000 * e + 1000))] for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1000))
     for order in epochs:
         batches = np.array(order).reshape(10, 100)
@@ -100,7 +102,7 @@ def test_a_batch_is_drawn_from_the_whole_corpus(tmp_path):
         assert sum(later - earlier == 1 for earlier, later in itertools.pairwise(order)) < 10
     assert sum(a == b for a, b in zip(*epochs, strict=True)) < 10
     as_they_lie = Samples(samples.stream, seq_length=16, seed=0, shuffle=False)
-    assert [int(tokens[0]) for tokens, _ in as_they_lie.samples(range(990, 1010))] == [
+    assert [int(q.tokens[0]) for q in as_they_lie.samples(range(990, 1010))] == [
         *range(15840, 16000, 16), *range(0, 160, 16)
     ]  # fmt: skip
 
@@ -174,7 +176,7 @@ def test_documents_apart_are_one_packed_row(tmp_path):
     batch = samples.batch(range(2))
     rows = samples.samples(range(2))
     assert batch.tokens.shape == (12, 1)
-    assert batch.tokens[:, 0].tolist() == [*rows[0][0][:-1], *rows[1][0][:-1]]
+    assert batch.tokens[:, 0].tolist() == [*rows[0].tokens[:-1], *rows[1].tokens[:-1]]
     starts = batch.cu_seqlens.tolist()
     assert starts[0] == 0 and starts[-1] == 12 and 6 in starts
     for first, end in itertools.pairwise(starts):

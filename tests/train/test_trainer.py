@@ -331,7 +331,7 @@ def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
     sections = {"data": {"document_mask": True}, "parallel": {"global_batch": BATCH, "micro_batch": 1}}
     settings = runs.settings_of(tmp_path / "some.bin", **sections)
     trainer = Trainer(settings)
-    own = {"mesh": trainer.mesh, "device": trainer.device, "document_mask": True}
+    own = {"mesh": trainer.mesh, "device": trainer.device, "ignores": True}
     counts = [count_targets(trainer.loader.step(BATCH * step), **own)[0] for step in range(2)]
     assert all(0 in found and sum(found) for found in counts)
     want = runs.steps_of(0, settings, None, 2)

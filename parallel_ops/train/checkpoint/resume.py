@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
+from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
@@ -105,8 +106,14 @@ def _model_of(trainer: "RunState") -> dict[str, Any]:
 
 
 def _data_of(trainer: "RunState") -> dict[str, Any]:
-    samples = trainer.samples
+    samples, data = trainer.samples, trainer.settings.data
+    # Of others than the default, so that checkpoints from before these keys have the same data.
+    more: dict[str, Any] = {} if data.packing == "concatenate" else {"packing": data.packing}
+    if isinstance(samples, Mixture):
+        sizes = [[len(source.stream), source.stream.documents] for source in samples.sources]
+        more["sources"] = [[weight, *size] for weight, size in zip(samples.weights, sizes, strict=True)]
     return {
+        **more,
         "tokens": len(samples.stream),
         "documents": samples.stream.documents,
         "seq_length": samples.seq_length,

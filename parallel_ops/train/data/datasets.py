@@ -93,6 +93,9 @@ class Dataset:
             for chunk in pyarrow.compute.list_flatten(table[self.column]).chunks:
                 yield chunk.to_numpy(zero_copy_only=False)
 
+    def counted(self, number: int, start: int, length: int) -> None:
+        """All tokens count in the loss."""
+
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """At most ``length`` tokens of a document, from ``start`` on."""
         if self._last is None or self._last[0] != number:

@@ -2,7 +2,9 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from parallel_ops.train.data.packing import Batch, Samples, shares
+from parallel_ops.train.data.batches import Batch, shares
+from parallel_ops.train.data.mixture import Mixture
+from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.vocabulary import outside
 
 
@@ -15,7 +17,7 @@ class Loader:
     """
 
     def __init__(
-        self, samples: Samples, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
+        self, samples: Samples | Mixture, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
         vocabulary: int | None = None, pinned: bool = False,
     ) -> None:  # fmt: skip
         self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
@@ -52,7 +54,7 @@ class Loader:
         return [self.read(numbers) for numbers in shares(samples_seen, **self._sizes)]
 
     def _unknown(self, token: int, numbers: range) -> str:
-        number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0][0])
+        number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0].tokens)
         file, document = self.samples.stream.place(self.samples.document_of(number, token))
         return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
 

@@ -40,6 +40,12 @@ class Slice:
             self._before + number, skipped + start, left if length is None else min(length, left)
         )
 
+    def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
+        """Whether ``length`` tokens of a document count in the loss; ``None`` if all of the file do."""
+        skipped = self._skipped if number == 0 else 0
+        left = max(0, int(self.lengths[number]) - start)
+        return self._file.counted(self._before + number, skipped + start, min(length, left))
+
     def blocks(self) -> Iterator[NDArray[np.integer]]:
         """All tokens, in arrays of some megabytes, read lazily."""
         start = 0

@@ -1,6 +1,7 @@
 """Token files on disk, read as one stream of documents. Files are memory-mapped, not loaded.
 
     name.bin beside name.idx    Megatron-LM's indexed dataset; the index has the documents and the dtype
+    name.mask beside them       1 where a token counts in the loss and 0 where not, a byte a token; optional
     name.bin                    raw tokens of the dtype ``dtype``, documents end with ``eos_id``
     name.npy                    a one-dimensional array of integers, documents end with ``eos_id``
     a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: one document a row; see ``datasets``
@@ -43,6 +44,9 @@ class Documents(Protocol):
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """At most ``length`` tokens of a document, from ``start`` on."""
 
+    def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
+        """Whether ``length`` tokens of a document count in the loss; ``None`` if all of the file do."""
+
     def blocks(self) -> Iterator[NDArray[np.integer]]:
         """All tokens, in arrays of some megabytes, read lazily."""
 
@@ -54,11 +58,13 @@ class TokenFile:
     Attributes:
         tokens: All tokens.
         ends: End offset of each document, int64, ascending; the last is the number of tokens.
+        mask: 1 where a token counts in the loss, uint8; ``None`` if all do.
     """
 
     path: Path
     tokens: NDArray[np.integer]
     ends: NDArray[np.int64]
+    mask: NDArray[np.uint8] | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -78,6 +84,12 @@ class TokenFile:
         begin, last = (int(self.ends[number - 1]) if number else 0) + start, int(self.ends[number])
         return self.tokens[begin : last if length is None else min(last, begin + length)]
 
+    def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
+        if self.mask is None:
+            return None
+        begin = (int(self.ends[number - 1]) if number else 0) + start
+        return self.mask[begin : min(int(self.ends[number]), begin + length)] != 0
+
 
 class TokenStream:
     """The documents of several files, numbered ``0`` to ``documents - 1``.
@@ -90,6 +102,7 @@ class TokenStream:
 
     Attributes:
         files: The files in order. sizes: Tokens of each file.
+        masked: Some tokens do not count in the loss.
         skipped: Files in the folders of ``paths`` that are not read, without hidden files and indices.
 
     Raises:
@@ -143,6 +156,16 @@ class TokenStream:
         file, own = self.place(number)
         return file.document(own, start, length)
 
+    @property
+    def masked(self) -> bool:
+        return any(file.counted(0, 0, 0) is not None for file in self.files)
+
+    def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_]:
+        """Whether ``length`` tokens of a document, which it has, count in the loss."""
+        file, own = self.place(number)
+        found = file.counted(own, start, length)
+        return np.ones(length, np.bool_) if found is None else found
+
     def place(self, number: int) -> tuple[Documents, int]:
         """The file of a document, and the document's number in that file."""
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -165,14 +188,18 @@ def _skipped(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     there = sorted(found for found in path.iterdir() if found.is_dir() or found.suffix not in _SUFFIXES)
-    indices = {found for found in there if found.suffix == ".idx" and found.with_suffix(".bin").exists()}
+    indices = {found for found in there if found.suffix in (".idx", ".mask") and found.with_suffix(".bin").exists()}
     return [found for found in there if found not in indices and not found.name.startswith(".")]
 
 
 def _open(path: Path, dtype: str, eos_id: int | None) -> TokenFile:
-    index = path.with_suffix(".idx")
+    index, mask = path.with_suffix(".idx"), None
     if path.suffix == ".bin" and index.exists():
         tokens, ends = _indexed(path, index)
+        if (own := path.with_suffix(".mask")).exists():
+            mask = np.asarray(_raw(own, np.dtype(np.uint8)), np.uint8)
+            if len(mask) != len(tokens):
+                raise ValueError(f"{own} has {len(mask)} bytes, but {path} has {len(tokens)} tokens")
     else:
         tokens = _array(path) if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -182,7 +209,7 @@ def _open(path: Path, dtype: str, eos_id: int | None) -> TokenFile:
             ends = np.append(ends, len(tokens))
     if not len(tokens):
         raise ValueError(f"{path} has no tokens in it")
-    return TokenFile(path, tokens, ends.astype(np.int64))
+    return TokenFile(path, tokens, ends.astype(np.int64), mask)
 
 
 def _array(path: Path) -> NDArray[np.integer]:

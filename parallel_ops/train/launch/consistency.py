@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
 
 # Sections, and keys of sections, that may differ between ranks.
-FREE = ("logging", "data.paths", "evaluation.paths")
+FREE = ("logging", "data.paths", "data.sources", "evaluation.paths")
 
 _POLL_SECONDS = 0.02
 # Rank 0 answers at the end of its own wait, so the others wait a little longer.
@@ -48,6 +48,7 @@ def values_of(settings: "Settings") -> dict[str, Any]:
     sections = settings.model_dump(mode="json")
     sections["model"] |= dataclasses.asdict(settings.config)  # of a folder, and defaults
     sections["data"]["seq_length"] = settings.seq_length
+    sections["data"]["weights"] = [source.weight for source in settings.data.sources]
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     free = {name for name in found if name in FREE or name.partition(".")[0] in FREE}
     versions = {"parallel_ops": parallel_ops.__version__, "torch": str(torch.__version__)}
