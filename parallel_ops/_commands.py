@@ -1,15 +1,16 @@
-"""The commands of ``parallel-ops``: the planner's, ``tokenize`` and ``train``, which alone loads torch."""
+"""The commands of ``parallel-ops``: the planner's, ``tokenize``, and those of the trainer, which alone load torch."""
 
 import contextlib
 import shlex
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from parallel_ops._internal.command_line import require
+from parallel_ops._internal.command_line import bytes_bar, fail, require
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
@@ -17,7 +18,21 @@ from parallel_ops.tokenization.cli import tokenize_command
 __all__ = ["main"]
 
 _COMMAND = "parallel_ops.command"
+# Listed so; called as `export` with arguments, beside the planner's `export`, which has options alone.
+_EXPORT = "export CHECKPOINT FOLDER"
+_OF_A_PLAN = ("--model", "--format")
 
+
+class _Commands(TyperGroup):
+    """``export`` is that of a checkpoint unless it has options of a plan."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[0] == "export" and not any(arg.partition("=")[0] in _OF_A_PLAN for arg in args):
+            return "export", self.get_command(ctx, _EXPORT), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+app.info.cls = _Commands
 app.command("tokenize", no_args_is_help=False)(tokenize_command)
 
 
@@ -129,3 +144,61 @@ def calibrate_command(
     from parallel_ops.train.calibration import command
 
     command.report(file, *command.calibrate(file, processes, seconds))
+
+
+@app.command(_EXPORT)
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the newest.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the precision of the run")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a model's folder, to copy the tokenizer of.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Writes a checkpoint of any plan as a Hugging Face folder, which transformers opens.
+
+    Needs no GPU, and memory for one parameter. (With --model and --format `export` writes a plan.)
+
+    Example: parallel-ops export runs/example my-model --tokenizer tokenizer.json
+    """
+    require("train")
+    from parallel_ops.train import CheckpointError
+    from parallel_ops.train.checkpoint.export import export
+
+    with bytes_bar() as report:
+        try:
+            found = export(checkpoint, folder, dtype=dtype, tokenizer=tokenizer, report=report)
+        except (CheckpointError, ImportError) as error:
+            fail(error)
+    if as_json:
+        print(dumps(found))
+        return
+    print(
+        f"{found['folder']}: {found['parameters']:,} parameters in {found['dtype']}, {found['bytes'] / 1e9:,.3f} GB, "
+        f"as {found['model_type']}; step {found['step']:,} of {found['checkpoint']}"
+    )
+
+
+@app.command("inspect")
+def inspect_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a Hugging Face folder.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Says what a checkpoint is: step, sizes, model, plan, data, settings.
+
+    Example: parallel-ops inspect runs/example --json
+    """
+    require("train")
+    from parallel_ops.train import CheckpointError
+    from parallel_ops.train.checkpoint.inspection import described, inspect
+    from parallel_ops.train.description import text
+
+    try:
+        found = inspect(checkpoint, verify=verify)
+    except (CheckpointError, ImportError) as error:
+        fail(error)
+    print(dumps(found, default=str) if as_json else text(described(found)))

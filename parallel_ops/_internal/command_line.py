@@ -4,10 +4,12 @@ What a user got wrong is one line on stderr and exit code 2. Needs neither torch
 the packages of the extras.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 # What the extras install: ``plan`` and ``bench`` the same, ``train`` more.
@@ -68,3 +70,18 @@ def fail(error: Exception | str, code: int = 2) -> NoReturn:
         error = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def bytes_bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of bytes on a terminal; the block calls what it is given with bytes done, and all."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))

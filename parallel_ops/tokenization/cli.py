@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from parallel_ops._internal.command_line import bytes_bar
 from parallel_ops.tokenization.options import Options, Summary
 
 TEMPLATES = ("auto", "tokenizer", "plain")
@@ -71,7 +70,7 @@ def tokenize_command(
         tokenizer=tokenizer, key=key or ("messages" if chat else "text"), chat=chat, template=template, eod=eod,
         bos=bos, separator=separator,
     )  # fmt: skip
-    with _bar() as report:
+    with bytes_bar() as report:
         try:
             found = tokenize(inputs, output, options, processes=processes, report=report)
         except KeyboardInterrupt:
@@ -91,18 +90,3 @@ def _described(found: Summary) -> str:
         f"{found.bytes / 1e6:,.1f} MB of {found.files:,} files, {rate}{kept}\n"
         f"documents end with {end}; model.vocab_size must be at least {found.vocab_size:,}"
     )
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(None), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))

@@ -269,3 +269,13 @@ def evaluated(rank: int, settings: Settings) -> list[tuple[float, float, float]]
         found.append((step.loss, step.grad_norm, trainer.evaluate()))
     trainer.loader.close()
     return found
+
+
+def saved_both_ways(rank: int, settings: Settings, folder: Path) -> None:
+    """A checkpoint after a step, and the Hugging Face folder of the same model."""
+    trainer = trainer_of(settings)
+    trainer.step()
+    trainer.loader.close()
+    trainer.save()
+    if settings.plan.pp == 1:
+        trainer.save_pretrained(folder)

@@ -56,11 +56,11 @@ def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes
         name: sum(_numel(piece) * (dtype or t.dtype).itemsize for piece, t in blocks)
         for name, blocks in tensors.items()
     }
-    files = _split(sizes, file_bytes)
+    files = split_files(sizes, file_bytes)
     writer = _Writer(folder) if rank == 0 else None
     _raise_on_all(mesh, writer)
     for file, names in files.items():
-        whole = {name: _gather(tensors[name], dtype, keep=rank == 0) for name in names}
+        whole = {name: joined(tensors[name], dtype, keep=rank == 0) for name in names}
         if writer is not None:
             writer.do(writer.write_tensors, file, whole)
     if writer is not None:
@@ -110,8 +110,12 @@ def _numel(piece: Piece) -> int:
     return math.prod(part.stop - part.start for part in piece.place)
 
 
-def _gather(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
-    """The whole tensor in the layout of the files, in host memory; empty unless ``keep``."""
+def joined(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> Tensor:
+    """The pieces of parameters that are one tensor in the files, in the files' layout and in host memory.
+
+    Args:
+        dtype: ``None`` for that of the parameters. keep: Otherwise the result is empty.
+    """
     whole = []
     for piece, t in blocks:
         full = (_whole(piece, t) if isinstance(t, DTensor) else t[piece.place]).detach()
@@ -120,8 +124,8 @@ def _gather(blocks: list[tuple[Piece, Tensor]], dtype: torch.dtype | None, *, ke
         elif t.dim() > 2:
             full = full.flatten(0, -2)
         whole.append(full.to("cpu", dtype) if keep else full.new_empty(0))
-    joined, stored = whole[0] if len(whole) == 1 else torch.cat(whole), blocks[0][0].stored
-    return (joined.t() if stored.transposed and not stored.stacked else joined).contiguous()
+    rows, stored = whole[0] if len(whole) == 1 else torch.cat(whole), blocks[0][0].stored
+    return (rows.t() if stored.transposed and not stored.stacked else rows).contiguous()
 
 
 def _in_stack(piece: Piece, full: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def _whole(piece: Piece, t: DTensor) -> Tensor:
     return out
 
 
-def _split(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+def split_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
     """The tensors of each file, in order. A file exceeds ``file_bytes`` only if it holds a single tensor."""
     files: list[list[str]] = [[]]
     room = file_bytes

@@ -140,7 +140,7 @@ def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.
     """
-    sums = _verified(path, group)
+    sums = verified(path, group)
     metadata, problems = None, []
     try:
         metadata = read_metadata(path, {name: size for name, (size, _) in sums.items()})
@@ -203,8 +203,12 @@ def _damaged(problem: str, path: Path) -> CheckpointError:
     return CheckpointError(f"{problem}; {path.parent} has no other one that has all its files")
 
 
-def _verified(path: Path, group: ProcessGroup | None) -> Sums:
-    """Verifies the files of the description, each rank a share of them; all ranks raise an error that one finds."""
+def verified(path: Path, group: ProcessGroup | None) -> Sums:
+    """Verifies the files of the description, each rank a share of them.
+
+    Raises:
+        CheckpointError: A file is missing or damaged; on all ranks.
+    """
     problems: list[str] = []
     sums: Sums = {}
     try:

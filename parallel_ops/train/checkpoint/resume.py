@@ -49,6 +49,11 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     del state["optimizer"]["param_groups"]  # settings, and lists of names that differ between pipeline stages
     rest = {"scale": progress["scale"], "plan": trainer.settings.plan.text, "origin": trainer.origin}
     loss = trainer.evaluation_loss
+    # For ``export`` and ``inspect``, which have no settings file.
+    rest["settings"] = trainer.settings.model_dump(mode="json", exclude_unset=True)
+    rest["model"] = _plain_config(trainer)
+    rest["dtype"] = trainer.settings.precision.dtype
+    rest["config_json"] = getattr(trainer.model, "loaded_options", {})
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
     store.save(
         state,
@@ -103,6 +108,14 @@ def _model_of(trainer: "RunState") -> dict[str, Any]:
     if not isinstance(trainer.model, Transformer):
         return {"class": type(trainer.model).__name__.removeprefix("FSDP")}
     return shape_of(trainer.model.config)
+
+
+def _plain_config(trainer: "RunState") -> dict[str, Any] | None:
+    """The model's configuration with what matters to training alone, such as auxiliary losses."""
+    if not isinstance(trainer.model, Transformer):
+        return None
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(trainer.model.config)))
+    return found
 
 
 def _data_of(trainer: "RunState") -> dict[str, Any]:

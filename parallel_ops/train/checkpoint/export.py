@@ -1,0 +1,133 @@
+"""Exports a checkpoint of any plan as a Hugging Face folder, without a GPU and without a process group.
+
+One parameter is in memory at a time, read from the parts that the ranks of the run have written.
+"""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.huggingface.streaming import write_folder
+from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
+from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
+from parallel_ops.train.checkpoint.resume import shape_of
+from parallel_ops.train.config_file import describe_errors
+from parallel_ops.train.config_sections import ModelSettings
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Files of a tokenizer in a Hugging Face folder, and the settings of generation.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
+)  # fmt: skip
+
+
+def export(
+    checkpoint: Path, folder: Path, *, dtype: str | None = None, tokenizer: Path | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes the model of a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: A checkpoint, or a folder whose newest checkpoint is taken.
+        folder: Must not exist, or be empty.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``; ``None`` for the precision of the run.
+        tokenizer: A ``tokenizer.json``, or a Hugging Face folder, whose tokenizer is copied into ``folder``.
+        report: Called with bytes done, and all.
+
+    Returns:
+        What was written: ``checkpoint``, ``folder``, ``step``, ``model_type``, ``dtype``, ``parameters``, ``bytes``.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or of another model than ``Transformer``.
+        ValueError: No Hugging Face family has the model. OSError: The folder cannot be written.
+    """
+    more = _tokenizer_files(tokenizer)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype must be {', '.join(DTYPES)}, got {dtype!r}")
+    if not checkpoint.exists():
+        raise FileNotFoundError(f"{checkpoint} does not exist")
+    source = checkpoints.newest(checkpoint)
+    description = checkpoints.describe(source)
+    config = config_of(source, description)
+    of_run = description.rest.get("dtype")
+    chosen = dtype or (of_run if of_run in DTYPES else "fp32")
+    sums = checkpoints.verified(source, None)
+    try:
+        metadata = read_metadata(source, {name: size for name, (size, _) in sums.items()})
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    shapes = Transformer.global_shapes(config)
+    for name, shape in shapes.items():
+        stored = metadata.state_dict_metadata.get(f"model.{name}")
+        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(shape):
+            size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+            raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {size}")
+
+    def read(name: str) -> Tensor:
+        found: dict[str, Any] = {f"model.{name}": torch.empty(shapes[name], dtype=_dtype(metadata, name))}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load_state(found, storage_reader=SafeReader(source, metadata), planner=SafeLoadPlanner(), no_dist=True)
+        return found[f"model.{name}"]
+
+    loaded = description.rest.get("config_json")
+    given = loaded if isinstance(loaded, dict) else {}
+    written = write_folder(folder, config, given, shapes, read, dtype=DTYPES[chosen], more=more, report=report)
+    options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "checkpoint": str(source), "folder": str(folder), "step": description.step,
+        "model_type": options["model_type"], "dtype": chosen, "parameters": written // DTYPES[chosen].itemsize,
+        "bytes": written,
+    }  # fmt: skip
+
+
+def config_of(source: Path, description: Description) -> TransformerConfig:
+    """The configuration of a checkpoint's model.
+
+    Raises:
+        CheckpointError: It is of a model of another class, or of another version of this package.
+    """
+    if "class" in description.model:
+        raise CheckpointError(f"{source} is of a {description.model['class']}, not of a Transformer of this package")
+    try:
+        recorded = description.rest.get("model")
+        whole = recorded if isinstance(recorded, dict) else description.model
+        given = {name: value for name, value in whole.items() if value is not None}
+        config = TransformerConfig(**ModelSettings.model_validate(given).shape)
+    except (ValueError, TypeError) as error:
+        reason = describe_errors(error) if isinstance(error, ValidationError) else error
+        raise CheckpointError(f"{source} is of a model that this version does not have: {reason}") from None
+    own = shape_of(config)
+    if differing := [name for name in description.model if own.get(name) != description.model[name]]:
+        raise CheckpointError(f"{source} is of a model that this version does not have: {', '.join(differing)}")
+    return config
+
+
+def _dtype(metadata: Any, name: str) -> torch.dtype:
+    found: torch.dtype = metadata.state_dict_metadata[f"model.{name}"].properties.dtype
+    return found
+
+
+def _tokenizer_files(tokenizer: Path | None) -> list[Path]:
+    if tokenizer is None:
+        return []
+    if tokenizer.is_dir():
+        if found := [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]:
+            return found
+        raise FileNotFoundError(f"--tokenizer: {tokenizer} has no tokenizer")
+    if not tokenizer.exists():
+        raise FileNotFoundError(f"--tokenizer: {tokenizer} does not exist")
+    if tokenizer.name != "tokenizer.json":
+        raise ValueError(f"--tokenizer: the file must be named tokenizer.json, as models' folders have it: {tokenizer}")
+    return [tokenizer]

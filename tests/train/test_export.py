@@ -1,0 +1,247 @@
+"""``parallel-ops export`` and ``inspect``: a checkpoint of any plan as a Hugging Face folder, and what it is."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+pytest.importorskip("safetensors")
+
+import safetensors.torch
+
+from parallel_ops import __main__
+from parallel_ops.models.huggingface import streaming
+from parallel_ops.train import CheckpointError
+from parallel_ops.train.checkpoint.description import read_description, write_description
+from parallel_ops.train.checkpoint.export import export
+from parallel_ops.train.checkpoint.inspection import inspect
+from support import trainer as runs
+from support.distributed import ranks
+from support.tokenization import tokenizer_folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def llama(data, tmp_path_factory):
+    """A checkpoint of a llama in bf16, by one rank."""
+    folder = tmp_path_factory.mktemp("runs") / "llama"
+    settings = runs.settings_of(
+        data, model=runs.MODELS["llama"], checkpoint={"dir": str(folder)}, precision={"dtype": "bf16"}
+    )
+    runs.steps_of(0, settings, steps=1)
+    return folder
+
+
+def tensors_in(folder):
+    return {
+        name: t
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, t in safetensors.torch.load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("gpt", {"tp": 2}),
+        ("llama", {"dp": 2, "zero": 3}),
+        ("experts", {"dp": 2, "ep": 2, "zero": 2}),
+        ("gpt-oss", {"tp": 2, "ep": 2}),
+    ],
+)
+def test_the_folder_is_that_of_save_pretrained(data, tmp_path, monkeypatch, kind, plan):
+    model = runs.MODELS[kind]
+    if kind == "experts":  # as DeepSeek's, which has latent attention
+        latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        model = {name: value for name, value in model.items() if name != "num_kv_heads"} | {"latent": latent}
+    if kind == "gpt-oss":  # experts of a layer are one tensor in its files
+        experts = {**model["experts"], "aux_loss_over": "model"}
+        model = {**model, "ffn_hidden_size": 16, "experts": experts}
+    settings = runs.settings_of(data, model=model, parallel=plan, checkpoint={"dir": str(tmp_path / "runs")})
+    ranks(2).run(runs.saved_both_ways, settings, tmp_path / "want")
+    held = []
+    monkeypatch.setattr(streaming, "_KEPT", 2)
+    found = export(tmp_path / "runs", tmp_path / "got", report=lambda done, total: held.append((done, total)))
+    want, got = tensors_in(tmp_path / "want"), tensors_in(tmp_path / "got")
+    assert want.keys() == got.keys() and all(torch.equal(t, got[name]) for name, t in want.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("want", "got")]
+    assert configs[0] == configs[1] and found["model_type"] == configs[0]["model_type"]
+    assert held[-1][0] == held[-1][1] == found["bytes"] == sum(4 * t.numel() for t in got.values())
+
+
+def test_a_pipeline_in_several_files_opens_in_transformers(data, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    one = runs.settings_of(data, model=runs.MODELS["llama"], checkpoint={"dir": str(tmp_path / "one")})
+    runs.saved_both_ways(0, one, tmp_path / "want")
+    two = {"pp": 2, "tp": 2, "schedule": "zb-h1"}
+    stages = runs.settings_of(data, model=runs.MODELS["llama"], parallel=two, checkpoint={"dir": str(tmp_path / "two")})
+    ranks(4).run(runs.steps_of, stages, tmp_path / "one", 0)
+    write = streaming.write_folder
+    monkeypatch.setattr("parallel_ops.train.checkpoint.export.write_folder",
+                        lambda *a, **k: write(*a, **k, file_bytes=20_000))  # fmt: skip
+    export(tmp_path / "two", tmp_path / "got")
+    assert len(list((tmp_path / "got").glob("*.safetensors"))) > 2
+    want, got = tensors_in(tmp_path / "want"), tensors_in(tmp_path / "got")
+    assert want.keys() == got.keys() and all(torch.equal(t, got[name]) for name, t in want.items())
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "got", dtype=torch.float32)
+    assert torch.equal(opened.state_dict()["lm_head.weight"], want["lm_head.weight"])
+
+
+def test_dtype_and_tokenizer(llama, tmp_path):
+    pytest.importorskip("tokenizers", reason="tokenizers is no dependency")
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+    assert export(llama, tmp_path / "a", tokenizer=tokenizer)["dtype"] == "bf16"  # of the run
+    export(llama, tmp_path / "b", dtype="fp32", tokenizer=tokenizer / "tokenizer.json")
+    a, b = tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b")
+    assert {t.dtype for t in a.values()} == {torch.bfloat16} and {t.dtype for t in b.values()} == {torch.float32}
+    assert all(torch.equal(t, b[name].bfloat16()) for name, t in a.items())
+    names = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in "ab"]
+    assert names[1] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert names[0] == [*names[1], "tokenizer_config.json"]
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_ids_of_the_folder_that_was_tuned_stay(data, llama, tmp_path):
+    export(llama, tmp_path / "first", dtype="fp32")
+    config = tmp_path / "first" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": 7}))
+    settings = runs.settings_of(
+        data, model={"dir": str(tmp_path / "first")}, checkpoint={"dir": str(tmp_path / "tuned")}
+    )
+    runs.steps_of(0, settings, steps=1)
+    export(tmp_path / "tuned", tmp_path / "second")
+    assert json.loads((tmp_path / "second" / "config.json").read_text())["eos_token_id"] == 7
+
+
+def changed(llama, tmp_path, **values):
+    """A copy of the checkpoint with another description."""
+    (source,) = llama.glob("step-*")
+    copy = tmp_path / "changed" / source.name
+    shutil.copytree(source, copy)
+    description, sums = read_description(copy)
+    write_description(copy, dataclasses.replace(description, **values), sums)
+    return copy
+
+
+class TestRefused:
+    def test_what_is_no_transformer(self, llama, tmp_path):
+        other = changed(llama, tmp_path, model={"class": "Chain"})
+        with pytest.raises(CheckpointError, match="is of a Chain, not of a Transformer of this package"):
+            export(other, tmp_path / "a")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"hidden_sizes": 3}, "a model that this version does not have: .*hidden_sizes"),
+            ({"num_heads": 3}, "a model that this version does not have"),
+            ({"vocab_size": 32}, r"tokens\.weight must be \[32, 32\], got \[31, 32\]"),
+            ({"num_layers": 3}, r"layers\.2\..* must be .*, got nothing"),
+        ],
+    )
+    def test_another_model(self, llama, tmp_path, change, message):
+        model = read_description(next(llama.glob("step-*")))[0].model
+        with pytest.raises(CheckpointError, match=message):
+            export(changed(llama, tmp_path, model={**model, **change}, rest={}), tmp_path / "a")
+        assert not (tmp_path / "a").exists()
+
+    def test_a_damaged_file(self, llama, tmp_path):
+        copy = changed(llama, tmp_path)
+        file = next(copy.glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match="is damaged: its checksum"):
+            export(copy, tmp_path / "a")
+        assert inspect(copy)["step"] == 1
+        with pytest.raises(CheckpointError, match="is damaged: its checksum"):
+            inspect(copy, verify=True)
+        file.unlink()
+        with pytest.raises(CheckpointError, match="No such file"):
+            inspect(copy)
+
+    def test_a_full_disk_leaves_nothing(self, llama, tmp_path, monkeypatch):
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(streaming, "_write_header", full)
+        with pytest.raises(OSError, match="No space"):
+            export(llama, tmp_path / "a")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestInspect:
+    def test_a_checkpoint(self, llama):
+        found = inspect(llama)
+        (source,) = llama.glob("step-*")
+        assert (found["kind"], found["path"], found["step"], found["samples_seen"]) == ("checkpoint", str(source), 1, 8)
+        assert found["bytes"] == sum(f.stat().st_size for f in source.iterdir() if f.name != "run.json")
+        assert found["settings"]["optimizer"]["lr"] == 1e-2 and found["checkpoints"] == {"1": str(source)}
+        assert found["dtype"] == "bf16" and found["model"]["hidden_size"] == 32
+
+    def test_before_settings_were_recorded(self, llama, tmp_path):
+        copy = changed(llama, tmp_path, rest={"scale": {"scale": 1.0, "good": 0}, "plan": "", "origin": None})
+        assert inspect(copy)["settings"] is None and inspect(copy)["plan"] == "one rank"
+        assert export(copy, tmp_path / "a")["dtype"] == "fp32"
+
+    def test_a_model(self, llama, tmp_path):
+        written = export(llama, tmp_path / "a")
+        found = inspect(tmp_path / "a")
+        assert (found["kind"], found["model_type"], found["dtype"]) == ("model", "llama", "bfloat16")
+        assert (
+            found["parameters"] == written["parameters"] == sum(t.numel() for t in tensors_in(tmp_path / "a").values())
+        )
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["parallel-ops", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        __main__.main()
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+def test_the_commands(llama, tmp_path, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, "export", llama, tmp_path / "a")
+    assert (code, err) == (0, "") and "parameters in bf16" in out and "as llama; step 1 of" in out
+    code, out, _ = run(monkeypatch, capsys, "export", llama, tmp_path / "b", "--json", "--dtype", "fp16")
+    assert code == 0 and json.loads(out)["dtype"] == "fp16"
+    code, out, _ = run(monkeypatch, capsys, "inspect", llama, "--verify")
+    assert code == 0 and "checksums right" in out and "[optimizer]" in out
+    assert json.loads(run(monkeypatch, capsys, "inspect", tmp_path / "a", "--json")[1])["kind"] == "model"
+    for command in ("export", "inspect"):
+        code, out, _ = run(monkeypatch, capsys, command, "--help")
+        assert code == 0 and f"Example: parallel-ops {command} runs/example" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "none", "a"], "none does not exist"),
+        (["export", "{empty}", "a"], "has no checkpoint in it"),
+        (["export", "{llama}", "{full}"], "exists and is not an empty folder"),
+        (["export", "{llama}", "a", "--dtype", "int8"], "--dtype must be fp32, bf16, fp16, got 'int8'"),
+        (["export", "{llama}", "a", "--tokenizer", "none"], "--tokenizer: none does not exist"),
+        (["export", "{llama}", "a", "--tokenizer", "{empty}"], "has no tokenizer"),
+        (["export", "{llama}", "a", "--tokenizer", "{full}/x.json"], "the file must be named tokenizer.json"),
+        (["export", "{llama}"], "Missing argument"),
+        (["inspect", "none"], "none does not exist"),
+        (["inspect", "{empty}"], "has no checkpoint in it"),
+    ],
+)
+def test_bad_input_is_one_line(llama, tmp_path, monkeypatch, capsys, arguments, message):
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "x.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    places = {"llama": llama, "empty": tmp_path / "empty", "full": tmp_path / "full"}
+    code, out, err = run(monkeypatch, capsys, *[argument.format(**places) for argument in arguments])
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+    assert not (tmp_path / "a").exists()
