@@ -20,7 +20,7 @@ from parallel_ops.train.config import Settings
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.tokens import TokenStream
-from parallel_ops.train.optimizer import adamw
+from parallel_ops.train.optimizer import optimizer_of
 from parallel_ops.train.parallelize_model import PRECISIONS
 
 _SEED, _RATE = 0, 1e-3
@@ -86,7 +86,7 @@ class PlainStep:
     def __init__(self, settings: Settings, model: nn.Module, device: torch.device, *, autocast: bool = False) -> None:
         plan = settings.plan
         self.model, self.device, self.autocast = model, device, autocast
-        self.optimizer = adamw(model, settings.optimizer)
+        self.optimizer = optimizer_of(model, settings.optimizer)
         self.loader, self.samples_seen, self.global_batch = _loader(settings), 0, plan.global_batch
         self.losses: list[float] = []
 

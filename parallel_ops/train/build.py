@@ -9,6 +9,8 @@ from torch import nn
 
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
+from parallel_ops.models.config import plain_name
+from parallel_ops.train import patterns
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
@@ -68,11 +70,16 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
     if model is not None:
+        patterns.check(settings, [plain_name(name) for name, _ in model.named_parameters()])
+        patterns.freeze(model, settings.model.freeze)
         return parallelize(model.to(device), mesh, settings.plan, **options)
     folder = settings.model.dir
     if folder is not None:
         Transformer.check_pretrained(folder, settings.config)
     empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
+    if settings.model.freeze or settings.optimizer.groups:
+        patterns.check(settings, patterns.names_of(settings))
+        patterns.freeze(empty, settings.model.freeze)
     built = parallelize(empty, mesh, settings.plan, **options)
     # Offloaded parameters stay on the CPU.
     built.to_empty(device="cpu" if settings.plan.offload != "none" else device)

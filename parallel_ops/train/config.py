@@ -120,6 +120,8 @@ class Settings(Section):
                 f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
             )
         yield from self._evaluation_problems()
+        if self.model.freeze and plan.pp > 1:
+            yield ("model", "freeze"), f"needs parallel.pp of 1, got {plan.pp}: a stage may have nothing to train"
         if self.checkpoint.interval and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
 

@@ -11,12 +11,19 @@ from pydantic import ValidationError
 
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_sections import Section, SourceSettings
+from parallel_ops.train.config_sections import GroupSettings, Section, SourceSettings
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+# Keys that are lists of tables.
+_TABLES: dict[tuple[str, ...], type[Section]] = {
+    ("data", "sources"): SourceSettings,
+    ("optimizer", "groups"): GroupSettings,
+}
 
 
 def read_settings(path: Path | str, changes: Iterable[str] = ()) -> Settings:
@@ -121,8 +128,8 @@ def _known(place: list[str]) -> list[str]:
     """The keys of a section, or the sections."""
     if not place:
         return list(Settings.model_fields)
-    if place[:2] == ["data", "sources"]:
-        return list(SourceSettings.model_fields)
+    if tuple(place[:2]) in _TABLES:
+        return list(_TABLES[tuple(place[:2])].model_fields)
     known = Settings.model_fields[place[0]].annotation
     names = list(known.model_fields) if isinstance(known, type) and issubclass(known, Section) else []
     return [*names, "dtype", "recompute"] if place[0] == "parallel" else names

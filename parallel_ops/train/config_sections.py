@@ -98,11 +98,13 @@ class _ModelSettings(Section):
         overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
         aux_loss_over: Replaces that of ``experts``, for a ``dir`` too; see ``ExpertsConfig``.
+        freeze: Patterns of names of parameters that are not trained, such as ``"tokens.*"`` or ``"layers.0.*"``.
     """
 
     dir: Folder | None = None
     overlap: Overlap = "auto"
     aux_loss_over: Literal["layer", "model"] | None = None
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
 
     @field_validator("window", mode="before", check_fields=False)
     @classmethod
@@ -181,13 +183,30 @@ class EvaluationSettings(Section):
     sequences: Positive | None = None
 
 
-class OptimizerSettings(Section):
-    """AdamW and its learning rate.
+class GroupSettings(Section):
+    """Parameters with a learning rate or weight decay of their own.
 
     Attributes:
+        match: Pattern of names, such as ``"layers.*.norm*"``; a parameter is in the first group that matches it.
+        lr_ratio: Learning rate relative to the others'; 0 keeps the parameters as they are.
+        weight_decay: ``"none"`` for that of the section, or none for biases and norms.
+    """
+
+    match: Annotated[str, Field(min_length=1)]
+    lr_ratio: Annotated[float, Field(ge=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+
+
+class OptimizerSettings(Section):
+    """AdamW or Muon, and the learning rate.
+
+    Attributes:
+        kind: ``"adamw"``, fused; ``"muon"`` for the matrices of the layers' linears, with AdamW for the others; see
+            ``train.muon``.
         lr: Peak learning rate.
-        betas, eps: Coefficients of AdamW.
+        betas, eps: Coefficients of AdamW. momentum: Of Muon.
         weight_decay: Weight decay of matrices; biases and norms have none.
+        groups: Parameters with a rate or weight decay of their own.
         grad_clip: Maximum norm of all gradients together; ``"none"`` disables clipping.
         schedule: Learning rate after the warmup: ``"constant"``; ``"cosine"`` or ``"linear"`` decay over all remaining
             steps; ``"wsd"``, constant with linear decay over the last ``decay`` steps.
@@ -196,12 +215,15 @@ class OptimizerSettings(Section):
         min_lr_ratio: Learning rate of the last step relative to ``lr``, where the schedule decays.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 3e-4
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
     ] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    groups: Annotated[tuple[GroupSettings, ...], Field(strict=False)] = ()
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup: Count = 0

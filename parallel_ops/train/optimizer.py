@@ -1,4 +1,4 @@
-"""AdamW, its learning rate, and the loss scale of fp16."""
+"""AdamW or Muon, the learning rate, and the loss scale of fp16."""
 
 import logging
 import math
@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.gradient_norm import mesh_of
 from parallel_ops._internal.gradient_norm import total_norm as norm_of
+from parallel_ops.models.config import plain_name
+from parallel_ops.train.muon import MuonAndAdamW
+from parallel_ops.train.patterns import matches
 
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import OptimizerSettings
@@ -19,32 +22,45 @@ if TYPE_CHECKING:
 _LEAST_SCALE = 2.0**-14
 
 
-def adamw(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
-    """Fused AdamW over a model's parameters, with its state allocated.
+def optimizer_of(model: nn.Module, settings: "OptimizerSettings") -> torch.optim.AdamW:
+    """Fused AdamW over a model's parameters, or with Muon for the matrices of its layers; with its state allocated.
 
     torch would allocate it in the first step or when a checkpoint is loaded, and count the latter as a step.
+
+    Its groups have ``lr_ratio``, the rate relative to that of the schedule.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trained = list(named.values())
+    named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     # Fused, the parameters of a group must be on one mesh, and experts have one of their own.
     by_kind: dict[Any, list[nn.Parameter]] = {}
     for name, parameter in named.items():
         # The biases of experts are matrices.
-        decays = parameter.dim() > 1 and not name.endswith("bias")
-        by_kind.setdefault((decays, mesh_of(parameter)), []).append(parameter)
+        is_weight = parameter.dim() > 1 and not name.endswith("bias")
+        own = next((group for group in settings.groups if matches(name, [group.match])), None)
+        decay = settings.weight_decay if is_weight else 0.0
+        decay = decay if own is None or own.weight_decay is None else own.weight_decay
+        momentum = settings.momentum if settings.kind == "muon" and is_weight and _is_matrix(name, parameter) else None
+        ratio = 1.0 if own is None else own.lr_ratio
+        by_kind.setdefault((decay, ratio, momentum, mesh_of(parameter)), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": settings.weight_decay if decays else 0.0}
-        for (decays, _), some in by_kind.items()
+        {"params": some, "weight_decay": decay, "lr_ratio": ratio, "momentum": momentum}
+        for (decay, ratio, momentum, _), some in by_kind.items()
     ]
     # With a rate of 0 and gradients of 0 parameters stay what they are.
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-    for parameter in trained:
+    kind = MuonAndAdamW if settings.kind == "muon" else torch.optim.AdamW
+    optimizer = kind(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():
-        state["step"].zero_()
+        if "step" in state:
+            state["step"].zero_()
     return optimizer
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Of the layers' linears: not of embeddings, the output layer, routers, and experts, which are stacked."""
+    return parameter.dim() == 2 and name.startswith("layers.") and ".router." not in name
 
 
 def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float:

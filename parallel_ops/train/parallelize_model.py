@@ -159,11 +159,15 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
         raise ValueError("parallelize: ep must be 1 for a model without experts")
     dtype = next(model.parameters()).dtype
     stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
-    return Transformer(
+    built = Transformer(
         model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
         context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"], stages=stages,
         pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return built
 
 
 def _blocks(model: nn.Module, pattern: str) -> list[str]:

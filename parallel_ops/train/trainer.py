@@ -31,7 +31,7 @@ from parallel_ops.train.launch.consistency import comparison_of_world, values_of
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, group_timeout, longest, noted
 from parallel_ops.train.loop import take_steps
-from parallel_ops.train.optimizer import LossScale, adamw, learning_rate, update
+from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of, update
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.passes import passes_of
 from parallel_ops.train.results import NotFinite, Result, Step
@@ -103,7 +103,7 @@ class Trainer:
             self.writers = dist.new_group(backend="gloo", timeout=group_timeout(settings.run.timeout))
         torch.manual_seed(settings.run.seed)
         self.model = build_model(settings, self.mesh, self.device, model)
-        self.optimizer = adamw(self.model, settings.optimizer)
+        self.optimizer = optimizer_of(self.model, settings.optimizer)
         self._dtype = dtype = PRECISIONS[plan.dtype]
         self.passes = passes_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
@@ -154,7 +154,7 @@ class Trainer:
         seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_ratio"]
         counts, everything = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
         shares = [count / everything for count in counts]
         # Data-parallel ranks take the mean of their gradients.

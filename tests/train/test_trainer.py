@@ -24,7 +24,7 @@ pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
 from parallel_ops.train.config_sections import OptimizerSettings
-from parallel_ops.train.optimizer import LossScale, adamw, learning_rate
+from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of
 from parallel_ops.train.step_reductions import count_targets
 from support import trainer as runs
 from support.distributed import ranks
@@ -403,7 +403,7 @@ class TestOptimizer:
     def test_only_matrices_decay_and_saving_is_no_step(self):
         model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
         before = [p.clone() for p in model.parameters()]
-        optimizer = adamw(model, OptimizerSettings(weight_decay=0.3))
+        optimizer = optimizer_of(model, OptimizerSettings(weight_decay=0.3))
         matrices, vectors = optimizer.param_groups
         assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
         assert [p.dim() for p in matrices["params"]] == [2] and {p.dim() for p in vectors["params"]} == {1}

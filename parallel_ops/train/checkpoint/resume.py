@@ -51,6 +51,7 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     loss = trainer.evaluation_loss
     # For ``export`` and ``inspect``, which have no settings file.
     rest["settings"] = trainer.settings.model_dump(mode="json", exclude_unset=True)
+    rest["optimizer"] = trainer.settings.optimizer.kind
     rest["model"] = _plain_config(trainer)
     rest["dtype"] = trainer.settings.precision.dtype
     rest["config_json"] = getattr(trainer.model, "loaded_options", {})
@@ -65,6 +66,12 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     """Resumes from a checkpoint, or from the newest in a folder; see ``Trainer.resume``."""
     source = checkpoints.newest(folder)
     saved = described_as(source, _model_of(trainer))
+    own, before = trainer.settings.optimizer.kind, saved.rest.get("optimizer", "adamw")
+    if own != before:
+        raise CheckpointError(
+            f"{source} has the state of {before}, but optimizer.kind is {own!r}: set it to {before!r}, or begin from "
+            "the weights, by `parallel-ops export` and model.dir"
+        )
     state = state_dict(trainer)
     del state["progress"]
     groups = state["optimizer"].pop("param_groups")

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from parallel_ops._internal.command_line import INTERRUPTED
-from parallel_ops.train import outputs
+from parallel_ops.train import outputs, patterns
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
@@ -68,6 +68,8 @@ def check(settings: Settings, start: Start) -> float:
         vocabulary; files cannot be written; the device does not exist; ``resuming.check`` refuses a checkpoint.
     """
     uses_cuda(settings)
+    if settings.model.freeze or settings.optimizer.groups:
+        patterns.check(settings, patterns.names_of(settings))
     found = [samples.stream for samples in build_samples(settings, None) if samples is not None]
     resuming.check(settings, start)
     outputs.check(settings)

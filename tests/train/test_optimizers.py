@@ -1,0 +1,250 @@
+"""Muon on any plan, parameter groups, frozen parameters."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.models import Transformer
+from parallel_ops.train import CheckpointError
+from parallel_ops.train.config_sections import GroupSettings, OptimizerSettings
+from parallel_ops.train.muon import newton_schulz
+from parallel_ops.train.optimizer import optimizer_of, update
+from support import trainer as runs
+from support.distributed import ranks
+
+MUON = {"kind": "muon", "lr": 1e-2, "momentum": 0.9}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+class Layers(nn.Module):
+    """With the names of a transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(7, 5)
+        self.layers = nn.ModuleDict({"0": nn.Linear(5, 9), "1": nn.Linear(9, 4)})
+        self.layers["0"].router = nn.Linear(5, 3)
+
+
+def gradients(model, seed):
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+class TestMuon:
+    def test_it_is_torchs(self):
+        """Matrices as ``torch.optim.Muon``, everything else as ``torch.optim.AdamW``, bit by bit."""
+        torch.manual_seed(0)
+        model, other = Layers(), Layers()
+        other.load_state_dict(model.state_dict())
+        own = optimizer_of(model, OptimizerSettings(kind="muon", weight_decay=0.1, momentum=0.8))
+        matrices = [other.layers["0"].weight, other.layers["1"].weight]
+        decayed = [other.tokens.weight, other.layers["0"].router.weight]
+        rest = [p for p in other.parameters() if not any(p is q for q in (*matrices, *decayed))]
+        theirs = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+                              lr=0.02, betas=(0.9, 0.95), fused=True),
+        ]  # fmt: skip
+        for group in own.param_groups:
+            group["lr"] = 0.02
+        for step in range(3):
+            for m in (model, other):
+                gradients(m, step)
+            own.step()
+            for optimizer in theirs:
+                optimizer.step()
+        for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
+
+    def test_singular_values_become_about_one(self):
+        found = torch.linalg.svdvals(newton_schulz(torch.randn(40, 90)).float())
+        assert found.min() > 0.5 and found.max() < 1.4
+        assert newton_schulz(torch.zeros(3, 4)).abs().max() == 0
+
+    @pytest.mark.parametrize("scale", [1.0, 512.0])
+    def test_what_is_not_finite_changes_nothing(self, scale):
+        model = Layers()
+        own = optimizer_of(model, OptimizerSettings(kind="muon"))
+        for group in own.param_groups:
+            group["lr"] = 0.1
+        gradients(model, 0)
+        update(own, 1.0, scale)
+        before = [p.clone() for p in model.parameters()], [s["momentum_buffer"].clone() for s in momenta(own)]
+        gradients(model, 1)
+        model.tokens.weight.grad[0, 0] = torch.inf
+        assert not update(own, 1.0, scale).isfinite()
+        after = list(model.parameters()), [s["momentum_buffer"] for s in momenta(own)]
+        assert all(torch.equal(p, q) for a, b in zip(before, after, strict=True) for p, q in zip(a, b, strict=True))
+
+    def test_the_loss_scale_is_undone(self):
+        found = []
+        for scale in (1.0, 512.0):
+            torch.manual_seed(0)
+            model = Layers()
+            own = optimizer_of(model, OptimizerSettings(kind="muon"))
+            for group in own.param_groups:
+                group["lr"] = 0.1
+            gradients(model, 0)
+            for p in model.parameters():
+                p.grad *= scale
+            update(own, None, scale)
+            found.append([p.detach().clone() for p in model.parameters()])
+        for p, q in zip(*found, strict=True):
+            torch.testing.assert_close(p, q)
+
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            {"tp": 2, "dp": 2, "zero": 3},
+            {"dp": 4, "dp_replicate": 2, "zero": 2},
+            {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+            {"cp": 2, "dp": 2, "zero": 1},
+        ],
+        ids=str,
+    )
+    def test_any_plan_takes_the_same_steps(self, data, tmp_path, plan):
+        """Up to bfloat16, in which an update of other rounding may be another number; and resumes on one process."""
+        sections = {"model": runs.MODELS["llama"], "optimizer": MUON, "checkpoint": {"dir": str(tmp_path / "a")}}
+        want = runs.steps_of(0, runs.settings_of(data, **sections))
+        settings = runs.settings_of(data, **{**sections, "parallel": plan, "checkpoint": {"dir": str(tmp_path / "b")}})
+        got = ranks(4).run(runs.steps_of, settings, None, 3)
+        np.testing.assert_allclose(got[0], want[:3], rtol=5e-3)
+        resumed = runs.steps_of(0, runs.settings_of(data, **{**sections, "checkpoint": {}}), tmp_path / "b")
+        np.testing.assert_allclose(resumed, want[3:], rtol=2e-2)
+        assert want[-1][0] < want[0][0] - 0.2
+
+    def test_experts_stay_with_adamw(self, data):
+        trainer = runs.trainer_of(runs.settings_of(data, model=runs.MODELS["experts"], optimizer=MUON))
+        of = {id(p): g["momentum"] for g in trainer.optimizer.param_groups for p in g["params"]}
+        found = {name: of[id(p)] for name, p in trainer.model.named_parameters()}
+        assert found["layers.1.mlp.experts.down"] is None and found["tokens.weight"] is None
+        assert {name for name, momentum in found.items() if momentum} >= {"layers.0.attention.q.weight"}
+        assert all(momentum is None for name, momentum in found.items() if "router" in name or "norm" in name)
+
+    def test_a_checkpoint_of_the_other_optimizer_is_refused(self, data, tmp_path):
+        runs.steps_of(0, runs.settings_of(data, checkpoint={"dir": str(tmp_path)}), steps=1)
+        trainer = runs.trainer_of(runs.settings_of(data, optimizer=MUON, checkpoint={"dir": str(tmp_path)}))
+        with pytest.raises(CheckpointError, match=r"has the state of adamw, but optimizer\.kind is 'muon': set it"):
+            trainer.resume()
+
+
+def momenta(optimizer):
+    return [state for state in optimizer.state.values() if "momentum_buffer" in state]
+
+
+class TestGroups:
+    def test_rates_and_decay_by_name(self):
+        model = Layers()
+        groups = (
+            GroupSettings(match="layers.0.router.*", lr_ratio=0.5, weight_decay=0.0),
+            GroupSettings(match="layers.*", weight_decay=0.3),
+            GroupSettings(match="*.bias", weight_decay=0.7),
+        )
+        optimizer = optimizer_of(model, OptimizerSettings(weight_decay=0.1, groups=groups))
+        of = {id(p): (g["lr_ratio"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        found = {name: of[id(p)] for name, p in model.named_parameters()}
+        assert found == {
+            "tokens.weight": (1.0, 0.1),
+            "layers.0.weight": (1.0, 0.3), "layers.0.bias": (1.0, 0.3),
+            "layers.0.router.weight": (0.5, 0.0), "layers.0.router.bias": (0.5, 0.0),
+            "layers.1.weight": (1.0, 0.3), "layers.1.bias": (1.0, 0.3),
+        }  # fmt: skip
+
+    def test_a_ratio_is_of_the_schedule(self, data):
+        groups = [{"match": "tokens.*", "lr_ratio": 0.0}, {"match": "layers.0.*", "lr_ratio": 0.25}]
+        trainer = runs.trainer_of(runs.settings_of(data, optimizer={"groups": groups, "weight_decay": 0.0}))
+        before = trainer.model.tokens.weight.detach().clone()
+        step = trainer.step()
+        trainer.step()
+        trainer.loader.close()
+        assert torch.equal(trainer.model.tokens.weight, before)
+        assert {g["lr"] / g["lr_ratio"] for g in trainer.optimizer.param_groups if g["lr_ratio"]} == {2 * step.lr}
+
+    def test_any_plan_has_the_same_groups(self, data):
+        groups = [{"match": "layers.1.*", "lr_ratio": 0.1, "weight_decay": 0.5}]
+        settings = {"optimizer": {"groups": groups}, "model": runs.MODELS["llama"]}
+        want = runs.steps_of(0, runs.settings_of(data, **settings), steps=3)
+        for plan in ({"pp": 2}, {"tp": 2}):
+            got = ranks(2).run(runs.steps_of, runs.settings_of(data, **settings, parallel=plan), None, 3)
+            np.testing.assert_allclose(got[0], want, rtol=1e-4)
+
+
+FROZEN = {**runs.MODELS["llama"], "freeze": ["tokens.*", "layers.0.*", "*.mlp.*"]}
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2, "zero": 3}, {"cp": 2}], ids=str)
+    def test_they_stay_as_they_are_and_all_plans_agree(self, data, tmp_path, plan):
+        sections = {"model": FROZEN, "checkpoint": {"dir": str(tmp_path / "a")}}
+        want = runs.steps_of(0, runs.settings_of(data, **sections))
+        settings = runs.settings_of(data, model=FROZEN, parallel=plan, checkpoint={"dir": str(tmp_path / "b")})
+        got = ranks(2).run(runs.steps_of, settings, None, 3)
+        np.testing.assert_allclose(got[0], want[:3], rtol=1e-4)
+        resumed = runs.steps_of(0, runs.settings_of(data, model=FROZEN), tmp_path / "b")
+        np.testing.assert_allclose(resumed, want[3:], rtol=1e-3)
+        assert want[-1][0] < want[0][0]
+        trained = runs.trainer_of(runs.settings_of(data, **sections))
+        fresh = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
+        trained.resume()
+        moved = {name for name, p in trained.model.named_parameters() if not torch.equal(p, fresh[name])}
+        assert moved and all(name.startswith(("layers.1.", "norm", "head")) and ".mlp." not in name for name in moved)
+        shapes = Transformer.global_shapes(trained.settings.config)
+        assert len(trained.optimizer.state) == len(moved) < len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"optimizer": {"groups": [{"match": "layer.*"}]}},
+            r"optimizer\.groups\.0\.match: 'layer\.\*' matches no",
+        ),
+        (
+            {"model": {**runs.MODELS["gpt"], "freeze": ["x"]}},
+            r"model\.freeze: 'x' matches no parameter; their names",
+        ),
+        ({"model": {**runs.MODELS["gpt"], "freeze": ["*"]}}, r"model\.freeze: all parameters are frozen"),
+    ],
+)
+def test_patterns_that_match_nothing(data, sections, message):
+    with pytest.raises(ValueError, match=message):
+        runs.trainer_of(runs.settings_of(data, **sections))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("optimizer.kind=adam", r"optimizer\.kind: input should be 'adamw' or 'muon', got 'adam'"),
+        ("optimizer.momentum=1.0", r"optimizer\.momentum: .* less than 1, got 1\.0"),
+        ("optimizer.groups=[{lr_ratio=1.0}]", r"optimizer\.groups\.0\.match is missing"),
+        ("optimizer.groups=[{match='a',rate=1.0}]", r"unknown key optimizer\.groups\.0\.rate; nearest: lr_ratio|known"),
+        (
+            "optimizer.groups=[{match='a',lr_ratio=-1.0}]",
+            r"optimizer\.groups\.0\.lr_ratio: .* greater than or",
+        ),
+        ("model.freeze='tokens.*'", r"model\.freeze: must be a list"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, change, message):
+    from parallel_ops.train.config_file import read_settings
+
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model]\nvocab_size = 64\nseq_length = 32\nnum_layers = 2\nhidden_size = 32\nnum_heads = 4\n"
+        "[data]\npaths = ['tokens.bin']\n"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        read_settings(path, [change])
+    assert "\n" not in str(raised.value)
+    assert read_settings(path, ["model.freeze=['tokens.*']"]).model.freeze == ("tokens.*",)
+    with pytest.raises(ValueError, match=r"model\.freeze needs parallel\.pp of 1, got 2: a stage may have nothing"):
+        read_settings(path, ["model.freeze=['tokens.*']", "parallel.pp=2"])
