@@ -97,6 +97,14 @@ def train_command(
         bool,
         typer.Option("--trace", help="Draw the pipeline as it ran, in logging.trace: by default trace beside the log."),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Trace some steps by torch's profiler, in logging.profile: by default profile beside the "
+            "log; on a GPU with a snapshot of its memory.",
+        ),
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file, and end.")] = False,
 ) -> None:
     """Trains a model as a TOML file says: in processes started here, or as a rank under torchrun.
@@ -120,7 +128,7 @@ def train_command(
     wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]
     with contextlib.nullcontext() if dry_run else launch.propagated():
-        settings = command.settings_for(file, wanted, deepspeed, processes, trace=trace)
+        settings = command.settings_for(file, wanted, deepspeed, processes, trace=trace, profile=profile)
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return

@@ -279,8 +279,10 @@ class LoggingSettings(Section):
     Attributes:
         interval: Steps between two progress lines.
         jsonl: File with one JSON object a step. tensorboard: Folder of TensorBoard events.
-        plot: File for a plot of loss and throughput, written at the end.
+        wandb: Project of Weights & Biases, whose package must be installed.
+        plot: File for a plot of loss, throughput, gradient norm and learning rate, written at the end.
         trace: Folder for a picture of the pipeline as it was measured in the second step, and a trace for Chrome.
+        profile: Folder for a trace of some steps by torch's profiler, and on a GPU a snapshot of its memory.
     """
 
     interval: Positive = 1
@@ -288,6 +290,8 @@ class LoggingSettings(Section):
     tensorboard: Folder | None = None
     plot: Folder | None = None
     trace: Folder | None = None
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    profile: Folder | None = None
 
 
 def _parallel_fields() -> dict[str, Any]:

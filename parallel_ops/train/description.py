@@ -155,7 +155,7 @@ def device_name(device: torch.device) -> str:
 def _logs(settings: "LoggingSettings") -> list[Line]:
     files: dict[str, Path | None] = {
         "a line a step": settings.jsonl, "TensorBoard": settings.tensorboard, "plot": settings.plot,
-        "pipeline": settings.trace,
+        "pipeline": settings.trace, "profile": settings.profile,
     }  # fmt: skip
     written = [f"{file} ({kind})" for kind, file in files.items() if file is not None]
     return [("logs", ", ".join(written))] if written else []

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from parallel_ops.train import outputs
@@ -13,6 +13,7 @@ from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.evaluation import Evaluation
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.metrics import Metrics
+from parallel_ops.train.profile import Profile
 from parallel_ops.train.progress import Progress
 from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.run_state import RunState
@@ -35,6 +36,16 @@ class Run(RunState, Protocol):
     def save_in(self, store: Checkpoints) -> None: ...
 
 
+@contextlib.contextmanager
+def _observed(*observers: Trace | Profile) -> Iterator[None]:
+    """A step that is traced and profiled."""
+    for observer in observers:
+        observer.begin()
+    yield
+    for observer in observers:
+        observer.end()
+
+
 def take_steps(trainer: Run, stopping: Stopping) -> Result:
     """Takes the remaining steps; see ``Trainer.train``."""
     settings, evaluation = trainer.settings, trainer.evaluation
@@ -51,13 +62,13 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
         signals = stack.enter_context(stopping)
         progress = stack.enter_context(Progress(trainer))
         metrics = stack.enter_context(Metrics(trainer))
-        trace = Trace(trainer)
+        trace, profile = Trace(trainer), Profile(trainer)
+        stack.callback(profile.close)
         try:
             while trainer.global_step < settings.run.steps:
-                trace.begin()
-                step = trainer.step(asked=lambda: signals.asked)
-                problem = trainer.problem(step)
-                trace.end()
+                with _observed(trace, profile):
+                    step = trainer.step(asked=lambda: signals.asked)
+                    problem = trainer.problem(step)
                 is_best = False
                 if problem is None and step.stop is None and evaluation is not None and evaluation.due():
                     evaluated = trainer.evaluate()

@@ -1,4 +1,4 @@
-"""File logging of a run, on rank 0: JSON lines, TensorBoard, a plot at the end."""
+"""Logs of a run, on rank 0: JSON lines, TensorBoard, Weights & Biases, a plot at the end."""
 
 import contextlib
 import json
@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from parallel_ops.train.throughput import peak_share
 
 if TYPE_CHECKING:
     from parallel_ops.train.config_sections import LoggingSettings
@@ -25,6 +27,8 @@ class Metrics:
         self._files = contextlib.ExitStack()
         self._jsonl: Any = None
         self._board: Any = None
+        self._wandb: Any = None
+        self._peak_share = peak_share(trainer)
 
     def __enter__(self) -> "Metrics":
         if self.trainer.rank == 0:
@@ -36,12 +40,19 @@ class Metrics:
 
                 self._board = SummaryWriter(str(self.settings.tensorboard), purge_step=self.trainer.global_step + 1)
                 self._files.callback(self._board.close)
+            if self.settings.wandb is not None:
+                import wandb
+
+                config = self.trainer.settings.model_dump(mode="json")
+                self._wandb = wandb.init(project=self.settings.wandb, config=config)
+                self._files.callback(self._wandb.finish)
         return self
 
     def add(self, step: "Step") -> None:
         """Logs a step."""
         if self.trainer.rank:
             return
+        rate = step.tokens / step.seconds
         record = {
             "step": step.number,
             "loss": _finite(step.loss),
@@ -49,7 +60,10 @@ class Metrics:
             "tokens": step.tokens,
             "seconds": step.seconds,
             "lr": step.lr,
+            "tokens_per_second_per_gpu": rate / self.trainer.world,
         }
+        if self._peak_share:
+            record["mfu"] = rate * self._peak_share
         if step.evaluation_loss is not None:
             record["evaluation_loss"] = _finite(step.evaluation_loss)
         record |= step.experts or {}
@@ -66,7 +80,13 @@ class Metrics:
                     self._board.add_scalar(name, value, step.number)
             for name, value in (step.experts or {}).items():
                 self._board.add_scalar(name, value, step.number)
-            self._board.add_scalar("tokens_per_second", step.tokens / step.seconds, step.number)
+            self._board.add_scalar("tokens_per_second", rate, step.number)
+            for name in ("tokens_per_second_per_gpu", "mfu"):
+                if name in record:
+                    self._board.add_scalar(name, record[name], step.number)
+        if self._wandb is not None:
+            values = {name: value for name, value in record.items() if name != "step" and value is not None}
+            self._wandb.log(values, step=step.number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,32 +119,41 @@ def _rewritten(path: Path, records: Sequence[dict[str, Any]]) -> Any:
 
 
 def save_plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Saves loss and throughput over the steps of a JSONL file, side by side."""
+    """Saves a picture of loss and evaluation, throughput, gradient norm and learning rate over the steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    losses, rates = figure.subplots(1, 2)
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
+    (losses, speeds), (norms, rates) = figure.subplots(2, 2)
     steps = [record["step"] for record in records]
-    nan = math.nan
-    losses.plot(steps, [nan if r["loss"] is None else r["loss"] for r in records], color="#1d3557", linewidth=1.8)
+    losses.plot(steps, _values(records, "loss"), color="#1d3557", linewidth=1.8)
     if evaluated := [r for r in records if r.get("evaluation_loss") is not None]:
         points = [r["evaluation_loss"] for r in evaluated]
         losses.plot([r["step"] for r in evaluated], points, "o-", color="#e76f51", markersize=4, label="evaluation")
         losses.lines[0].set_label("training")
         losses.legend(frameon=False)
-    losses.set(title="Loss", xlabel="step", ylabel="cross entropy, nats per token")
-    speeds = [r["tokens"] / r["seconds"] for r in records]
-    middle = median(speeds)
-    rates.plot(steps, speeds, "o", color="#2a9d8f", markersize=3, alpha=0.7, markeredgewidth=0)
-    rates.axhline(middle, color="#2a9d8f", linewidth=1.6)
-    rates.set(title=f"Throughput, median {middle:,.0f} tokens/s", xlabel="step", ylabel="tokens/s")
+    losses.set(title="Loss", ylabel="cross entropy, nats per token")
+    found = [r["tokens"] / r["seconds"] for r in records]
+    middle = median(found)
+    speeds.plot(steps, found, "o", color="#2a9d8f", markersize=3, alpha=0.7, markeredgewidth=0)
+    speeds.axhline(middle, color="#2a9d8f", linewidth=1.6)
+    speeds.set(title=f"Throughput, median {middle:,.0f} tokens/s", ylabel="tokens/s")
+    speeds.set_ylim(0)
+    norms.plot(steps, _values(records, "grad_norm"), color="#6d597a", linewidth=1.4)
+    norms.set(title="Gradient norm, before clipping", xlabel="step")
+    norms.set_ylim(0)
+    rates.plot(steps, _values(records, "lr"), color="#b56576", linewidth=1.8)
+    rates.set(title="Learning rate", xlabel="step")
     rates.set_ylim(0)
-    for axes in (losses, rates):
+    for axes in (losses, speeds, norms, rates):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=150)
+
+
+def _values(records: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [math.nan if record.get(name) is None else record[name] for record in records]
 
 
 def _finite(value: float) -> float | None:

@@ -19,15 +19,17 @@ def check(settings: "Settings") -> None:
         OSError: A file or folder cannot be written; the message has its key.
     """
     logging = settings.logging
-    for package, path in (("tensorboard", logging.tensorboard), ("matplotlib", logging.plot)):
-        if path is not None and importlib.util.find_spec(package) is None:
-            raise ImportError(f"{path} needs {package}; run: pip install {package}")
+    needed = (("tensorboard", logging.tensorboard), ("matplotlib", logging.plot), ("wandb", logging.wandb))
+    for package, given in needed:
+        if given is not None and importlib.util.find_spec(package) is None:
+            raise ImportError(f"{given} needs {package}; run: pip install {package}")
     if logging.plot is not None and logging.plot.suffix.lower() not in PLOT_FORMATS:
         raise ValueError(f"logging.plot must end in {', '.join(PLOT_FORMATS)}, got {logging.plot}")
     for key, folder in (
         ("checkpoint.dir", settings.checkpoint.dir),
         ("logging.tensorboard", logging.tensorboard),
         ("logging.trace", logging.trace),
+        ("logging.profile", logging.profile),
     ):
         if folder is not None:
             _check_folder(key, folder)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel_ops.models import Transformer
-from parallel_ops.planner import presets
 from parallel_ops.train import description
+from parallel_ops.train.throughput import peak_share
 
 if TYPE_CHECKING:
     from parallel_ops.train.results import Result, Step
@@ -38,7 +37,7 @@ class Progress:
         self.trainer, self.settings = trainer, trainer.settings
         self._seconds: list[float] = []
         self._bar: Any = None
-        self._flops = _flops(trainer)
+        self._peak_share = peak_share(trainer)
         self._first, self._start = trainer.global_step, time.perf_counter()
         self._since, self._drawn, self._last = (self._first, self._start), -math.inf, self._start
 
@@ -105,7 +104,7 @@ class Progress:
     def _parts(self, step: "Step", rate: float) -> list[str]:
         left = timedelta(seconds=round((self.settings.run.steps - step.number) * median(self._seconds)))
         parts = [f"loss {step.loss:.4f}", f"norm {step.grad_norm:.3g}", f"lr {step.lr:.2e}", f"{rate:,.0f} tokens/s"]
-        parts += [f"MFU {rate * self._flops:.1%}"] if self._flops else []
+        parts += [f"MFU {rate * self._peak_share:.1%}"] if self._peak_share else []
         memory = peak_memory(self.trainer.device)
         parts += [] if memory is None else [f"{memory / 2**30:.2f} GiB"]
         return [*parts, f"{left} left"]
@@ -140,19 +139,6 @@ def _bar(steps: int, done: int) -> Any:
     bar.start()
     bar.refresh()
     return bar
-
-
-def _flops(trainer: "RunState") -> float:
-    """The fraction of all ranks' peak for one token a second; 0 if unknown."""
-    from parallel_ops.train.planner_bridge import gpu_here, model_of
-
-    name = torch.cuda.get_device_name(trainer.device).lower() if trainer.device.type == "cuda" else ""
-    gpu = gpu_here() if name and isinstance(trainer.model, Transformer) else None
-    # The presets have the figures of the fastest variant.
-    if gpu is None or "pcie" in name or "nvl" in name:
-        return 0.0
-    peak = presets.gpu(gpu).peak(trainer.settings.precision.dtype) * trainer.world
-    return 3 * model_of(trainer.settings).forward_flops / peak
 
 
 def peak_memory(device: torch.device) -> int | None:

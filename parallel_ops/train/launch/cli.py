@@ -25,12 +25,19 @@ from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memo
 
 
 def settings_for(
-    file: Path, changes: list[str], deepspeed: Path | None, processes: int | None, *, trace: bool = False
+    file: Path,
+    changes: list[str],
+    deepspeed: Path | None,
+    processes: int | None,
+    *,
+    trace: bool = False,
+    profile: bool = False,
 ) -> Settings:
     """The settings of a file, changed by a DeepSpeed JSON and the command line, for ``processes`` processes.
 
     Args:
         trace: Draw the pipeline in ``logging.trace``; if that is not set, in a folder beside ``logging.jsonl``.
+        profile: The same of ``logging.profile``.
 
     Raises:
         ValueError, OSError: A setting or file is invalid; the message names it.
@@ -39,9 +46,9 @@ def settings_for(
     if deepspeed is not None:
         ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
         data = with_deepspeed(data, deepspeed, ranks)
-    if trace:
+    for name in [*(["trace"] if trace else []), *(["profile"] if profile else [])]:
         logging = dict(data.get("logging", {}))
-        logging.setdefault("trace", str(Path(logging.get("jsonl", ".")).parent / "trace"))
+        logging.setdefault(name, str(Path(logging.get("jsonl", ".")).parent / name))
         data = {**data, "logging": logging}
     settings = settings_of(data, str(file))
     if processes is None or processes == settings.plan.gpus:

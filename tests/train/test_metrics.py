@@ -1,0 +1,105 @@
+"""What a run logs: files, Weights & Biases, the plot, the profiler's trace."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from parallel_ops.train import metrics, outputs, throughput
+from parallel_ops.train.metrics import save_plot
+from support import trainer as runs
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_throughput_of_each_gpu(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "peak_share", lambda trainer: 1e-6)
+    runs.train(0, runs.settings_of(data, logging={"jsonl": str(tmp_path / "log.jsonl")}))
+    for line in lines(tmp_path / "log.jsonl"):
+        rate = line["tokens"] / line["seconds"]
+        assert line["tokens_per_second_per_gpu"] == rate and line["mfu"] == pytest.approx(rate * 1e-6)
+
+
+def test_no_mfu_without_a_known_gpu(data, tmp_path):
+    settings = runs.settings_of(data, logging={"jsonl": str(tmp_path / "log.jsonl")}, run={"steps": 1, "device": "cpu"},
+                                optimizer={"warmup": 0})  # fmt: skip
+    runs.train(0, settings)
+    assert "mfu" not in lines(tmp_path / "log.jsonl")[0]
+    assert throughput.peak_share(runs.trainer_of(settings)) == 0
+
+
+def test_profiled_steps_are_the_same_steps(data, tmp_path):
+    plain, traced = tmp_path / "plain.jsonl", tmp_path / "traced.jsonl"
+    runs.train(0, runs.settings_of(data, logging={"jsonl": str(plain)}))
+    runs.train(0, runs.settings_of(data, logging={"jsonl": str(traced), "profile": str(tmp_path / "profile")}))
+    assert [line["loss"] for line in lines(plain)] == [line["loss"] for line in lines(traced)]
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert any(name.startswith("parallel_ops::") for name in names)
+    assert sum(name.startswith("Optimizer.step") for name in names) == 3  # steps 2 to 4 of 5
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace.json"]  # no GPU, no memory snapshot
+
+
+def test_a_run_that_ends_before_the_last_profiled_step(data, tmp_path):
+    settings = runs.settings_of(
+        data, logging={"profile": str(tmp_path)}, run={"steps": 1, "device": "cpu"}, optimizer={"warmup": 0}
+    )
+    runs.train(0, settings)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+WANDB = """
+import json
+class Run:
+    def __init__(self, **given): self.rows = [given]
+    def log(self, values, step): self.rows.append({"step": step, **values})
+    def finish(self): open(PATH, "w").write(json.dumps(self.rows))
+def init(**given): return Run(**given)
+"""
+
+
+def test_weights_and_biases_get_every_step(data, tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(f"PATH = {str(tmp_path / 'rows.json')!r}\n{WANDB}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    settings = runs.settings_of(
+        data, logging={"wandb": "mine"}, evaluation={"share": 0.1, "interval": 2, "sequences": 4}
+    )
+    runs.train(0, settings)
+    first, *rows = json.loads((tmp_path / "rows.json").read_text())
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert first["project"] == "mine" and first["config"]["optimizer"]["lr"] == 1e-2
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all("loss" in row and "lr" in row for row in rows)
+    assert ["evaluation_loss" in row for row in rows] == [False, True, False, True, True]
+
+
+def test_a_package_that_is_missing_is_named(data, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="mine needs wandb; run: pip install wandb"):
+        outputs.check(runs.settings_of(data, logging={"wandb": "mine"}))
+
+
+def test_a_profile_that_cannot_be_written_is_named(data, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"logging\.profile: .*file is a file, where a folder is needed"):
+        outputs.check(runs.settings_of(data, logging={"profile": str(tmp_path / "file")}))
+
+
+def test_the_plot_has_all_curves(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = [
+        {"step": n, "loss": 3.0 / n, "grad_norm": None if n == 2 else 1.0, "tokens": 10, "seconds": 0.1, "lr": 1e-3 * n}
+        for n in range(1, 5)
+    ]
+    records[3]["evaluation_loss"] = 1.0
+    save_plot(records, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size > 10_000
