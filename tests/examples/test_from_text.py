@@ -38,7 +38,7 @@ def test_the_commands_of_the_page(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "60 of 60 steps" in done.stdout and "40 of 40 steps" in done.stdout and "% of them in the loss" in done.stdout
+        "40 of 40 steps" in done.stdout and "30 of 30 steps" in done.stdout and "% of them in the loss" in done.stdout
     )
     assert "What is 12 plus 1?\n<|assistant|>\n" in done.stdout
     assert (tmp_path / "runs/text/profile/trace.json").exists()
