@@ -86,8 +86,8 @@ def test_a_program_has_the_times_of_its_simulation():
 )
 @settings(max_examples=120)
 def test_a_part_of_the_pipeline_stands_for_all_of_it(kind, pp, rounds, passes, barrier, first):
-    """A search compares plans by this: at most 2.5 % off the step, also with fewer micro-batches than ranks. ZB-2p, which
-    searches an order for each number of ranks, is up to 9 % faster with as many micro-batches as ranks."""
+    """A search compares plans by this: at most 2.5 % off the step, also with fewer micro-batches than ranks. ZB-2p,
+    which searches an order for each number of ranks, is up to 9 % faster with as many micro-batches as ranks."""
     i, w, link = passes
     v = 2 if kind in ("interleaved", "zb-v", "dualpipe-v") else 1
     m = max(1, int(pp * rounds))

@@ -192,7 +192,8 @@ def test_what_a_run_leaves(data, tmp_path, capsys):
     first = (tmp_path / "logs" / "m.jsonl").read_text()
     records = [json.loads(line) for line in first.splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
-    assert set(records[0]) == {"step", "loss", "grad_norm", "tokens", "seconds", "lr"}
+    names = {"step", "loss", "grad_norm", "tokens", "seconds", "lr", "tokens_per_second_per_gpu"}
+    assert set(records[0]) == names
     assert records[0]["tokens"] == BATCH * 16 and records[-1]["loss"] == result.loss < records[0]["loss"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "logs" / "m.jsonl").write_text(first + '{"step": 6, "lo')  # as a run that was killed leaves it

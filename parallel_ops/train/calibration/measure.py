@@ -15,7 +15,7 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention
 from parallel_ops.train.calibration.fit import Measured
 from parallel_ops.train.config_sections import OptimizerSettings
-from parallel_ops.train.optimizer import adamw, update
+from parallel_ops.train.optimizer import optimizer_of, update
 from parallel_ops.train.planner_model import planner_model
 
 # Sizes of products, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
@@ -165,7 +165,7 @@ def _launch(model: Transformer, tokens: Tensor, clock: Clock) -> float:
 def _update(clock: Clock, parameters: int, device: torch.device) -> float:
     """Seconds of norm, clipping and AdamW, as ``Trainer`` does them."""
     model = torch.nn.ParameterList(torch.randn(parameters // 4, 1, device=device) for _ in range(4))
-    optimizer = adamw(model, OptimizerSettings())
+    optimizer = optimizer_of(model, OptimizerSettings())
     gradients = [torch.randn_like(p) for p in model]
 
     def step() -> None:
