@@ -75,8 +75,8 @@ _HOMES = {
     "vocab_parallel_linear_cross_entropy": "tensor_parallel",
 }
 _ROOMS = {
-    "comm", "context_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel", "planner",
-    "tensor_parallel", "tokenization", "train",
+    "comm", "context_parallel", "expert_parallel", "integrations", "layers", "models", "ops", "pipeline_parallel",
+    "planner", "tensor_parallel", "tokenization", "train",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from parallel_ops._internal.command_line import bytes_bar, fail, require
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
@@ -18,21 +18,7 @@ from parallel_ops.tokenization.cli import tokenize_command
 __all__ = ["main"]
 
 _COMMAND = "parallel_ops.command"
-# Listed so; called as `export` with arguments, beside the planner's `export`, which has options alone.
-_EXPORT = "export CHECKPOINT FOLDER"
-_OF_A_PLAN = ("--model", "--format")
 
-
-class _Commands(TyperGroup):
-    """``export`` is that of a checkpoint unless it has options of a plan."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        if args[0] == "export" and not any(arg.partition("=")[0] in _OF_A_PLAN for arg in args):
-            return "export", self.get_command(ctx, _EXPORT), args[1:]
-        return super().resolve_command(ctx, args)
-
-
-app.info.cls = _Commands
 app.command("tokenize", no_args_is_help=False)(tokenize_command)
 
 
@@ -154,7 +140,7 @@ def calibrate_command(
     command.report(file, *command.calibrate(file, processes, seconds))
 
 
-@app.command(_EXPORT)
+@app.command("export")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them: the newest.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
@@ -168,7 +154,7 @@ def export_command(
 ) -> None:
     """Writes a checkpoint of any plan as a Hugging Face folder, which transformers opens.
 
-    Needs no GPU, and memory for one parameter. (With --model and --format `export` writes a plan.)
+    Needs no GPU, and memory for one parameter.
 
     Example: parallel-ops export runs/example my-model --tokenizer tokenizer.json
     """

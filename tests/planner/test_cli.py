@@ -89,7 +89,7 @@ class TestPlan:
         given = ["--model", "gpt3-175b", "--cluster", "a100-80x8", "--batch", 64]
         code, out, err = run("plan", *given)
         assert (code, out) == (1, "")
-        assert run("estimate", *given) == run("export", *given, "--format", "torchrun") == (code, out, err)
+        assert run("estimate", *given) == run("config", *given, "--format", "torchrun") == (code, out, err)
         assert err.startswith("error: no plan of gpt3-175b fits on a100-80x8; ")
         smallest = int(err.split("; ")[1].split()[0])
         assert smallest > 8
@@ -156,7 +156,7 @@ def test_without_a_plan_the_fastest_is_taken(run):
     best = json.loads(run("plan", *SMALL, "--top", 1, "--json")[1])["plans"][0]
     assert json.loads(run("estimate", *SMALL, "--json")[1])["plan"] == best["plan"]
     sizes = ", ".join(f"{name}={best['plan'][name]}" for name in ("cp", "tp", "ep"))
-    assert f"{sizes})" in run("export", *SMALL, "--format", "torchrun")[1]
+    assert f"{sizes})" in run("config", *SMALL, "--format", "torchrun")[1]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_without_a_plan_the_fastest_is_taken(run):
         (["plan", *SMALL, "--top", "0"], "'--top'"),
         (["plan", *SMALL, "--top", "many"], "'--top'"),
         (["plan", *SMALL[:4]], "Missing option '--batch'"),
-        (["export", *SMALL, "--format", "jax"], "unknown system 'jax'; known: deepspeed, megatron"),
+        (["config", *SMALL, "--format", "jax"], "unknown system 'jax'; known: deepspeed, megatron"),
         (["plane"], "No such command 'plane'"),
         (["plan", "--nope"], "No such option"),
     ],

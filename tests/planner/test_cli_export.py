@@ -1,4 +1,4 @@
-"""``parallel-ops export``: the configuration of each system, and the plans that it cannot run."""
+"""``parallel-ops config``: the configuration of each system, and the plans that it cannot run."""
 
 import json
 
@@ -12,17 +12,17 @@ from support.planner_cli import PLAN, SMALL
 
 def exported(run, format, *plan, model="llama3-70b"):
     given = ["--model", model, "--cluster", "h100x64", "--batch", "4M", "--format", format]
-    code, out, err = run("export", *given, *(["--plan", ",".join(plan)] if plan else []))
+    code, out, err = run("config", *given, *(["--plan", ",".join(plan)] if plan else []))
     return err if code == 2 else out
 
 
 def test_a_plan_that_does_not_fit_is_written_and_said_so(run):
     given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--format", "megatron"]
-    code, out, err = run("export", *given, "--plan", "tp=1")
+    code, out, err = run("config", *given, "--plan", "tp=1")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("does not fit: stage 0 needs") and "--tensor-model" in out
-    assert json.loads(run("export", *given, "--plan", "tp=1", "--json")[1])["fits"] is False
-    assert run("export", *given, "--plan", "tp=8,pp=4,zero=1")[2] == ""
+    assert json.loads(run("config", *given, "--plan", "tp=1", "--json")[1])["fits"] is False
+    assert run("config", *given, "--plan", "tp=8,pp=4,zero=1")[2] == ""
 
 
 def test_deepspeed(run):
@@ -108,7 +108,7 @@ def test_the_trainer(run):
 def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
     """The fastest plan of all has a schedule that Megatron-LM lacks."""
     given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M"]
-    code, out, err = run("export", *given, "--format", "megatron")
+    code, out, err = run("config", *given, "--format", "megatron")
     assert (code, err) == (0, "")
     assert "--tensor-model-parallel-size" in out
 
@@ -154,10 +154,10 @@ def test_what_a_system_cannot_run_is_refused(run):
 
 def test_to_a_file(run, tmp_path):
     given = [*SMALL, *PLAN, "--format", "torchrun"]
-    assert run("export", *given, "--output", tmp_path / "run.sh") == (0, "", "")
-    assert (tmp_path / "run.sh").read_text() == run("export", *given)[1]
-    assert json.loads(run("export", *given, "--json")[1]) == {
+    assert run("config", *given, "--output", tmp_path / "run.sh") == (0, "", "")
+    assert (tmp_path / "run.sh").read_text() == run("config", *given)[1]
+    assert json.loads(run("config", *given, "--json")[1]) == {
         "format": "torchrun",
         "fits": True,
-        "text": run("export", *given)[1],
+        "text": run("config", *given)[1],
     }

@@ -244,8 +244,8 @@ def validate_command(
         sys.exit(NO)
 
 
-@app.command("export")
-def export_command(
+@app.command("config")
+def config_command(
     model: ModelName,
     cluster: ClusterName,
     batch: Batch,
