@@ -1,4 +1,4 @@
-"""What the launchers share: tensors as rows, block sizes, and the column sum behind every bias gradient."""
+"""What the launchers share: tensors as rows, block sizes, and how bias gradients share rows (``_finish`` ends them)."""
 
 import functools
 import math
@@ -7,8 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from parallel_ops.triton_kernels._launch import launch
 
 # Partial sums per column of a bias gradient. 128 splits of the rows times the column blocks of a hidden size of
 # 4,096 and more keep an H200's 132 multiprocessors four programs deep, and cost 2% of the backward's traffic at
@@ -159,41 +157,6 @@ def computed_here(n):
         return n
 
 
-@triton.jit
-def _sum_columns(partial_ptr, out_ptr, splits, cols, BLOCK_SPLITS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    sums = tl.zeros((BLOCK_SPLITS, BLOCK_COLS), dtype=partial_ptr.dtype.element_ty)
-    for first in range(0, splits, BLOCK_SPLITS):
-        split = first + tl.arange(0, BLOCK_SPLITS)[:, None]
-        mask = (split < splits) & (col < cols)
-        sums += tl.load(partial_ptr + split.to(tl.int64) * cols + col, mask=mask, other=0.0)
-    total = tl.sum(sums, axis=0, keep_dims=True)
-    tl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < cols)
-
-
-@triton.jit
-def _column_sum_kernel(
-    partial_ptr, out_ptr, second_partial_ptr, second_out_ptr, splits, cols,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    _sum_columns(partial_ptr, out_ptr, splits, cols, BLOCK_SPLITS, BLOCK_COLS)
-    if second_out_ptr is not None:
-        _sum_columns(second_partial_ptr, second_out_ptr, splits, cols, BLOCK_SPLITS, BLOCK_COLS)
-
-
-def column_sum(
-    partial: Tensor, out: Tensor, second_partial: Tensor | None = None, second_out: Tensor | None = None
-) -> None:
-    """``out[j] = sum_i partial[i, j]`` in a fixed order; a second sum of the same shape in the same launch."""
-    splits, cols = partial.shape
-    block_cols = 32
-    launch(
-        _column_sum_kernel, (cdiv(cols, block_cols),),
-        partial, out, second_partial, second_out, splits, cols,
-        BLOCK_SPLITS=128, BLOCK_COLS=block_cols, num_warps=4,
-    )  # fmt: skip
-
-
 def row_splits(rows: int, block_rows: int) -> int:
     """How many programs share the rows: ``ROW_SPLITS``, or fewer where there is not a block for each."""
     return min(ROW_SPLITS, cdiv(rows, block_rows))
@@ -214,6 +177,11 @@ def sum_within_threads(x, GROUPS: tl.constexpr):
 
 
 def partial_sums(cols: int, like: Tensor, splits: int = ROW_SPLITS) -> Tensor:
-    """The buffer for ``column_sum``: fp32, or fp64 for fp64 data."""
+    """The buffer for parts of the sums of columns: fp32, or fp64 for fp64 data."""
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
     return torch.empty((splits, cols), dtype=dtype, device=like.device)
+
+
+def partial_sums_of(dweight: Tensor | None, dbias: Tensor | None, like: Tensor, splits: int) -> list[Tensor | None]:
+    """Buffers for the parts of those gradients of ``like``'s columns that are there."""
+    return [None if t is None else partial_sums(like.shape[-1], like, splits) for t in (dweight, dbias)]

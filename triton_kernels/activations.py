@@ -19,7 +19,6 @@ from parallel_ops.triton_kernels._common import (
     as_rows,
     bias_gradient_cols,
     cdiv,
-    column_sum,
     partial_sums,
     row_splits,
     sum_within_threads,
@@ -27,6 +26,14 @@ from parallel_ops.triton_kernels._common import (
     to_acc,
     unit_of,
     vector_cols,
+)
+from parallel_ops.triton_kernels._finish import (
+    arrive,
+    counter,
+    finish_block,
+    finishers,
+    sum_columns,
+    wait_for_workers,
 )
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive, reciprocal, sigmoid
@@ -37,6 +44,8 @@ NUM_WARPS = 4
 # inputs, four rows backward would take 185 registers a thread for sm_90 in bf16, and two programs fit a multiprocessor.
 FORWARD_ROWS, BACKWARD_ROWS = 8, 4
 GATED_ROWS = 2
+# Column blocks and rows that a program adds at a time for the gradient of the weights of rows.
+WEIGHT_SPLITS, WEIGHT_COLS = tl.constexpr(32), tl.constexpr(128)
 
 
 @triton.jit
@@ -166,18 +175,27 @@ def _backward_tile(
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, gate_ptr, up_ptr, bias_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_ptr, dweights_ptr,
-    rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
+    grad_ptr, gate_ptr, up_ptr, bias_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_ptr, partial_dweights_ptr,
+    dbias_ptr, dweights_ptr, counter_ptr,
+    rows, cols, col_blocks, splits, workers, bias_blocks, grad_stride, gate_stride, up_stride, dx_stride,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
+    FINISH_SPLITS: tl.constexpr, FINISH_COLS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
+    if HAS_BIAS or HAS_WEIGHTS:
+        if tl.program_id(0) >= workers:
+            _finish(
+                partial_ptr, partial_dweights_ptr, dbias_ptr, dweights_ptr, counter_ptr, rows, cols, col_blocks, splits,
+                workers, bias_blocks, GATED, HAS_BIAS, HAS_WEIGHTS, FINISH_SPLITS, FINISH_COLS,
+            )  # fmt: skip
+            return
     split, col_block = tile_of(tl.program_id(0), col_blocks)
     col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     in_cols = col < cols
     if HAS_WEIGHTS:
-        dweights_ptr += col_block.to(tl.int64) * rows
+        partial_dweights_ptr += col_block.to(tl.int64) * rows
     if HAS_BIAS:
         dtype: tl.constexpr = partial_ptr.dtype.element_ty
         gate_bias = tl.load(bias_ptr + col, mask=in_cols).to(dtype)
@@ -189,7 +207,7 @@ def _backward_kernel(
         for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
             row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
             dgate, dup = _backward_tile(
-                grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+                grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col, rows, cols,
                 grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
                 ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
             )  # fmt: skip
@@ -203,10 +221,33 @@ def _backward_kernel(
     else:
         row = split.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         _backward_tile(
-            grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+            grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col, rows, cols,
             grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
         )  # fmt: skip
+    if HAS_BIAS or HAS_WEIGHTS:
+        arrive(counter_ptr)
+
+
+@triton.jit
+def _finish(
+    partial_ptr, partial_dweights_ptr, dbias_ptr, dweights_ptr, counter_ptr, rows, cols, col_blocks, splits, workers,
+    bias_blocks, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, FINISH_SPLITS: tl.constexpr,
+    FINISH_COLS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the bias's gradient, or some rows of the weights': of those, the sum of all column blocks."""
+    wait_for_workers(counter_ptr, workers)
+    block = tl.program_id(0) - workers
+    if HAS_BIAS:
+        if block < bias_blocks:
+            biases = 2 * cols if GATED else cols
+            sum_columns(partial_ptr, dbias_ptr, block, splits, biases, FINISH_SPLITS, FINISH_COLS)
+    if HAS_WEIGHTS:
+        if block >= bias_blocks:
+            # Column blocks are few and rows are many: a tile of the other shape.
+            sum_columns(
+                partial_dweights_ptr, dweights_ptr, block - bias_blocks, col_blocks, rows, WEIGHT_SPLITS, WEIGHT_COLS
+            )  # fmt: skip
 
 
 def forward(
@@ -265,19 +306,21 @@ def backward(
     splits = cdiv(rows, block_rows) if bias is None else row_splits(rows, block_rows)
     partial = None if bias is None else partial_sums(dbias.shape[0], dgate, splits)
     partial_dweights = None if weights is None else partial_sums(rows, dgate, col_blocks)
+    biases = 0 if bias is None else dbias.shape[0]
+    workers, bias_blocks = col_blocks * splits, finishers(biases)
+    weight_blocks = 0 if weights is None else cdiv(rows, WEIGHT_COLS.value)
     launch(
-        _backward_kernel, (col_blocks * splits,),
+        _backward_kernel, (workers + bias_blocks + weight_blocks,),
         grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
-        rows, cols, col_blocks, splits, grad_stride, gate_stride, up_stride, dx_stride,
+        None if bias is None else dbias, None if weights is None else dweights,
+        counter(grad) if bias_blocks + weight_blocks else None,
+        rows, cols, col_blocks, splits, workers, bias_blocks, grad_stride, gate_stride, up_stride, dx_stride,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
         GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, STEP=2 if interleaved else 1,
         UNIT=unit_of(cols, grad_stride, gate_stride, up_stride, dx_stride),
-        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS,
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, **finish_block(biases, NUM_WARPS),
+        num_warps=NUM_WARPS,
     )  # fmt: skip
-    if partial is not None:
-        column_sum(partial, dbias)
-    if partial_dweights is not None:
-        column_sum(partial_dweights, dweights.view(-1))
 
 
 def _contiguous(t: Tensor | None) -> Tensor | None:

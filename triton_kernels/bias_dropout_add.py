@@ -12,7 +12,6 @@ from parallel_ops.triton_kernels._common import (
     as_rows,
     bias_gradient_cols,
     cdiv,
-    column_sum,
     partial_sums,
     row_splits,
     sum_within_threads,
@@ -20,6 +19,14 @@ from parallel_ops.triton_kernels._common import (
     to_acc,
     unit_of,
     vector_cols,
+)
+from parallel_ops.triton_kernels._finish import (
+    arrive,
+    counter,
+    finish_block,
+    finishers,
+    sum_columns,
+    wait_for_workers,
 )
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels._philox import keep_block
@@ -83,12 +90,20 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def _backward_kernel(
-    grad_ptr, dx_ptr, partial_ptr, seed_ptr, positions_ptr, rows, cols, col_blocks, splits, grad_stride, rows_each,
-    scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
+    grad_ptr, dx_ptr, partial_ptr, dbias_ptr, counter_ptr, seed_ptr, positions_ptr, rows, cols, col_blocks, splits,
+    workers, grad_stride, rows_each, scale: tl.float64, last_dropped: tl.uint32, index_offset: tl.int64,
     HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, SHIFT: tl.constexpr, BY_FOUR: tl.constexpr, CARRY: tl.constexpr,
     VECTOR: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, GROUPS: tl.constexpr,
+    FINISH_SPLITS: tl.constexpr, FINISH_COLS: tl.constexpr,
 ):  # fmt: skip
     cols = aligned(cols, UNIT)
+    if HAS_BIAS:
+        if tl.program_id(0) >= workers:
+            wait_for_workers(counter_ptr, workers)
+            sum_columns(
+                partial_ptr, dbias_ptr, tl.program_id(0) - workers, splits, cols, FINISH_SPLITS, FINISH_COLS
+            )  # fmt: skip
+            return
     split, col_block = tile_of(tl.program_id(0), col_blocks)
     start = col_block * BLOCK_COLS - SHIFT
     seed = tl.load(seed_ptr) if DROPOUT else 0
@@ -103,6 +118,7 @@ def _backward_kernel(
         col = start + tl.arange(0, BLOCK_COLS)[None, :]
         partial_ptr += split.to(tl.int64) * cols
         tl.store(partial_ptr + col, tl.sum(total, axis=0, keep_dims=True), mask=(col >= 0) & (col < cols))
+        arrive(counter_ptr)
     else:
         _backward_tile(
             grad_ptr, dx_ptr, seed, positions_ptr, split.to(tl.int64) * BLOCK_ROWS, start, rows, cols, grad_stride,
@@ -205,11 +221,12 @@ def backward(
     col_blocks = cdiv(cols + dropout["SHIFT"], block_cols)
     splits = row_splits(rows, block_rows) if has_bias else cdiv(rows, block_rows)
     partial = partial_sums(cols, grad, splits) if has_bias else None
+    workers = col_blocks * splits
     launch(
-        _backward_kernel, (col_blocks * splits,),
-        grad, dx, partial, seed, row_positions, rows, cols, col_blocks, splits, grad_stride,
+        _backward_kernel, (workers + (finishers(cols) if has_bias else 0),),
+        grad, dx, partial, dbias if has_bias else None, counter(grad) if has_bias else None, seed, row_positions,
+        rows, cols, col_blocks, splits, workers, grad_stride,
         HAS_BIAS=has_bias, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, grad_stride),
-        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, num_warps=NUM_WARPS, **dropout,
+        BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, **finish_block(cols, NUM_WARPS),
+        num_warps=NUM_WARPS, **dropout,
     )  # fmt: skip
-    if partial is not None:
-        column_sum(partial, dbias)

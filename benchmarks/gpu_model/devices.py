@@ -22,8 +22,11 @@ SPECIAL_FUNCTIONS = 16 / 32
 # A clone of a large tensor reached 89.6 % of the specified bandwidth of an H100 (quack, hadamard roofline analysis of
 # 2026); the other GPUs are assumed to reach as much.
 CLONE = 0.896
-# Seconds from a load to its data when memory is busy. Assumed.
+# Seconds from a load to its data when memory is busy, and from L2 when it is not. Assumed.
 LATENCY = 700e-9
+L2_LATENCY = 300e-9
+# From the last program of a launch to the first of the next on the same stream, within 1 to 3 us. Assumed.
+LAUNCH_GAP = 2e-6
 # Bytes that L2 delivers to a multiprocessor a cycle: 5120 for the 108 of an A100 (its whitepaper); assumed elsewhere.
 L2_BYTES = 5120 / 108
 

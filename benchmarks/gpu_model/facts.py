@@ -42,9 +42,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Facts:
-    """One launch."""
+    """The programs of a launch, or of its two kinds one."""
 
     kernel: str
+    waits: bool  # programs behind those of the same launch for which they wait
     grid: tuple[int, ...]
     programs: int
     warps: int
@@ -64,7 +65,7 @@ def facts(report: Report, capability: int) -> Facts:
     code = aot.compile_for(report.specialised, capability)
     program = compiled(report.specialised, capability)[0]
     issued = machine_code.issued(code.sass, program, report)
-    programs = report.grid[0] * report.grid[1] * report.grid[2]
+    programs = report.stands_for
     scale = programs / report.programs
     operands = []
     for stored, side in ((False, report.loads), (True, report.stores)):
@@ -81,6 +82,7 @@ def facts(report: Report, capability: int) -> Facts:
     loading = [loop for loop in loops if loop.loads]
     return Facts(
         kernel=report.name,
+        waits=report.waits,
         grid=report.grid,
         programs=programs,
         warps=report.warps,
@@ -127,7 +129,7 @@ def directions(
 
     ``sample``: programs of a launch that are run, all if None.
     """
-    run = functools.partial(executed, capability, exact=True, programs=sample)
+    run = functools.partial(executed, capability, exact=True, programs=2**31 if sample is None else sample)
     reports = _run(benchmark, shape, dtype, multiprocessors, op, run)
     return {direction: [facts(r, capability) for r in found] for direction, found in reports.items()}
 
@@ -135,7 +137,10 @@ def directions(
 def launched(
     benchmark: Benchmark, shape: Shape, dtype: torch.dtype, capability: int, multiprocessors: int
 ) -> dict[str, list[tuple[str, int, tuple[int, int, int]]]]:
-    """(kernel, programs, (registers, warps, bytes of shared memory)) of the launches, without running them."""
+    """(kernel, programs, (registers, warps, bytes of shared memory)) of the launches, without running them.
+
+    Programs that wait for the others are not counted.
+    """
     found = _run(benchmark, shape, dtype, multiprocessors, None, aot.recorded)
     return {direction: [_use(launch, capability) for launch in launches] for direction, launches in found.items()}
 
@@ -143,7 +148,10 @@ def launched(
 def _use(launch: Any, capability: int) -> tuple[str, int, tuple[int, int, int]]:
     code = aot.compile_for(launch, capability)
     warps = compiled(launch, capability)[1]
-    return launch.name, math.prod(launch.call[2]), (code.registers, warps, code.shared_bytes)
+    args, keywords, grid = launch.call
+    named = {name: value for name, value in keywords.items() if name not in aot.OPTIONS}
+    workers = launch.kernel.signature.bind(*args, **named).arguments.get("workers", math.prod(grid))
+    return launch.name, workers, (code.registers, warps, code.shared_bytes)
 
 
 def _give_values(t: torch.Tensor, values: torch.Tensor) -> None:

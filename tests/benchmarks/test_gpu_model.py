@@ -81,7 +81,7 @@ def test_a_sample_counts_what_all_programs_do(op, shape, dtype):
     sampled, whole = (directions(benchmark(op), shape, dtype, 90, 132, sample=n) for n in (SAMPLE, None))
     for direction in whole:
         for some, every in zip(sampled[direction], whole[direction], strict=True):
-            if "column_sum" in every.kernel:
+            if every.waits:  # the sums of a fiftieth of the bytes, the last block of which may be narrow
                 continue
             assert some.programs == every.programs and some.instructions == pytest.approx(every.instructions, rel=0.02)
             for a, b in zip(some.operands, every.operands, strict=True):
@@ -102,9 +102,8 @@ def test_wide_backward_of_norms_reads_once(op, cols):
 def test_backward_of_norms_fills_every_gpu(op, gpu):
     device = GPUS[gpu]
     launches = launched(benchmark(op), (2048, 4, 4096), BF16, device.capability, device.multiprocessors)["backward"]
-    kernel, programs, resident = next(
-        (name, n, device.resident(*use)) for name, n, use in launches if "column_sum" not in name
-    )
+    ((kernel, programs, use),) = launches
+    resident = device.resident(*use)
     rounds = -(-programs // (device.multiprocessors * resident))
     slots = device.multiprocessors * (resident * rounds if rounds > 1 else -(-programs // device.multiprocessors))
     assert programs / slots >= 0.9, f"{kernel}: {programs} programs, {resident} a multiprocessor"
@@ -115,7 +114,15 @@ def test_backward_of_layer_norm():
     backward = model("layer_norm", (2048, 4, 4096))["backward"]
     assert backward.main.facts.barriers <= 3
     assert backward.main.resident >= 2
-    assert sum("column_sum" in x.facts.kernel for x in backward.launches) == 1
+    assert [x.facts.waits for x in backward.launches] == [False, True]
+
+
+@pytest.mark.aot(smoke=False)
+@pytest.mark.parametrize("cols", [1024, 2048, 4096])
+@pytest.mark.parametrize("op", NORMS)
+def test_backward_of_norms_is_near_a_clone(op, cols):
+    """Finishing their sums counts in them."""
+    assert model(op, (2048, 4, cols))["backward"].share >= 0.85
 
 
 @pytest.mark.aot(smoke=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -70,20 +71,22 @@ def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @contextlib.contextmanager
 def executed(
-    capability: int, *, exact: bool = False, seed: int = 0, programs: int | None = None
+    capability: int, *, exact: bool = False, seed: int = 0, programs: int | None = None, shuffle: int | None = None
 ) -> Iterator[list[Report]]:
     """Kernels that are launched in the block are compiled for ``sm_<capability>`` and run here.
 
     ``exact``: approximate instructions are exact, instead of off by their worst error in directions set by ``seed``.
     ``programs``: run so many programs of each launch, evenly spread over the grid, instead of all; of a grid of tiles
-    of which the last of a row is partly empty, as many as whole rows of tiles need, two at least.
+    of which the last of a row is partly empty, as many as whole rows of tiles need, two at least. Where some programs
+    wait for others, the workers, both kinds have a report of their own.
+    ``shuffle``: all programs of a launch at once, in an order set by this number, instead of in theirs.
     """
     reports: list[Report] = []
     notes = _Unwritten()
     approximation = Approximation(None if exact else seed)
 
     def execute(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        reports.append(_run(self, args, kwargs, grid, capability, programs, notes, approximation))
+        reports.extend(_run(self, args, kwargs, grid, capability, programs, notes, approximation, shuffle=shuffle))
 
     original = JITFunction.run
     JITFunction.run = execute
@@ -99,7 +102,7 @@ def executed(
 def rerun(launch: aot.Launch, capability: int, programs: int) -> Report:
     """A launch that ``aot.recorded`` noted, on as many of its programs."""
     args, kwargs, grid = launch.call
-    return _run(launch.kernel, args, kwargs, grid, capability, programs, _Unwritten(), _EXACT, machine_code=True)
+    return _run(launch.kernel, args, kwargs, grid, capability, programs, _Unwritten(), _EXACT, machine_code=True)[0]
 
 
 @contextlib.contextmanager
@@ -123,7 +126,8 @@ def ops_launch_kernels() -> Iterator[None]:
 def _run(
     kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any, capability: int,
     sample: int | None, notes: _Unwritten, approximation: Approximation, machine_code: bool = False,
-) -> Report:  # fmt: skip
+    shuffle: int | None = None,
+) -> list[Report]:  # fmt: skip
     bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in aot.OPTIONS})
     bound.apply_defaults()
     launch = aot.specialise(kernel, args, dict(kwargs))
@@ -137,7 +141,26 @@ def _run(
     ]
     try:
         tiles = _tiles_of_a_row(bound.arguments)
-        return run(program, grid, warps, values, shared, sample, notes.flags, approximation, launch, tiles)
+        total, workers = math.prod(grid), bound.arguments.get("workers")
+        all_of_them = np.arange(total)
+        if shuffle is not None:
+            np.random.default_rng(shuffle).shuffle(all_of_them)
+        parts, counted = [all_of_them], None
+        if sample is not None and workers in (None, total):
+            parts = [_spread(total, sample, tiles)]
+        elif sample is not None:  # those that wait find what all others would have counted
+            parts = [_spread(workers, sample, tiles), workers + _spread(total - workers, sample, 1)]
+            counted = {"counter": workers}
+        reports = [
+            run(
+                program, grid, warps, values, shared, part, notes.flags, approximation, launch, counted,
+                total if shuffle is not None else None,
+            )
+            for part in parts
+        ]  # fmt: skip
+        if len(reports) > 1:
+            reports[0].stands_for, reports[1].stands_for, reports[1].waits = workers, total - workers, True
+        return reports
     except Fault as fault:
         raise Fault(f"{launch}, grid {tuple(grid)}: {fault}") from None
 
@@ -161,22 +184,29 @@ def _spread(total: int, sample: int | None, tiles: int) -> Array:
 
 def run(
     program: Program, grid: tuple[int, ...], warps: int, arguments: list[tuple[str, Any]], shared_bytes: int = 0,
-    sample: int | None = None, unwritten: dict[int, Array] | None = None,
-    approximation: Approximation = _EXACT, specialised: aot.Launch | None = None, tiles: int = 1,
+    numbers: Array | None = None, unwritten: dict[int, Array] | None = None,
+    approximation: Approximation = _EXACT, specialised: aot.Launch | None = None,
+    counted: Mapping[str, int] | None = None, at_once: int | None = None,
 ) -> Report:  # fmt: skip
-    """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter."""
+    """Runs ``program``; ``arguments``: (name, tensor or number) of each parameter.
+
+    ``numbers``: of the programs to run; all by default. ``counted``: what a counter has at first, by its name.
+    """
     memory = GlobalMemory(unwritten or {})
     values = [memory.pointer(name, v) if isinstance(v, torch.Tensor) else v for name, v in arguments]
     values += [0] * (len(program.parameters) - len(values))  # scratch memory, of which Triton's kernels ask for none
     named = {name: value for (name, _), value in zip(program.parameters, values, strict=True)}
+    for buffer in memory.buffers:
+        if counted and buffer.name in counted:
+            buffer.data[:4].view(np.int32)[:] = counted[buffer.name]
     shape = (*grid, 1, 1)[:3]
-    total = shape[0] * shape[1] * shape[2]
-    numbers = _spread(total, sample, tiles)
-    report = Report(specialised, shape, warps, len(numbers), shared_bytes)
+    if numbers is None:
+        numbers = np.arange(shape[0] * shape[1] * shape[2])
+    report = Report(specialised, shape, warps, len(numbers), shared_bytes, math.prod(shape))
     report.names = {i: instruction.name for i, instruction in enumerate(program.instructions)}
     report.sizes = {b.name: len(b.data) for b in memory.buffers}
     report.element_bytes = {b.name: b.unit for b in memory.buffers}
-    at_once = max(1, _THREADS // (32 * warps))
+    at_once = at_once or max(1, _THREADS // (32 * warps))
     for first in range(0, len(numbers), at_once):
         some = numbers[first : first + at_once]
         Machine(program, shape, some, warps, named, memory, shared_bytes, report, approximation).run()

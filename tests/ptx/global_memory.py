@@ -29,6 +29,7 @@ class Buffer:
     unwritten: Array | None  # None: all of it is known
     program: Array | None = None  # 1 + the program that wrote it in this launch
     thread: Array | None = None  # its thread and the number of barriers that it had passed
+    atomic: Array | None = None  # what atomic instructions touched, which others must leave alone
 
 
 class GlobalMemory:
@@ -39,6 +40,10 @@ class GlobalMemory:
         self._known: dict[int | str, int] = {}
         self._unwritten = unwritten
         self._next = 1 << 30
+        # By address: the programs that released there, and how many barriers each had passed. By program: what it
+        # acquired, and how many barriers it had passed itself.
+        self._released: dict[int, dict[int, int]] = {}
+        self._acquired: dict[int, list[tuple[dict[int, int], int]]] = {}
 
     def pointer(self, name: str, t: torch.Tensor) -> int:
         """The address of ``t``. Only the elements that its strides reach may be touched."""
@@ -82,6 +87,40 @@ class GlobalMemory:
             _check_reach(buffer, offsets, size)
             found.append((buffer, lanes, offsets))
         return found
+
+    def touch_atomically(self, buffer: Buffer, offset: int, size: int, program: int) -> None:
+        if buffer.unwritten is not None and buffer.unwritten[offset : offset + size].any():
+            raise Fault(f"atomic on what nobody wrote, of {buffer.name}")
+        if buffer.atomic is None:
+            buffer.atomic = np.zeros(-(-len(buffer.data) // buffer.unit), np.bool_)
+        units = slice(offset // buffer.unit, (offset + size) // buffer.unit)
+        if buffer.program is not None and ((buffer.program[units] > 0) & (buffer.program[units] != 1 + program)).any():
+            raise Fault(f"atomic on what another program stored, of {buffer.name}")
+        buffer.atomic[units] = True
+
+    def release(self, address: int, program: int, epoch: int | None) -> None:
+        """``epoch``: barriers that the program had passed; None for a change that releases nothing."""
+        if epoch is not None:
+            self._released.setdefault(address, {})[program] = epoch
+
+    def acquire(self, address: int, program: int, epoch: int) -> None:
+        released = self._released.get(address)
+        acquired = self._acquired.setdefault(program, [])
+        if released and not (acquired and acquired[-1][0] == released):
+            acquired.append((dict(released), epoch))
+
+    def ordered(self, buffer: Buffer, units: Array, program: Array, thread: Array) -> Array:
+        """Of what other programs wrote: is it known to the program that reads it?"""
+        assert buffer.program is not None and buffer.thread is not None
+        writer, written = buffer.program[units] - 1, buffer.thread[units] >> 20
+        known = np.zeros(units.shape, np.bool_)
+        for reader in np.unique(program):
+            for released, epoch in self._acquired.get(int(reader), []):
+                most = np.full(max(int(writer.max(initial=0)), *released) + 1, -1, np.int64)
+                most[list(released)] = list(released.values())
+                seen = (program == reader) & (thread >> 20 > epoch)
+                known |= seen[:, None] & (written < most[writer])
+        return known
 
 
 def _imagined(storage: int, size: int) -> Array:
@@ -142,18 +181,25 @@ def _units(buffer: Buffer, offsets: Array, size: int) -> Array:
     return offsets[:, None] // buffer.unit + np.arange(max(1, size // buffer.unit))
 
 
-def load(buffer: Buffer, offsets: Array, size: int, program: Array, thread: Array) -> Array:
+def _check_atomic(buffer: Buffer, offsets: Array, size: int) -> None:
+    if buffer.atomic is not None and buffer.atomic[_units(buffer, offsets, size)].any():
+        raise Fault(f"race: plain and atomic accesses to one place of {buffer.name}")
+
+
+def load(memory: GlobalMemory, buffer: Buffer, offsets: Array, size: int, program: Array, thread: Array) -> Array:
     """[lanes, size] bytes. ``thread``: the thread and the number of barriers behind it, as one number."""
     if buffer.unwritten is not None:
         flags = buffer.unwritten
         if any(flags[offsets + k].any() for k in range(0, size, buffer.unit)):
             raise Fault(f"reads what nobody wrote, of {buffer.name}")
+    _check_atomic(buffer, offsets, size)
     if buffer.program is not None and buffer.thread is not None:
         units = _units(buffer, offsets, size)
         writer = buffer.program[units]
-        if ((writer > 0) & (writer != 1 + program[:, None])).any():
+        others = (writer > 0) & (writer != 1 + program[:, None])
+        if others.any() and not memory.ordered(buffer, units, program, thread)[others].all():
             raise Fault(f"reads what another program wrote, of {buffer.name}")
-        _check_threads(buffer, units, thread, writer > 0, "reads what another thread wrote")
+        _check_threads(buffer, units, thread, (writer > 0) & ~others, "reads what another thread wrote")
     word = min(size, 8)
     values = buffer.data[: len(buffer.data) // word * word].view(UNSIGNED[8 * word])
     picked = values[offsets[:, None] // word + np.arange(size // word)]
@@ -173,6 +219,7 @@ def store(buffer: Buffer, offsets: Array, size: int, data: Array, program: Array
     if buffer.program is None or buffer.thread is None:
         count = -(-len(buffer.data) // buffer.unit)
         buffer.program, buffer.thread = np.zeros(count, np.int32), np.zeros(count, np.int64)
+    _check_atomic(buffer, offsets, size)
     units = _units(buffer, offsets, size)
     writer = buffer.program[units]
     if ((writer > 0) & (writer != 1 + program[:, None])).any():

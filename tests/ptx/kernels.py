@@ -33,7 +33,7 @@ def interpreted_cases(*shapes: tuple[int, ...]) -> list:
 
 
 # Kernels whose traffic is a rounding error beside that of the kernel they follow.
-SMALL = {"_column_sum_kernel", "_merge_kernel", "_combine_kernel"}
+SMALL = {"_merge_kernel", "_combine_kernel"}
 
 
 def check_compiled(

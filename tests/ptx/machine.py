@@ -15,6 +15,7 @@ from ptx.shared_memory import SharedMemory
 from ptx.values import FLOAT, SIGNED, UNSIGNED, Array, Fault, bits, dtype
 
 _LIMIT = 2_000_000  # steps, after which a program counts as one that does not end
+_PATIENCE = 1000  # turns of threads that sleep while no other runs
 
 
 @dataclasses.dataclass
@@ -156,9 +157,14 @@ class Machine:
 
     def run(self) -> None:
         groups: dict[int, Array] = {0: self.live.copy()}
-        steps = 0
+        asleep: dict[int, Array] = {}  # until no other thread can go on
+        steps = alone = 0
         with np.errstate(all="ignore"):
-            while groups:
+            while groups or asleep:
+                if not groups:
+                    groups, asleep, alone = asleep, {}, alone + 1
+                    if alone > _PATIENCE:
+                        raise Fault("waits for what no program does")
                 place = min(groups)
                 mask = groups.pop(place)
                 ahead = min(groups, default=len(self._handlers))
@@ -175,6 +181,9 @@ class Machine:
                     self.active = full
                     taking = self._taking(instruction, full)
                     place += 1
+                    if instruction.name == "nanosleep":
+                        _join(asleep, place, mask)
+                        break
                     if instruction.name in ("bra", "ret", "exit"):
                         went = mask if taking is None else taking
                         stay = mask & ~went

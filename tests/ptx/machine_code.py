@@ -1,18 +1,22 @@
 """How often each machine instruction runs: the static code of ptxas, weighted by what the executor counted in the PTX.
 
-ptxas keeps the loops of the PTX, in their order, or unrolls them. So each loop of the machine code is one of the PTX, a
-copy with several trips in one, or the trips that are left over; what is outside loops runs as often as it does in PTX.
+ptxas keeps the loops of the PTX, mostly in their order, or unrolls them. So each loop of the machine code is one of the
+PTX, a copy with several trips in one, or the trips that are left over; what is outside loops runs as often as in PTX.
+Loops that changed places are told by how they access memory.
 """
 
 import dataclasses
+import itertools
 import re
 
+from ptx.program import Instruction as PtxInstruction
 from ptx.program import Program
 from ptx.report import Report
 from ptx.values import Fault
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
-_LOADS_AND_STORES = ("LDG", "STG", "LDGSTS")
+_MOVED = 6  # loops of which every order is tried
+_KINDS = {"LDG": 0, "STG": 1, "LDGSTS": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,11 @@ class Instruction:
 class Loop:
     first: int  # index of an instruction
     last: int
-    accesses: int  # to global memory, without those of inner loops
+    kinds: tuple[int, int, int]  # loads, stores and copies of global memory, without those of inner loops
+
+    @property
+    def accesses(self) -> int:
+        return sum(self.kinds)
 
     def __contains__(self, index: int) -> bool:
         return self.first <= index <= self.last
@@ -53,18 +61,18 @@ def _target(x: Instruction) -> int | None:
     return int(found[1], 16) if found and x.name.startswith("BRA") else None
 
 
-def _merged(pairs: list[tuple[int, int]], access: list[bool]) -> list[Loop]:
-    """Loops by their first instruction; branches back to one place are one loop."""
+def _merged(pairs: list[tuple[int, int]], access: list[int | None]) -> list[Loop]:
+    """Loops by their first instruction; branches back to one place are one loop. ``access``: which of ``kinds``."""
     ends: dict[int, int] = {}
     for first, last in pairs:
         ends[first] = max(last, ends.get(first, last))
-    loops = [Loop(first, last, 0) for first, last in sorted(ends.items())]
-    counts = dict.fromkeys(range(len(loops)), 0)
-    for i, is_access in enumerate(access):
+    loops = [Loop(first, last, (0, 0, 0)) for first, last in sorted(ends.items())]
+    counts = [[0, 0, 0] for _ in loops]
+    for i, kind in enumerate(access):
         inner = _innermost(loops, i)
-        if is_access and inner is not None:
-            counts[inner] += 1
-    return [dataclasses.replace(loop, accesses=counts[n]) for n, loop in enumerate(loops)]
+        if kind is not None and inner is not None:
+            counts[inner][kind] += 1
+    return [dataclasses.replace(loop, kinds=(a, b, c)) for loop, (a, b, c) in zip(loops, counts, strict=True)]
 
 
 def _innermost(loops: list[Loop], index: int) -> int | None:
@@ -77,7 +85,7 @@ def code_loops(code: list[Instruction]) -> list[Loop]:
     back = [
         (index[t], i) for i, x in enumerate(code) if (t := _target(x)) is not None and t <= x.address and t in index
     ]
-    return _merged(back, [x.name.split(".")[0] in _LOADS_AND_STORES for x in code])
+    return _merged(back, [_KINDS.get(x.name.split(".")[0]) for x in code])
 
 
 def _loops_of_program(program: Program) -> list[Loop]:
@@ -87,11 +95,13 @@ def _loops_of_program(program: Program) -> list[Loop]:
             target = program.labels[x.operands[0].name]  # type: ignore[union-attr]
             if target <= i:
                 back.append((target, i))
-    access = [
-        (x.name in ("ld", "st") and "global" in x.modifiers) or (x.name == "cp" and "ca" in x.modifiers)
-        or (x.name == "cp" and "cg" in x.modifiers) for x in program.instructions
-    ]  # fmt: skip
-    return _merged(back, access)
+    return _merged(back, [_access(x) for x in program.instructions])
+
+
+def _access(x: PtxInstruction) -> int | None:
+    if x.name == "cp" and ("ca" in x.modifiers or "cg" in x.modifiers):
+        return 2
+    return {"ld": 0, "st": 1}.get(x.name) if "global" in x.modifiers else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +143,40 @@ def issued(sass: str, program: Program, report: Report) -> Issued:
 
 def _weights(loops: list[Loop], ptx_loops: list[Loop], trips: list[float]) -> tuple[list[float], list[int]]:
     """(trips, loop of the PTX) of each loop of the machine code."""
-    weight, source = [], []
-    extra = len(loops) - len(ptx_loops)
-    if extra < 0:
+    if len(loops) < len(ptx_loops):
         raise Fault("ptxas has unrolled a loop whole, or merged two: its trips cannot be told")
-    n = 0
-    i = 0
-    while i < len(loops):
-        if n >= len(ptx_loops):
-            raise Fault("the machine code has loops that the PTX lacks")
-        accesses = ptx_loops[n].accesses
-        unrolled = max(1, round(loops[i].accesses / accesses)) if accesses else 1
+    numbers = range(len(ptx_loops))
+    orders = itertools.permutations(numbers) if len(numbers) <= _MOVED else [tuple(numbers)]
+    found = [w for w in (_in_order(loops, ptx_loops, trips, order) for order in orders) if w is not None]
+    if not found:
+        raise Fault("the machine code has loops that the PTX lacks")
+    _, weight, source = min(found, key=lambda w: w[0])  # of as good ones the first: loops in their order
+    return weight, source
+
+
+def _in_order(
+    loops: list[Loop], ptx_loops: list[Loop], trips: list[float], order: tuple[int, ...]
+) -> tuple[int, list[float], list[int]] | None:
+    """(accesses that do not fit, trips, loop of the PTX), if ptxas kept the loops in this order."""
+    weight: list[float] = []
+    source: list[int] = []
+    extra, unlike, i = len(loops) - len(ptx_loops), 0, 0
+    for n in order:
+        if i == len(loops):
+            return None
+        loop = ptx_loops[n]
+        unrolled = max(1, round(loops[i].accesses / loop.accesses)) if loop.accesses else 1
         rest = i + 1 < len(loops) and extra > 0 and unrolled > 1 and loops[i + 1].accesses < loops[i].accesses
+        unlike += sum(abs(a - unrolled * b) for a, b in zip(loops[i].kinds, loop.kinds, strict=True))
         weight.append(float(int(trips[n]) // unrolled) if rest else trips[n] / unrolled)
         source.append(n)
         if rest:
+            unlike += sum(abs(a - b) for a, b in zip(loops[i + 1].kinds, loop.kinds, strict=True))
             weight.append(trips[n] - unrolled * weight[-1])
             source.append(n)
             extra -= 1
         i += 2 if rest else 1
-        n += 1
-    return weight, source
+    return (unlike, weight, source) if i == len(loops) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,8 @@ class Report:
     warps: int
     programs: int
     shared_bytes: int
+    stands_for: int  # programs of the launch: all, or all of a kind
+    waits: bool = False  # a kind that waits for the other one
     loads: dict[str, Traffic] = dataclasses.field(default_factory=lambda: collections.defaultdict(Traffic))
     stores: dict[str, Traffic] = dataclasses.field(default_factory=lambda: collections.defaultdict(Traffic))
     executed: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # place: warps

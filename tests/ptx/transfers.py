@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx import global_memory, shared_memory
+from ptx import atomics, global_memory, shared_memory
 from ptx.program import Address, Instruction, Operand, Pair, Program, Symbol, Vector
 from ptx.values import UNSIGNED, Array, Fault, bits, dtype
 
@@ -42,6 +42,8 @@ def shared_unit(program: Program) -> int:
 def handler(instruction: Instruction) -> Handler | None:
     if instruction.name in ("ld", "ldu") and "param" in instruction.modifiers:
         return _load_parameter
+    if instruction.name == "ld" and atomics.acquires(instruction):
+        return atomics.load
     if instruction.name == "cp":
         return _HANDLERS.get("cp." + ".".join(m for m in instruction.modifiers if m in _COPY_WORDS))
     return _HANDLERS.get(instruction.name)
@@ -78,7 +80,7 @@ def load_global(machine: "Machine", where: Array, size: int, lanes: Array) -> Ar
     for buffer, some, offsets in machine.memory.find(where, size):
         at = lanes[some]
         number = machine.number[at]
-        data[some] = global_memory.load(buffer, offsets, size, number, _stamp(machine, at))
+        data[some] = global_memory.load(machine.memory, buffer, offsets, size, number, _stamp(machine, at))
         machine.report.note("load", buffer.name, offsets, size, machine.any_warp[at], number)
     return data
 
@@ -269,6 +271,7 @@ def _policy(machine: "Machine", instruction: Instruction, mask: Array | None) ->
 
 
 _HANDLERS: dict[str, Handler] = {
+    **atomics.HANDLERS,
     "createpolicy": _policy,
     "ld": _load,
     "st": _store,
@@ -282,7 +285,7 @@ _HANDLERS: dict[str, Handler] = {
     "bar": _nothing,  # bar.warp.sync
     "fence": _nothing,
     "membar": _nothing,
-    "nanosleep": _nothing,
+    "nanosleep": _nothing,  # the machine lets others go on
     "griddepcontrol": _nothing,
     "prefetch": _nothing,
     "prefetchu": _nothing,

@@ -4,10 +4,9 @@ Programs, as many as run at once, walk over the rows with the gradients of weigh
 running ahead through shared memory: x and the incoming gradient are read once. Where those sums leave no room for a
 row, 16-bit rows stay in shared memory, if they fit; else one kernel takes the rows' dot products and a second, over
 blocks of columns, has all gradients: x and the gradient are read twice. The order of summation is set by the shape and
-the GPU.
+the GPU. ``_finish`` sums the programs' parts in the same launch.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,20 +15,19 @@ from parallel_ops.triton_kernels._common import (
     aligned,
     as_rows,
     cdiv,
-    column_sum,
     multiprocessors,
     next_power_of_2,
-    partial_sums,
+    partial_sums_of,
     quotient,
     reread,
-    row_splits,
     to_acc,
     unit_of,
-    vector_cols,
 )
+from parallel_ops.triton_kernels._finish import arrive, counter, finish_block, finish_both, finishers
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.norms.backward_staged import fits, staged_backward
-from parallel_ops.triton_kernels.norms.forward import WIDE_BLOCK, WIDE_WARPS, load, scaled
+from parallel_ops.triton_kernels.norms.backward_wide import wide_backward
+from parallel_ops.triton_kernels.norms.forward import load, scaled
 
 # Bytes of a row that fits beside the sums, and columns where there is a bias, which takes as many registers again.
 MAX_BACKWARD = 32 * 1024
@@ -37,8 +35,6 @@ MAX_BACKWARD_BIAS = 12288
 # Elements of a chunk of a row, or of several rows: 8 a thread, one 16-byte load of bf16.
 WARPS = 8
 CHUNK = 2048
-# One 16-byte load a thread, operand and row, two rows at a time.
-WIDE_BACKWARD_WARPS = 4
 
 
 @triton.jit
@@ -48,14 +44,23 @@ def _add_both(a, b, other_a, other_b):
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr, dbias_ptr,
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, narrow_dx_ptr, partial_dweight_ptr,
+    partial_dbias_ptr, dweight_ptr, dbias_ptr, counter_ptr, workers,
     rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    FINISH_SPLITS: tl.constexpr, FINISH_COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
     grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
     split = tl.program_id(0)
+    if counter_ptr is not None:
+        if split >= workers:
+            finish_both(
+                partial_dweight_ptr, partial_dbias_ptr, dweight_ptr, dbias_ptr, counter_ptr, workers, workers, cols,
+                FINISH_SPLITS, FINISH_COLS,
+            )  # fmt: skip
+            return
     acc: tl.constexpr = rstd_ptr.dtype.element_ty
     # Summed over a tile's rows only at the end: until then each thread adds to its own.
     dweight = ()
@@ -69,7 +74,7 @@ def _backward_kernel(
             # By every row's threads: a load of one row would come in another layout, which all others would be given.
             every = tl.zeros((BLOCK_ROWS, 1), tl.int32) + col
             weights += (tl.load(weight_ptr + every, mask=every < cols, other=0.0),)
-    for first in tl.range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS, num_stages=STAGES):
+    for first in tl.range(split * BLOCK_ROWS, rows, workers * BLOCK_ROWS, num_stages=STAGES):
         row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         in_rows = row < rows
         grads = ()
@@ -127,88 +132,11 @@ def _backward_kernel(
         col = chunk * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
         offset = split.to(tl.int64) * cols + col
         if dweight_ptr is not None:
-            tl.store(dweight_ptr + offset, tl.sum(dweight[chunk], axis=0, keep_dims=True), mask=col < cols)
+            tl.store(partial_dweight_ptr + offset, tl.sum(dweight[chunk], axis=0, keep_dims=True), mask=col < cols)
         if dbias_ptr is not None:
-            tl.store(dbias_ptr + offset, tl.sum(dbias[chunk], axis=0, keep_dims=True), mask=col < cols)
-
-
-@triton.jit
-def _wide_dots_kernel(
-    grad_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, rows, cols, grad_stride, x_stride, UNIT: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """One row a program: mean(g xhat) and, where the mean was subtracted, mean(g)."""
-    cols, grad_stride, x_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT), aligned(x_stride, UNIT)
-    row = tl.program_id(0).to(tl.int64)
-    rstd = tl.load(rstd_ptr + row)
-    dots = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
-    totals = tl.zeros((BLOCK_COLS,), dtype=rstd.dtype)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + row)
-    for first in range(0, cols, BLOCK_COLS):
-        col = first + tl.arange(0, BLOCK_COLS)
-        mask = col < cols
-        grad = load(grad_ptr, row * grad_stride + col, mask)
-        g = scaled(grad, None, weight_ptr, col, mask, ZERO_CENTERED)
-        x = load(x_ptr, row * x_stride + col, mask)
-        if mean_ptr is not None:
-            x -= mean
-            totals += g
-        dots += g * x
-    tl.store(dots_ptr + row, quotient(tl.sum(dots) * rstd, cols))
-    if mean_ptr is not None:
-        tl.store(dots_ptr + rows + row, quotient(tl.sum(totals), cols))
-
-
-@triton.jit
-def _wide_backward_kernel(
-    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dots_ptr, dx_ptr, narrow_dx_ptr, dweight_ptr,
-    dbias_ptr, rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """A block of columns a program: with the rows' dot products known, nothing ties columns together any more.
-
-    Without ``dx_ptr`` the parameters' gradients alone, which need neither the weight nor the dot products.
-    """
-    cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
-    grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
-    split = tl.program_id(0)
-    acc: tl.constexpr = rstd_ptr.dtype.element_ty
-    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    in_cols = col < cols
-    kept = None
-    if weight_ptr is not None:
-        kept = tl.load(weight_ptr + col, mask=in_cols, other=0.0)
-    dweight = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
-    dbias = tl.zeros((BLOCK_ROWS, BLOCK_COLS), acc)
-    for first in range(split * BLOCK_ROWS, rows, tl.num_programs(0) * BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        in_rows = row < rows
-        mask = in_rows & in_cols
-        grad = load(grad_ptr, row * grad_stride + col, mask)
-        xhat = load(x_ptr, row * x_stride + col, mask)
-        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
-        if mean_ptr is not None:
-            xhat -= tl.load(mean_ptr + row, mask=in_rows, other=0.0)
-        xhat *= rstd
-        if dx_ptr is not None:
-            g = scaled(grad, kept, weight_ptr, col, in_cols, ZERO_CENTERED)
-            dx = g - xhat * tl.load(dots_ptr + row, mask=in_rows, other=0.0)
-            if mean_ptr is not None:
-                dx -= tl.load(dots_ptr + rows + row, mask=in_rows, other=0.0)
-            dx *= rstd
-            if grad_sum_ptr is not None:
-                dx += load(grad_sum_ptr, row * grad_sum_stride + col, mask)
-            tl.store(dx_ptr + row * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            if narrow_dx_ptr is not None:
-                tl.store(narrow_dx_ptr + row * cols + col, dx.to(narrow_dx_ptr.dtype.element_ty), mask=mask)
-        dweight += grad * xhat
-        dbias += grad
-    offset = split.to(tl.int64) * cols + col
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=in_cols)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + offset, tl.sum(dbias, axis=0, keep_dims=True), mask=in_cols)
+            tl.store(partial_dbias_ptr + offset, tl.sum(dbias[chunk], axis=0, keep_dims=True), mask=col < cols)
+    if counter_ptr is not None:
+        arrive(counter_ptr)
 
 
 def tile(cols: int) -> dict[str, int]:
@@ -254,8 +182,8 @@ def backward(
     sizes = (rows, cols, grad_stride, grad_sum_stride, x_stride)
     flags = {"UNIT": unit_of(*sizes[1:]), "ZERO_CENTERED": zero_centered}
 
-    def partial(splits: int, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else partial_sums(cols, x, splits)
+    sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
+    count = counter(x) if sums else None
 
     staged = (
         dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
@@ -263,10 +191,10 @@ def backward(
     )  # fmt: skip
     if staged:
         splits = min(rows, multiprocessors(x.device))
-        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
         staged_backward(
-            splits, grad, grad_sum, x, weight, mean, rstd, dx, partial_weight, partial_bias, *sizes, **flags
-        )
+            splits, len(sums), cols, grad, grad_sum, x, weight, mean, rstd, dx,
+            *partial_sums_of(dweight, dbias, x, splits), dweight, dbias, count, splits, *sizes, **flags,
+        )  # fmt: skip
     elif (
         dx is not None
         and cols * x.dtype.itemsize <= MAX_BACKWARD
@@ -275,31 +203,12 @@ def backward(
         config = tile(cols)
         programs = 2 if config["CHUNKS"] <= 2 else 1  # as the sums leave registers
         splits = min(cdiv(rows, config["BLOCK_ROWS"]), programs * multiprocessors(x.device))
-        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
         tile_bytes = 2 * config["BLOCK_ROWS"] * config["BLOCK_COLS"] * config["CHUNKS"] * x.dtype.itemsize
         launch(
-            _backward_kernel, (splits,),
-            grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
-            **config, STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
+            _backward_kernel, (splits + finishers(cols, len(sums)),),
+            grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, *partial_sums_of(dweight, dbias, x, splits),
+            dweight, dbias, count, splits, *sizes, **flags, **finish_block(cols, WARPS, len(sums)), **config,
+            STAGES=_stages(tile_bytes, programs), num_warps=WARPS,
         )  # fmt: skip
     else:
-        block_rows, block_cols = 2, vector_cols(x.dtype, WIDE_BACKWARD_WARPS)
-        splits = row_splits(rows, block_rows)
-        partial_weight, partial_bias = partial(splits, dweight), partial(splits, dbias)
-        dots = None
-        if dx is not None:
-            dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
-            launch(
-                _wide_dots_kernel, (rows,),
-                grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,
-                BLOCK_COLS=WIDE_BLOCK, num_warps=WIDE_WARPS,
-            )  # fmt: skip
-        launch(
-            _wide_backward_kernel, (splits, cdiv(cols, block_cols)),
-            grad, grad_sum, x, weight, mean, rstd, dots, dx, narrow_dx, partial_weight, partial_bias, *sizes, **flags,
-            BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, num_warps=WIDE_BACKWARD_WARPS,
-        )  # fmt: skip
-    if dweight is not None and partial_weight is not None:
-        column_sum(partial_weight, dweight, partial_bias, dbias)
-    elif dbias is not None and partial_bias is not None:
-        column_sum(partial_bias, dbias)
+        wide_backward(grad, grad_sum, x, weight, mean, rstd, dx, narrow_dx, dweight, dbias, count, *sizes, **flags)

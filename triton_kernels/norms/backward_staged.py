@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from parallel_ops.triton_kernels._common import COMPILED, aligned, quotient, to_acc
+from parallel_ops.triton_kernels._common import COMPILED, aligned, cdiv, quotient, to_acc
+from parallel_ops.triton_kernels._finish import arrive, wait_for_workers
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.norms.forward import scaled
 
@@ -23,6 +24,8 @@ CHUNK = 2048
 # what goes from warp to warp: an A100 has 163 KiB, GPUs for other uses have 99.
 CHUNKS = 8
 SHARED_BYTES = 5 * CHUNKS * CHUNK * 2 + 64
+# Parts that a thread reads at a time when it sums a column.
+FINISH_SPLITS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -59,21 +62,59 @@ def _mean_of(mean_ptr, row, rows):
 
 
 @gluon.jit
+def _sum_columns(partial_dweight_ptr, partial_dbias_ptr, dweight_ptr, dbias_ptr, block, splits, cols):
+    """Some columns of the weight's gradient; behind those of all, of the bias's."""
+    if dweight_ptr is None:
+        _sum_block(partial_dbias_ptr, dbias_ptr, block, splits, cols)
+    elif dbias_ptr is None:
+        _sum_block(partial_dweight_ptr, dweight_ptr, block, splits, cols)
+    else:
+        blocks = (cols + 32 * gl.num_warps() - 1) // (32 * gl.num_warps())
+        if block < blocks:
+            _sum_block(partial_dweight_ptr, dweight_ptr, block, splits, cols)
+        else:
+            _sum_block(partial_dbias_ptr, dbias_ptr, block - blocks, splits, cols)
+
+
+@gluon.jit
+def _sum_block(partial_ptr, out_ptr, block, splits, cols):
+    """A column a thread."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    COLS: gl.constexpr = 32 * gl.num_warps()
+    col = block * COLS + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))[None, :]
+    number = gl.arange(0, FINISH_SPLITS, gl.SliceLayout(1, LAYOUT))[:, None]
+    sums = gl.zeros([FINISH_SPLITS, COLS], gl.float32, LAYOUT)
+    for first in range(0, splits, FINISH_SPLITS):
+        mask = (first + number < splits) & (col < cols)
+        sums += gl.load(partial_ptr + (first + number).to(gl.int64) * cols + col, mask=mask, other=0.0)
+    total = gl.sum(sums, 0)
+    col = block * COLS + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
+    gl.store(out_ptr + col, total.to(out_ptr.dtype.element_ty), mask=col < cols)
+
+
+@gluon.jit
 def _staged_backward_kernel(
-    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    rows, cols, grad_stride, grad_sum_stride, x_stride, UNIT: gl.constexpr, ZERO_CENTERED: gl.constexpr,
-    CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
+    grad_ptr, grad_sum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_dweight_ptr, partial_dbias_ptr,
+    dweight_ptr, dbias_ptr, counter_ptr, workers, rows, cols, grad_stride, grad_sum_stride, x_stride,
+    UNIT: gl.constexpr, ZERO_CENTERED: gl.constexpr, CHUNK: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     cols, grad_stride = aligned(cols, UNIT), aligned(grad_stride, UNIT)
     grad_sum_stride, x_stride = aligned(grad_sum_stride, UNIT), aligned(x_stride, UNIT)
     # Every thread reads what it copied itself.
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    split = gl.program_id(0)
+    if counter_ptr is not None:
+        if split >= workers:
+            wait_for_workers(counter_ptr, workers)
+            _sum_columns(
+                partial_dweight_ptr, partial_dbias_ptr, dweight_ptr, dbias_ptr, split - workers, workers, cols
+            )  # fmt: skip
+            return
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     grads = gl.allocate_shared_memory(grad_ptr.dtype.element_ty, [2, CHUNKS * CHUNK], SHARED)
     xs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [2, CHUNKS * CHUNK], SHARED)
     if grad_sum_ptr is not None:
         grad_sum_row = gl.allocate_shared_memory(grad_sum_ptr.dtype.element_ty, [CHUNKS * CHUNK], SHARED)
-    split, step = gl.program_id(0), gl.num_programs(0)
     _copy_row(grads.index(0), grad_ptr, split.to(gl.int64) * grad_stride, cols, LAYOUT)
     _copy_row(xs.index(0), x_ptr, split.to(gl.int64) * x_stride, cols, LAYOUT)
     async_copy.commit_group()
@@ -88,11 +129,11 @@ def _staged_backward_kernel(
         if weight_ptr is not None:
             weights += (gl.load(weight_ptr + col, mask=col < cols, other=0.0),)
     here = 0
-    for row in range(split, rows, step):
+    for row in range(split, rows, workers):
         if grad_sum_ptr is not None:
             _copy_row(grad_sum_row, grad_sum_ptr, row.to(gl.int64) * grad_sum_stride, cols, LAYOUT)
             async_copy.commit_group()
-        following = row.to(gl.int64) + step
+        following = row.to(gl.int64) + workers
         if following < rows:
             _copy_row(grads.index(1 - here), grad_ptr, following * grad_stride, cols, LAYOUT)
             _copy_row(xs.index(1 - here), x_ptr, following * x_stride, cols, LAYOUT)
@@ -148,9 +189,11 @@ def _staged_backward_kernel(
         col = chunk * CHUNK + gl.arange(0, CHUNK, LAYOUT)
         offset = split.to(gl.int64) * cols + col
         if dweight_ptr is not None:
-            gl.store(dweight_ptr + offset, dweight[chunk], mask=col < cols)
+            gl.store(partial_dweight_ptr + offset, dweight[chunk], mask=col < cols)
         if dbias_ptr is not None:
-            gl.store(dbias_ptr + offset, dbias[chunk], mask=col < cols)
+            gl.store(partial_dbias_ptr + offset, dbias[chunk], mask=col < cols)
+    if counter_ptr is not None:
+        arrive(counter_ptr)
 
 
 @functools.cache
@@ -166,6 +209,7 @@ def fits(cols: int, unit: int, x: Tensor, *others: Tensor | None) -> bool:
     return bool(COMPILED) and alike and unit >= 8 and cols <= CHUNKS * CHUNK and _has_room(x.device)
 
 
-def staged_backward(splits: int, *args: Tensor | int | None, **flags: int) -> None:
-    """``splits`` programs, each with a part of the parameters' gradients: one fits a multiprocessor."""
-    launch(_staged_backward_kernel, (splits,), *args, **flags, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=WARPS)
+def staged_backward(workers: int, sums: int, cols: int, *args: Tensor | int | None, **flags: int) -> None:
+    """``workers`` programs, each with a part of ``sums`` gradients of parameters: one fits a multiprocessor."""
+    programs = workers + sums * cdiv(cols, 32 * WARPS)
+    launch(_staged_backward_kernel, (programs,), *args, **flags, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=WARPS)

@@ -169,7 +169,7 @@ def _forward_kernel(
         else:
             tl.store(y_ptr + col, tl.zeros((BLOCK_ROWS, BLOCK_COLS), y_ptr.dtype.element_ty), mask=inside)
     # What is hidden is zero in rows of NaN too, where 0 * inverse is not.
-    if not WIDE and (CAUSAL or MASK != "none"):  # noqa: SIM102  (the first is decided when this is compiled)
+    if not WIDE and (CAUSAL or MASK != "none"):
         if tl.max((~(inverse >= 0.0)).to(tl.int32)) > 0:
             tl.debug_barrier()  # other threads of this program may have written what is put right here
             for chunk in tl.static_range(CHUNKS):
