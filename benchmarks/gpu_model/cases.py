@@ -58,6 +58,7 @@ class Row:
     device: str
     share: float
     limit: str
+    lost: dict[str, float]  # share of the time by cause, beside that of a clone
     bytes_to_least: float
     instructions: float  # machine instructions an element
     issue_share: float  # of the issue slots, at the speed of a clone
@@ -109,6 +110,7 @@ def _row(op: str, direction: str, shape: Shape, dtype: str, p: Prediction) -> Ro
         device=p.device.name,
         share=round(p.share, 3),
         limit=p.limit,
+        lost={cause: round(seconds / p.total, 3) for cause, seconds in p.lost.items()},
         bytes_to_least=round(p.bytes / p.least, 3),
         instructions=round(p.instructions, 1),
         issue_share=round(p.issue_share, 3),

@@ -21,6 +21,11 @@ _KEPT = 0.75  # of L2, before what is read again has been evicted. Assumed.
 OVERLAP = 3.0
 
 
+def beside(one: float, other: float) -> float:
+    """Seconds of what runs beside each other."""
+    return float((one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP))
+
+
 @dataclass(frozen=True)
 class Launch:
     """Seconds that each resource needs for one launch."""
@@ -37,10 +42,18 @@ class Launch:
         return max(self.seconds, key=self.seconds.__getitem__)
 
     @property
+    def rest(self) -> str:
+        """What takes longest beside moving bytes."""
+        return max((name for name in self.seconds if name != "bytes"), key=self.seconds.__getitem__)
+
+    @property
+    def together(self) -> float:
+        """With work for all multiprocessors."""
+        return beside(self.seconds.get("bytes", 0.0), self.seconds[self.rest])
+
+    @property
     def total(self) -> float:
-        memory = self.seconds.get("bytes", 0.0)
-        rest = max(t for name, t in self.seconds.items() if name != "bytes")
-        return (memory**OVERLAP + rest**OVERLAP) ** (1 / OVERLAP) / self.wave_efficiency
+        return self.together / self.wave_efficiency
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,37 @@ class Prediction:
     device: Device
 
     @property
+    def clone(self) -> float:
+        """Seconds of a clone that moves the least bytes; it waits for its first loads, as the op does."""
+        return LATENCY + self.least / self.device.clone_bandwidth
+
+    @property
+    def gaps(self) -> float:
+        """Seconds between the op's own launches."""
+        return LAUNCH_GAP * sum(not x.facts.waits for x in self.launches[1:])
+
+    @property
+    def total(self) -> float:
+        return LATENCY + sum(x.total for x in self.launches) + self.gaps
+
+    @property
     def share(self) -> float:
-        """Of the speed of a clone that moves the least bytes: both wait for their first loads, and an op between its
-        launches."""
-        clone = LATENCY + self.least / self.device.clone_bandwidth
-        gaps = LAUNCH_GAP * sum(not x.facts.waits for x in self.launches[1:])
-        return clone / (LATENCY + sum(x.total for x in self.launches) + gaps)
+        """Of the speed of a clone."""
+        return self.clone / self.total
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Seconds beyond a clone's by cause: more bytes than the least, what does not hide behind them, multiprocessors
+        without work, sums finished at the end, gaps between launches."""
+        workers = [x for x in self.launches if not x.facts.waits]
+        lost = dict.fromkeys(("bytes", "waves", "sums", "launches"), 0.0)
+        lost["bytes"] = sum(x.seconds["bytes"] for x in workers) - self.least / self.device.clone_bandwidth
+        for x in workers:
+            lost[x.rest] = lost.get(x.rest, 0.0) + x.together - x.seconds["bytes"]
+            lost["waves"] += x.total - x.together
+        lost["sums"] = sum(x.total for x in self.launches if x.facts.waits)
+        lost["launches"] = self.gaps
+        return lost
 
     @property
     def main(self) -> Launch:

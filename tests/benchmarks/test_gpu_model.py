@@ -45,13 +45,17 @@ def test_occupancy():
 
 def test_the_page_shows_measurements_beside_predictions():
     fields = {"direction": "forward", "shape": "8x16", "dtype": "bfloat16", "kernel": "_kernel", "limit": "bytes"}
+    fields |= {"lost": {"waves": 0.4, "issue": 0.1}}
     numbers = dict.fromkeys([f.name for f in dataclasses.fields(Row) if f.type in (float, "float")], 1.0)
     counts = {"registers": 32, "shared_bytes": 0, "resident": 4}
     rows = [Row(**fields, **{**numbers, "share": 0.5}, **counts, op="gelu", device=name) for name in ("A100", "H200")]
     page = table.page(rows, list(GPUS.values()), {rows[1].key: 0.45})
-    line = "| forward 8x16 bfloat16 | 50% bytes |  |  | 50% bytes, measured 45% |  | 1.00 | 1.0 | 100% | 32 | 4 | 1.0 |"
+    line = (
+        "| forward 8x16 bfloat16 | 50% bytes, lost to waves |  |  | 50% bytes, lost to waves, measured 45% |  | 1.00 |"
+    )
     assert line in page
     assert "| gelu | forward | 50% | bytes |" in page
+    assert "| gelu forward 8x16 | 50% | waves 40%, issue 10% | programs that divide evenly" in page
     assert "measured on a GPU but what says so" in page
     assert "Nothing on this page was measured on a GPU.**" in table.page(rows, list(GPUS.values()), {})
 
