@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from parallel_ops.planner import Plan, memory, presets
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
-from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages, layer_activations
+from parallel_ops.planner.memory.activations import layer_activations
+from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages
 from parallel_ops.planner.memory.states import stage_parameters
 from parallel_ops.planner.placement import in_flight, layers_of, stage_layout
 from parallel_ops.planner.plan import OFFLOAD, SCHEDULES, V_SHAPED

@@ -23,8 +23,6 @@ from torch import nn
 pytest.importorskip("pydantic")
 
 from parallel_ops.train import CheckpointError, NotFinite, Trainer
-from parallel_ops.train.config_sections import OptimizerSettings
-from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of
 from parallel_ops.train.step_reductions import count_targets
 from support import trainer as runs
 from support.distributed import ranks
@@ -359,88 +357,6 @@ def test_a_micro_batch_without_a_target_counts_for_nothing(tmp_path):
 
     step = Trainer(settings, model=Mean()).step()
     assert math.isfinite(step.loss) and math.isfinite(step.grad_norm)
-
-
-def test_half_precision_finds_a_scale(data):
-    """One that overflows at first: those steps are skipped, on all ranks."""
-    settings = runs.settings_of(
-        data, precision={"dtype": "fp16", "initial_scale": 2.0**22, "growth_interval": 3}, run={"steps": 12},
-        parallel={"dp": 2, "tp": 2, "zero": 2, "global_batch": BATCH, "micro_batch": 2},
-    )  # fmt: skip
-    outcomes = ranks(4).run(runs.scales_of, settings)
-    scales, skipped = outcomes[0]
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    # Once it is found, the scale grows beyond the limit now and then: one step is left out, and the next is taken.
-    found = skipped[skipped.index(False) :]
-    assert skipped[0] and not any(step and following for step, following in itertools.pairwise(found))
-    assert scales[0] == 2.0**21 and max(scales[6:]) >= 2 * min(scales)
-
-
-@pytest.mark.parametrize("cp", [2, 4])
-def test_half_precision_overflows_where_one_process_does(data, cp):
-    """The loss scale means the same where ranks share a sequence: the same steps are skipped until one fits."""
-    batches = {"global_batch": 4, "micro_batch": 2}
-    options = {"model": runs.MODELS["llama"], "run": {"steps": 4}}
-    options["precision"] = {"dtype": "fp16", "initial_scale": 2.0**22}
-    scales, skipped = runs.scales_of(0, runs.settings_of(data, parallel=batches, **options))
-    assert skipped[0] and not skipped[-1]
-    shared = runs.settings_of(data, parallel={**batches, "cp": cp, "zero": 2}, **options)
-    for got in ranks(cp).run(runs.scales_of, shared):
-        assert got == (scales, skipped)
-
-
-@pytest.mark.parametrize(("zero", "expected"), [(0, 16), (1, 8), (3, 8)])
-def test_bytes_a_parameter_in_mixed_precision(data, zero, expected):
-    """Parameters, gradients and two moments in fp32, over the ranks that share them; no copy in bf16 stays."""
-    settings = runs.settings_of(
-        data, model={**runs.MODELS["gpt"], "hidden_size": 128}, precision={"dtype": "bf16"},
-        parallel={"dp": 2, "zero": zero, "global_batch": 2},
-    )  # fmt: skip
-    for found in ranks(2).run(runs.bytes_a_parameter, settings):
-        assert expected <= found < 1.05 * expected
-
-
-class TestOptimizer:
-    def test_only_matrices_decay_and_saving_is_no_step(self):
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        before = [p.clone() for p in model.parameters()]
-        optimizer = optimizer_of(model, OptimizerSettings(weight_decay=0.3))
-        matrices, vectors = optimizer.param_groups
-        assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.3, 0.0)
-        assert [p.dim() for p in matrices["params"]] == [2] and {p.dim() for p in vectors["params"]} == {1}
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-        assert all(state["step"] == 0 for state in optimizer.state.values())
-        assert all(p.grad is None for p in model.parameters())
-
-    @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-    def test_rates(self, schedule):
-        decay = 20 if schedule == "wsd" else 0
-        settings = OptimizerSettings(lr=2.0, warmup=10, schedule=schedule, decay=decay, min_lr_ratio=0.1)
-        rates = [learning_rate(settings, 100, step) for step in range(100)]
-        assert rates[:10] == pytest.approx([0.2 * k for k in range(1, 11)])
-        assert rates[9:] == sorted(rates[9:], reverse=True) and max(rates) == 2.0
-        assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
-        falling = sum(later < earlier for earlier, later in itertools.pairwise(rates))
-        assert falling == {"cosine": 89, "linear": 89, "wsd": 20, "constant": 0}[schedule]
-        middle = {"cosine": 0.1 + 0.9 * 0.5, "linear": 0.1 + 0.9 * 0.5, "wsd": 1.0, "constant": 1.0}[schedule]
-        assert rates[54:56] == pytest.approx([2 * middle] * 2, rel=0.05)
-
-    def test_a_run_of_one_step(self):
-        assert learning_rate(OptimizerSettings(lr=1.0), 1, 0) == 1.0
-
-    def test_the_scale_of_half_precision(self):
-        scale = LossScale(8.0, 2)
-        seen = []
-        for finite in (True, True, False, True, False, True, True):
-            scale.update(finite)
-            seen.append(scale.scale)
-        assert seen == [8, 16, 8, 8, 4, 4, 8]
-        again = LossScale(1.0, 2)
-        again.load_state_dict(scale.state_dict())
-        assert (again.scale, again.good) == (8, 0)
-        scale.scale = 2.0**-14
-        with pytest.raises(FloatingPointError, match="not finite at a loss scale"):
-            scale.update(False)
 
 
 def test_a_mesh_that_is_not_the_plan(data):

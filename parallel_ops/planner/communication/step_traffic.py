@@ -17,7 +17,7 @@ from parallel_ops.planner.communication.network import (
     transfer,
 )
 from parallel_ops.planner.compute.efficiency import HOST_LINK, Efficiency
-from parallel_ops.planner.memory.memory import layer_activations
+from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.states import end_parameters, parameters_of, stage_parameters, state_bytes
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.placement import expert_replicas, group_size, layer_counts, stage_layout

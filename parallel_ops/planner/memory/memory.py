@@ -10,16 +10,14 @@ Notation: s sequence length over cp, b micro-batch, h hidden size, a heads, t tp
     ends          s b h dropout mask after the embedding; 4 s b h before the loss (arXiv:2205.05198, section 4.3);
                   logits of the loss: ``_LOSS_BYTES``
 
-The code adds up the terms tensor by tensor, which covers grouped queries, gated MLPs, experts and FlashAttention, which
-stores no scores (arXiv:2205.14135). With FlashAttention "selective" recomputes the outputs of norms and activation
-functions, and the heads that latent attention expands (arXiv:2412.19437, section 3.2.3).
+Activations are added up tensor by tensor in ``activations.py``.
 """
 
-from functools import lru_cache
 from operator import le
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import GPU
+from parallel_ops.planner.memory.activations import both_activations
 from parallel_ops.planner.memory.states import (
     element_bytes,
     end_parameters,
@@ -35,7 +33,6 @@ from parallel_ops.planner.placement import (
     head_rank,
     in_flight,
     layer_counts,
-    recomputed_share,
     stage_layout,
 )
 from parallel_ops.planner.plan import Plan
@@ -250,7 +247,7 @@ class PlanMemory:
 
     def _layer(self, recompute: str) -> tuple[float, float]:
         """``layer_activations`` of a dense and of a sparse layer under ``recompute``."""
-        self._layers[recompute] = _some_layers(self.model, self.plan, recompute)
+        self._layers[recompute] = both_activations(self.model, self.plan, recompute)
         return self._layers[recompute]
 
 
@@ -305,72 +302,6 @@ def _buffers(model: Model, plan: Plan, tokens: float) -> float:
         # Dispatched and combined tokens.
         total += 2 * width * tokens * model.hidden_size * model.experts_per_token / plan.tp
     return total
-
-
-def _layer_bytes(
-    model: Model, sparse: bool, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
-) -> float:
-    h, unsharded, sharded = model.hidden_size, 0.0, 0.0
-    width = 4 if dtype == "fp32" else 2
-    # Of the input of a linear layer. That of the output projection stays, which attention keeps for itself too.
-    inputs = 1 if kept_inputs == "fp8" else width
-    if recompute == "operators":
-        # The input, every second of the products Q, K, V, output, gate, up, down, and what attention keeps.
-        used = model.experts_per_token + model.shared_experts if sparse else 1
-        ffn = (model.expert_ffn if sparse else model.ffn_hidden_size) * used
-        products = model.query_width + model.key_value_width / 2 + ffn + model.value_width
-        scores = 4 * model.num_heads if flash else width * model.num_heads * model.seq_length
-        return width * h * (2 if model.gated else 1) / shard + (width * products + scores) / tp
-    mask = 1 if model.dropout else 0
-    cheap = 0 if flash and recompute == "selective" else 1
-    unsharded += width * h + cheap * inputs * h + mask * h  # input of the norm, its output, mask after attention
-    unsharded += width * h + cheap * inputs * h + mask * h  # the same of the MLP
-    sharded += width * model.value_width
-    if not model.latent or cheap:
-        sharded += width * (model.query_width + model.key_value_width)
-    if model.latent:
-        unsharded += width * (model.latent.query_rank + model.latent.key_value_rank + model.latent.rope_head)
-    if flash:
-        sharded += 4 * model.num_heads  # the logsumexp of each row
-    elif recompute != "selective":
-        sharded += model.num_heads * model.seq_length * (2 * width + 1 if model.dropout else width)
-    # Before and after the activation function; a gated one has two inputs.
-    per_ffn = width * (2 if model.gated else 1) + inputs * cheap
-    if not sparse:
-        sharded += per_ffn * model.ffn_hidden_size
-    else:
-        used = model.shared_experts + (model.experts_per_token if recompute != "experts" else 0)
-        sharded += per_ffn * model.expert_ffn * used + 4 * model.experts
-        unsharded += inputs * h * model.experts_per_token  # dispatched tokens
-    return unsharded / shard + sharded / tp
-
-
-@lru_cache(maxsize=65536)
-def _both_layers(
-    model: Model, tp: int, shard: int, flash: bool, recompute: str, dtype: str, kept_inputs: str
-) -> tuple[float, float]:
-    if recompute == "full":
-        kept = (4 if dtype == "fp32" else 2) * model.hidden_size / shard
-        return kept, kept
-    form = tp, shard, flash, recompute, dtype, kept_inputs
-    dense = _layer_bytes(model, False, *form)
-    return dense, _layer_bytes(model, True, *form) if model.experts else 0.0
-
-
-def layer_activations(model: Model, plan: Plan, sparse: bool) -> float:
-    """Bytes per token that one layer keeps for the backward pass, on one GPU."""
-    return _some_layers(model, plan, plan.recompute)[sparse]
-
-
-def _some_layers(model: Model, plan: Plan, recompute: str) -> tuple[float, float]:
-    """``layer_activations`` of a dense and of a sparse layer under ``recompute``, on average if some layers have it."""
-    form = plan.tp, plan.tp if plan.sequence_parallel else 1, plan.flash_attention
-    found = _both_layers(model, *form, recompute, plan.dtype, plan.activation_dtype)
-    share = recomputed_share(model, plan.recompute_layers)
-    if recompute == "none" or share == 1:
-        return found
-    whole = _both_layers(model, *form, "none", plan.dtype, plan.activation_dtype)
-    return share * found[0] + (1 - share) * whole[0], share * found[1] + (1 - share) * whole[1]
 
 
 def deepest_stages(layout: StageLayout) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.feasibility import quick_memory_problem
 from parallel_ops.planner.garbage import without_collection
-from parallel_ops.planner.memory.memory import RUNTIME_BYTES, layer_activations, memory
+from parallel_ops.planner.memory.activations import layer_activations
+from parallel_ops.planner.memory.memory import RUNTIME_BYTES, memory
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.placement import in_flight
 from parallel_ops.planner.plan import Plan
