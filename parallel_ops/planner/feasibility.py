@@ -32,6 +32,7 @@ def problem(model: Model, cluster: Cluster, plan: Plan, recompute: str = "") -> 
         _size_problem(model, cluster, *sizes)
         or next(pipeline_problems(model, plan, recompute or plan.recompute), None)
         or (next(_context(model, plan), None) if plan.cp > 1 else None)
+        or _offload_problem(plan)
         or (next(_experts(model, plan), None) if plan.ep > 1 or plan.recompute == "experts" else None)
     )
 
@@ -223,6 +224,12 @@ def _context(model: Model, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             "heads", f"all-to-all CP needs TP * CP ({plan.tp * plan.cp}) to divide num_kv_heads ({model.num_kv_heads})"
         )
+
+
+def _offload_problem(plan: Plan) -> Problem | None:
+    if plan.offload == "optimizer+parameters" and plan.zero != 3:
+        return Problem("offload without zero-3", f"offload=optimizer+parameters needs ZeRO-3, not {plan.zero}")
+    return None
 
 
 def _experts(model: Model, plan: Plan) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe
 V_SHAPED = ("zb-v", "dualpipe-v")
 # What a search tries by default. "operators" is valid too.
 RECOMPUTE = ("none", "selective", "full")
+# What a search tries.
 OFFLOAD = ("none", "optimizer", "optimizer+activations")
 
 
@@ -47,7 +48,8 @@ class Plan:
             selective checkpointing in torchtitan), ``"experts"`` (the products and activation of routed experts, but
             nothing that is sent) or ``"full"`` (whole layers).
         recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
-        offload: what is kept in host memory, one of ``OFFLOAD``.
+        offload: what is kept in host memory, one of ``OFFLOAD`` or, with ZeRO-3, ``"optimizer+parameters"``: the
+            shards of parameters too (arXiv:2104.07857).
         dtype: of parameters and activations, one of ``DTYPES``.
         grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``.
         activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
@@ -125,7 +127,7 @@ class Plan:
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all-to-all"))
         check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
-        check_choice(self, "offload", OFFLOAD)
+        check_choice(self, "offload", (*OFFLOAD, "optimizer+parameters"))
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "grad_dtype", ("fp32", self.dtype))
         check_choice(self, "activation_dtype", ("", "fp8"))

@@ -163,9 +163,10 @@ class StepTime:
         copies = self.traffic.host
         if not copies:
             return 0.0
-        each = [t.seconds / t.count for t in copies if t.count > 1]
+        # The first is once per step.
+        each = [t.seconds / t.count for t in copies[1:]]
         waits = sum(beside(self.constants, seconds, self.busy) * self.micro_batches for seconds in each)
-        return sum(t.seconds for t in copies if t.count == 1) + waits
+        return copies[0].seconds + waits
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All communication of the slowest stage in one step."""

@@ -32,6 +32,9 @@ def test_deepspeed(run):
     assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * replicas == 512
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert "offload_param" not in config["zero_optimization"]
+    config = json.loads(exported(run, "deepspeed", "tp=8", "zero=3", "offload=optimizer+parameters"))
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
 def test_megatron(run):

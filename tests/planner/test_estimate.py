@@ -63,6 +63,19 @@ def test_recomputation_costs_a_forward_pass():
     assert full.hardware_flops > none.hardware_flops == none.model_flops == full.model_flops
 
 
+def test_offloaded_parameters_are_read_in_every_pass():
+    plan = Plan(dp=64, zero=3, fsdp=False, global_batch=256, offload="optimizer")
+    optimizer, both = (
+        estimate(LLAMA, A100, replace(plan, offload=kind)) for kind in ("optimizer", "optimizer+parameters")
+    )
+    copied = [sum(t.bytes for t in found.transfers if t.group == "host") for found in (optimizer, both)]
+    shard = 2 * LLAMA.parameters / 64
+    assert copied[1] - copied[0] == pytest.approx((2 * 4 - 1) * shard)  # in place of once, after the update
+    assert both.step >= optimizer.step
+    with pytest.raises(ValueError, match="needs ZeRO-3, not 2"):
+        estimate(LLAMA, A100, replace(plan, zero=2, offload="optimizer+parameters"))
+
+
 def test_recomputed_experts_cost_their_products():
     mixtral = replace(presets.model("mixtral-8x7b"), seq_length=4096)
     kinds = ("none", "selective", "experts", "full")

@@ -150,6 +150,17 @@ def test_the_fused_loss_keeps_no_logits():
     assert fused.logits < 3 * 2**30
 
 
+def test_offload_moves_parameters_to_the_host():
+    kinds = ("optimizer", "optimizer+parameters")
+    plans = [Plan(dp=8, zero=3, fsdp=False, global_batch=8, offload=kind) for kind in kinds]
+    here, there = (memory(LLAMA, plan)[0] for plan in plans)
+    shard = 2 * LLAMA.parameters / 8
+    assert (here.parameters, there.parameters) == (shard, 0)
+    assert there.host - here.host == shard
+    assert PlanMemory(LLAMA, plans[1]).total(0, "none", kinds[1]) == pytest.approx(there.total)
+    assert there.total < here.total
+
+
 def test_offload_moves_the_optimizer_to_the_host():
     here, there = (memory(LLAMA, Plan(offload=offload))[0] for offload in ("none", "optimizer"))
     assert here.optimizer == there.host

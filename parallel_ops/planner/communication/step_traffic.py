@@ -156,18 +156,23 @@ def _reductions(
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
-    """Gradients to the host and parameters back, once per step; activations both ways, every micro-batch."""
+    """Gradients to the host and parameters back, once per step; for every micro-batch activations both ways, or shards
+    of parameters to the device, forward and backward."""
     link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)
     owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
-    size = owned * (gradient + width)
+    kept = plan.offload == "optimizer+parameters"
+    size = owned * (gradient if kept else gradient + width)
     out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
+    if kept:
+        read = 2 * owned * width
+        out.append(repeat(transfer("host", "copy", "direct", link, 1, read, read / HOST_LINK), plan.micro_batches))
     if plan.offload == "optimizer+activations":
         tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
         layers = dense_layers * layer_activations(model, plan, False)
         layers += sparse_layers * layer_activations(model, plan, True)
-        kept = 2 * tokens * layers
-        out.append(repeat(transfer("host", "copy", "direct", link, 1, kept, kept / HOST_LINK), plan.micro_batches))
+        moved = 2 * tokens * layers
+        out.append(repeat(transfer("host", "copy", "direct", link, 1, moved, moved / HOST_LINK), plan.micro_batches))
     return out

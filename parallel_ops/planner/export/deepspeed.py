@@ -40,6 +40,8 @@ def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     zero: dict[str, Any] = {"stage": plan.zero, "overlap_comm": plan.overlap}
     if plan.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if "parameters" in plan.offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,

@@ -158,14 +158,16 @@ class PlanMemory:
         total = self.total(stage, plan.recompute, plan.offload)
         return StageMemory(
             stage=stage,
-            parameters=found.parameters,
+            parameters=0.0 if "parameters" in plan.offload else found.parameters,
             gradients=found.gradients,
             optimizer=0.0 if offloaded else found.optimizer,
             activations=activations * resident + found.embedding + found.head,
             logits=found.logits,
             buffers=found.buffers,
             runtime=self._runtime + (total - self._runtime) * self._fragmentation / (1 + self._fragmentation),
-            host=(found.optimizer if offloaded else 0.0) + activations * (1 - resident),
+            host=(found.optimizer if offloaded else 0.0)
+            + (found.parameters if "parameters" in plan.offload else 0.0)
+            + activations * (1 - resident),
             in_flight=found.held,
         )
 
@@ -179,6 +181,8 @@ class PlanMemory:
         activations, states = self._activations(stage, found, recompute), found.parameters + found.gradients
         if offload == "none":
             states += found.optimizer
+        elif offload == "optimizer+parameters":
+            states -= found.parameters
         else:
             activations *= self._resident(found, offload)
         activations += found.embedding + found.head
