@@ -32,7 +32,8 @@ class Rows {
   // `strides` may differ from the tensor's own: zeros broadcast it to `sizes`.
   Rows(const char* op, const char* name, const Tensor& t, const int64_t* sizes, int64_t dim, const int64_t* strides)
       : base_(readable<T>(op, name, t)) {
-    inner_stride_ = dim > 0 ? strides[dim - 1] : 1;
+    // The stride of a dimension of size 1 says nothing, and callers read contiguous tensors as one row.
+    inner_stride_ = dim > 0 && sizes[dim - 1] != 1 ? strides[dim - 1] : 1;
     for (int64_t d = 0; d + 1 < dim; ++d) {
       if (sizes[d] == 1) continue;
       if (!dims_.empty() && dims_.back().second == strides[d] * sizes[d]) {

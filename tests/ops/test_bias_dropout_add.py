@@ -340,3 +340,16 @@ def test_direct_calls_of_the_op_cannot_read_out_of_bounds(device):
         torch.ops.parallel_ops.bias_dropout_add_(x.t(), None, None, 0.1, seed, 0, None)
     with pytest.raises(RuntimeError, match="bias_dropout_add_backward: p = 0 drops nothing, so seed must be None"):
         raw_backward(x, x.dtype, None, 0.0, seed, 0, None)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_the_stride_of_a_dimension_of_size_1_counts_for_nothing(device, size):
+    """As of a transposed ``[1, 5, 64]``: contiguous, with the stride of one row at its end."""
+    x, grad = (randn(1, size, 64, dtype=torch.float32, device=device, seed=seed).detach() for seed in (0, 1))
+    results = []
+    for f in (bias_dropout_add, bias_dropout_add_reference):
+        wide = x.as_strided((64, size, 1), (size, 1, 64 * size)).requires_grad_()
+        y = f(wide, None, None, 0.3, seed=3)
+        (dx,) = torch.autograd.grad(y, wide, grad.as_strided((64, size, 1), (size, 1, 64 * size)))
+        results.append((y, dx))
+    torch.testing.assert_close(*results)
