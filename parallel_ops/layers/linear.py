@@ -22,6 +22,7 @@ from parallel_ops._internal.groups import group_rank
 from parallel_ops.comm import reduce_from_group
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear
+from parallel_ops.layers.lora import column_adapters, row_adapter
 from parallel_ops.layers.parameters import (
     InitFn,
     ensure_divisible,
@@ -65,8 +66,12 @@ def column_linears(
             "since its gradients are summed over the ranks; leave them out there"
         )
     special = any(target is not None for target in targets)
+    adapted = column_adapters(
+        x, [linear.lora for linear in linears], rows[: len(linears)],
+        sequence_parallel=first.sequence_parallel, sizes=sizes,
+    )  # fmt: skip
     if not special and first.group is None:
-        return [F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], biases
+        return _sums([F.linear(x, w, b) for w, b in zip(weights, added, strict=True)], adapted), biases
     given = None
     if any(b is not None for b in added):  # all of them, or zeros in the place of one
         given = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, added, strict=True)]
@@ -80,7 +85,11 @@ def column_linears(
         outputs = all_gather_linear(x, weights, given, sizes=sizes, **options)
     else:
         outputs = column_parallel_linear(x, weights, given, **options)
-    return list(outputs), biases
+    return _sums(outputs, adapted), biases
+
+
+def _sums(outputs: Sequence[Tensor], adapted: Sequence[Tensor | None]) -> list[Tensor]:
+    return [y if more is None else y + more.to(y.dtype) for y, more in zip(outputs, adapted, strict=True)]
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -244,6 +253,8 @@ class RowParallelLinear(ParallelLinear):
             y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
             y = reduce_from_group(y, self.group)
+        if self.lora is not None:
+            y = y + row_adapter(x, self.lora, sequence_parallel=self.sequence_parallel, sizes=sizes).to(y.dtype)
         if residual is not None:
             return add_residual(
                 y, bias, residual, dropout, training=self.training, first=first, row_positions=row_positions

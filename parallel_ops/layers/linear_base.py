@@ -6,10 +6,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel_ops._internal.groups import group_rank
 from parallel_ops._internal.weight_gradients import GradientOf, Target
+from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
@@ -31,6 +32,7 @@ class ParallelLinear(ShardedModule):
     Attributes:
         main_grad: an fp32 tensor of the shape of this rank's shard of the weight. The weight's gradients are added to
             it and not to ``weight.grad``; only for weights that neither FSDP nor DDP reduces.
+        lora: a low-rank adapter of the linear, or ``None``; see ``add_lora``.
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
     """
@@ -57,6 +59,8 @@ class ParallelLinear(ShardedModule):
         self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None
         self._main_grad: Tensor | None = None
         self._deferred: DeferredWeightGradients | None = None
+        self._placement = placements[0]
+        self.lora: LoraAdapter | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,6 +68,17 @@ class ParallelLinear(ShardedModule):
         init_sharded_(self.weight, self.init_method or uniform(self.in_features))
         if self.bias is not None:
             init_sharded_(self.bias, uniform(self.in_features))
+
+    def add_lora(self, *, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        """Adds a low-rank adapter, on the device and in the dtype of the weight, whose result is zero at first.
+
+        Args: see ``LoraAdapter``.
+        """
+        whole, own = Replicate(), self._placement
+        self.lora = LoraAdapter(
+            self.in_features, self.out_features, (own, whole) if own == Shard(1) else (whole, own), rank=rank,
+            alpha=alpha, dropout=dropout, mesh=self.mesh, device=self.weight.device, dtype=self.weight.dtype,
+        )  # fmt: skip
 
     @property
     def main_grad(self) -> Tensor | None:

@@ -33,6 +33,7 @@ from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
 from parallel_ops.models.inputs import check_inputs, rotary_angles
 from parallel_ops.models.layers import layer_of, normal
+from parallel_ops.models.lora_config import Lora
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
@@ -64,6 +65,7 @@ class Transformer(PretrainedModel):
         tokens, positions (or ``None``), layers (by number, as a string), norm, head (or ``None`` where tied): those
             that the stages of a rank do not have are ``None``, or not in ``layers``. With tied embeddings the first and
             the last stage both have ``tokens``; on two ranks its gradients must be summed over the two.
+        lora: the adapters that ``models.lora.add_adapters`` has added; ``None`` for none.
 
     Under torch.distributed.pipelining a stage is a module of its own: delete what it does not have. Without ``tokens``
     it takes the residual stream in place of tokens; without ``norm`` it returns it.
@@ -106,6 +108,7 @@ class Transformer(PretrainedModel):
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
         self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
         self.expert_mesh = expert_mesh
+        self.lora: Lora | None = None
         with torch.random.fork_rng(devices=[]):  # on the meta device each parameter still takes a seed
             self._build(dtype)
         target = torch.device(torch.get_default_device() if device is None else device)
@@ -168,16 +171,20 @@ class Transformer(PretrainedModel):
         return (rows // self.ranks if self.sequence_parallel else rows), b, self.config.hidden_size
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Normal weights and sinks, zero biases, norms of one; a module's seed is made of its name and torch's seed."""
+    def reset_parameters(self, only: type[nn.Module] = nn.Module) -> None:
+        """Normal weights and sinks, zero biases, norms of one; a module's seed is made of its name and torch's seed.
+
+        Args:
+            only: The class of the modules that are initialised.
+        """
         base = int(torch.randint(2**62, ()))
         state = torch.get_rng_state()
         for name, module in self.named_modules():
-            if not module._parameters:
+            if not module._parameters or not isinstance(module, only):
                 continue
             key = hashlib.blake2b(f"{base} {plain_name(name)}".encode(), digest_size=7).digest()
             torch.default_generator.manual_seed(int.from_bytes(key, "little"))
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
             for own, parameter in module._parameters.items():
                 if own.endswith("bias") and parameter is not None:
                     nn.init.zeros_(parameter)
@@ -262,7 +269,8 @@ class Transformer(PretrainedModel):
         return loss if losses is None or aux_scale is not None else with_auxiliary(self, loss, losses)
 
     def _seed(self, seed: int | None, part: str, device: torch.device) -> None:
-        if seed is None or not self.training or not (self.config.dropout or self.config.attention_dropout):
+        drops = self.config.dropout or self.config.attention_dropout or (self.lora is not None and self.lora.dropout)
+        if seed is None or not self.training or not drops:
             return
         key = hashlib.blake2b(f"{seed} {part}".encode(), digest_size=7).digest()
         seed_generators(int.from_bytes(key, "little"), device)

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from parallel_ops.comm import ParallelMesh
+from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
+from parallel_ops.models.lora import add_adapters
 from parallel_ops.train import patterns
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
@@ -69,7 +71,10 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
+    lora = settings.lora
     if model is not None:
+        if lora is not None:
+            raise ValueError("Trainer: lora needs settings.model; leave out the argument model")
         patterns.check(settings, [plain_name(name) for name, _ in model.named_parameters()])
         patterns.freeze(model, settings.model.freeze)
         return parallelize(model.to(device), mesh, settings.plan, **options)
@@ -77,6 +82,8 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     if folder is not None:
         Transformer.check_pretrained(folder, settings.config)
     empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
+    if lora is not None:
+        add_adapters(empty, lora.options)
     if settings.model.freeze or settings.optimizer.groups:
         patterns.check(settings, patterns.names_of(settings))
         patterns.freeze(empty, settings.model.freeze)
@@ -87,4 +94,6 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
         built.reset_parameters()  # type: ignore[operator]
     else:
         built.load_pretrained(folder)  # type: ignore[operator]
+        if lora is not None:
+            built.reset_parameters(only=LoraAdapter)  # type: ignore[operator]
     return built

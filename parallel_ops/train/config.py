@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel_ops.models import TransformerConfig, config_from_pretrained
+from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
+from parallel_ops.models.lora import chosen, linears_of
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
 from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
@@ -23,6 +24,7 @@ from parallel_ops.train.config_sections import (
     DataSettings,
     EvaluationSettings,
     LoggingSettings,
+    LoraSettings,
     ModelSettings,
     OptimizerSettings,
     ParallelSettings,
@@ -49,6 +51,7 @@ class Settings(Section):
 
     run: RunSettings = RunSettings()
     model: ModelSettings
+    lora: LoraSettings | None = None
     data: DataSettings
     evaluation: EvaluationSettings = EvaluationSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -122,8 +125,25 @@ class Settings(Section):
         yield from self._evaluation_problems()
         if self.model.freeze and plan.pp > 1:
             yield ("model", "freeze"), f"needs parallel.pp of 1, got {plan.pp}: a stage may have nothing to train"
+        yield from self._lora_problems()
         if self.checkpoint.interval and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
+
+    def _lora_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        if self.lora is None:
+            return
+        for name in ("pp", "cp"):
+            size = getattr(self.plan, name)
+            if name == "pp" and size > 1:
+                yield ("parallel", name), f"must be 1 with lora, got {size}: stages with adapters are not supported"
+            if name == "cp" and size > 1 and self.lora.dropout:
+                yield ("lora", "dropout"), f"needs parallel.cp of 1, got {size}: masks would differ from one rank's"
+        if self.model.freeze:
+            yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
+        try:
+            chosen(self.config, list(linears_of(Transformer(self.config, device="meta"))), self.lora.targets)
+        except ValueError as error:
+            yield ("lora", "targets"), str(error)
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, keep_best = self.evaluation, self.checkpoint.keep_best

@@ -3,6 +3,7 @@
 import difflib
 import json
 import sys
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def _known(place: list[str]) -> list[str]:
         return list(Settings.model_fields)
     if tuple(place[:2]) in _TABLES:
         return list(_TABLES[tuple(place[:2])].model_fields)
-    known = Settings.model_fields[place[0]].annotation
-    names = list(known.model_fields) if isinstance(known, type) and issubclass(known, Section) else []
+    annotation = Settings.model_fields[place[0]].annotation
+    kinds = typing.get_args(annotation) or (annotation,)  # [lora] may be left out
+    known = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    names = [] if known is None else list(known.model_fields)
     return [*names, "dtype", "recompute"] if place[0] == "parallel" else names

@@ -13,6 +13,7 @@ from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
+from parallel_ops.models.lora_config import Lora
 from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
 
@@ -124,6 +125,29 @@ else:
     ModelSettings = create_model(
         "ModelSettings", __base__=_ModelSettings, __doc__=_ModelSettings.__doc__, **_model_fields()
     )
+
+
+class LoraSettings(Section):
+    """Fine-tuning of low-rank adapters; all other parameters are frozen. See ``models.lora``.
+
+    Attributes:
+        rank: Features between the two matrices of an adapter. alpha: Adapters are scaled by ``alpha / rank``.
+        dropout: Probability for elements of the input of adapters.
+        targets: Patterns of linears, by their names here, such as ``"layers.*.attention.*"``, or by Hugging Face's,
+            such as ``"q_proj"``; by default all linears of the layers.
+    """
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)] = (
+        "layers.*",
+    )
+
+    @property
+    def options(self) -> Lora:
+        """The options as the model takes them."""
+        return Lora(**dict(self))
 
 
 class SourceSettings(Section):

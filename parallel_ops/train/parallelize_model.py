@@ -28,6 +28,7 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers.experts import Experts
 from parallel_ops.models import Transformer
+from parallel_ops.models.lora import add_adapters
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
@@ -164,6 +165,8 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
         context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"], stages=stages,
         pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
+    if model.lora is not None:
+        add_adapters(built, model.lora)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, parameter in built.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -8,6 +8,7 @@ from torch import nn
 
 from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
+from parallel_ops.models.lora import add_adapters
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -37,6 +38,8 @@ def check(settings: "Settings", names: Sequence[str]) -> None:
 def names_of(settings: "Settings") -> list[str]:
     """The names of all parameters of ``settings.model``, on any plan."""
     model = Transformer(settings.config, device="meta")
+    if settings.lora is not None:
+        add_adapters(model, settings.lora.options)
     return [plain_name(name) for name, _ in model.named_parameters()]
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
+from parallel_ops.models.lora import save_adapters
 from parallel_ops.train.build import build_model, build_samples
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
@@ -231,7 +232,14 @@ class Trainer:
         return source
 
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes a Hugging Face folder; all ranks call it. See ``Transformer.save_pretrained``."""
+        """Writes a Hugging Face folder, or with ``lora`` the folder of the adapters as peft has it; all ranks call it.
+
+        See ``Transformer.save_pretrained`` and ``models.lora.save_adapters``.
+        """
+        if self.settings.lora is not None:
+            base = self.settings.model.dir
+            save_adapters(self.model, folder, base=None if base is None else str(base), dtype=dtype)  # type: ignore[arg-type]
+            return
         self.model.save_pretrained(folder, dtype=dtype)  # type: ignore[operator]
 
     @property

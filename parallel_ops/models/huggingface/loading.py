@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.compat import local_box
+from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
 from parallel_ops.models.huggingface.families import Piece, Stored
@@ -104,11 +105,12 @@ def load(model: Loadable, folder: Path, *, strict: bool) -> None:
 
 def parameters_of(model: Loadable) -> dict[str, Tensor]:
     """The model's parameters by plain name, sharing its memory; under FSDP2 the sharded ones, at any time of a step.
+    Adapters are left out.
 
     Raises:
         ValueError: parameters on the meta device.
     """
-    parameters = {plain_name(name): t for name, t in model.state_dict().items()}
+    parameters = {plain_name(name): t for name, t in model.state_dict().items() if not is_adapter(name)}
     if any(t.device.type == "meta" for t in parameters.values()):
         raise ValueError("Transformer: the parameters are on the meta device; call to_empty first")
     return parameters

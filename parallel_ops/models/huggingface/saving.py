@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from parallel_ops._internal.compat import local_box
+from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.huggingface.config_json import family_of, options_of
 from parallel_ops.models.huggingface.families import Piece
 from parallel_ops.models.huggingface.loading import (
@@ -35,6 +36,8 @@ from parallel_ops.models.huggingface.loading import (
 
 def save(model: Loadable, folder: Path, *, dtype: torch.dtype | None, file_bytes: int) -> None:
     """See ``PretrainedModel.save_pretrained``."""
+    if any(is_adapter(name) for name in model.state_dict()):
+        raise ValueError("save_pretrained: the model has adapters; write them with models.lora.save_adapters")
     parameters = parameters_of(model)
     if dtype not in (None, torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"save_pretrained: dtype must be float64, float32, float16 or bfloat16, got {dtype}")

@@ -15,12 +15,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
+from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.huggingface.adapters import Adapters, write_adapters
+from parallel_ops.models.huggingface.config_json import family_of, options_of
 from parallel_ops.models.huggingface.streaming import write_folder
+from parallel_ops.models.lora import add_adapters, linears_of
+from parallel_ops.models.lora_config import Lora
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
 from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
-from parallel_ops.train.checkpoint.resume import shape_of
+from parallel_ops.train.checkpoint.resume import LORA, shape_of
 from parallel_ops.train.config_file import describe_errors
 from parallel_ops.train.config_sections import ModelSettings
 
@@ -36,7 +41,7 @@ def export(
     checkpoint: Path, folder: Path, *, dtype: str | None = None, tokenizer: Path | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the model of a checkpoint as a Hugging Face folder.
+    """Writes the model of a checkpoint as a Hugging Face folder; of a run with ``lora``, its adapters as peft does.
 
     Args:
         checkpoint: A checkpoint, or a folder whose newest checkpoint is taken.
@@ -67,7 +72,12 @@ def export(
         metadata = read_metadata(source, {name: size for name, (size, _) in sums.items()})
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    shapes = Transformer.global_shapes(config)
+    model = Transformer(config, device="meta")
+    every, adapted = list(linears_of(model)), description.model.get(LORA)
+    if adapted is not None:
+        _add(model, adapted, source)
+    found = model.state_dict().items()
+    shapes = {name: tuple(t.shape) for name, t in found if adapted is None or is_adapter(name)}
     for name, shape in shapes.items():
         stored = metadata.state_dict_metadata.get(f"model.{name}")
         if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(shape):
@@ -83,13 +93,36 @@ def export(
 
     loaded = description.rest.get("config_json")
     given = loaded if isinstance(loaded, dict) else {}
+    if adapted is not None:
+        options, of_run = options_of(config, given), description.rest.get("adapters", {})
+        written = write_adapters(
+            folder, family_of(options),
+            Adapters(adapted["rank"], adapted["alpha"], of_run.get("dropout", 0.0), adapted["linears"], every,
+                     of_run.get("base")),
+            read, dtype=DTYPES[chosen], more=more,
+        )  # fmt: skip
+        report(written, written)
+        return _result(source, folder, description, options["model_type"], chosen, written)
     written = write_folder(folder, config, given, shapes, read, dtype=DTYPES[chosen], more=more, report=report)
     options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return _result(source, folder, description, options["model_type"], chosen, written)
+
+
+def _result(
+    source: Path, folder: Path, description: Description, model_type: str, dtype: str, written: int
+) -> dict[str, Any]:
     return {
-        "checkpoint": str(source), "folder": str(folder), "step": description.step,
-        "model_type": options["model_type"], "dtype": chosen, "parameters": written // DTYPES[chosen].itemsize,
-        "bytes": written,
+        "checkpoint": str(source), "folder": str(folder), "step": description.step, "model_type": model_type,
+        "dtype": dtype, "parameters": written // DTYPES[dtype].itemsize, "bytes": written,
     }  # fmt: skip
+
+
+def _add(model: Transformer, adapted: Any, source: Path) -> None:
+    """Adds the adapters of a checkpoint, which ``description.model`` has, to its model."""
+    try:
+        add_adapters(model, Lora(adapted["rank"], adapted["alpha"], 0.0, tuple(adapted["linears"])))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{source} has adapters that this version does not have: {error}") from None
 
 
 def config_of(source: Path, description: Description) -> TransformerConfig:
@@ -109,7 +142,7 @@ def config_of(source: Path, description: Description) -> TransformerConfig:
         reason = describe_errors(error) if isinstance(error, ValidationError) else error
         raise CheckpointError(f"{source} is of a model that this version does not have: {reason}") from None
     own = shape_of(config)
-    if differing := [name for name in description.model if own.get(name) != description.model[name]]:
+    if differing := [name for name in description.model if name != LORA and own.get(name) != description.model[name]]:
         raise CheckpointError(f"{source} is of a model that this version does not have: {', '.join(differing)}")
     return config
 

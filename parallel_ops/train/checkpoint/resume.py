@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
 from parallel_ops.train.data.mixture import Mixture
@@ -16,13 +17,15 @@ from parallel_ops.train.data.mixture import Mixture
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
 
+# Key of the adapters in the description of a model.
+LORA = "lora"
 # Fields of a model's configuration that may differ from its checkpoint's.
 _FREE = ("dropout", "attention_dropout", "init_std")
 
 
 def state_dict(trainer: "RunState") -> dict[str, Any]:
-    """Model, optimizer and progress of the run, by names that do not depend on the plan."""
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    """Model, optimizer and progress of the run, by names that do not depend on the plan; of adapters, these alone."""
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=_options(trainer))
     progress = {"step": trainer.global_step, "samples_seen": trainer.samples_seen, "scale": trainer.scale.state_dict()}
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
@@ -32,14 +35,21 @@ def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
     groups = trainer.optimizer.param_groups
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        options=_options(trainer),
+    )  # fmt: skip
     # Hyperparameters are those of the settings.
     for group, values in zip(trainer.optimizer.param_groups, own, strict=True):
         group.update(values)
     progress = state["progress"]
     trainer.global_step, trainer.samples_seen = progress["step"], progress["samples_seen"]
     trainer.scale.load_state_dict(progress["scale"])
+
+
+def _options(trainer: "RunState") -> StateDictOptions:
+    """With adapters the base comes from ``model.dir``, or from its seed."""
+    adapters = trainer.settings.lora is not None
+    return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
 
 
 def save(trainer: "RunState", store: Checkpoints) -> None:
@@ -55,6 +65,9 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     rest["model"] = _plain_config(trainer)
     rest["dtype"] = trainer.settings.precision.dtype
     rest["config_json"] = getattr(trainer.model, "loaded_options", {})
+    if (lora := trainer.settings.lora) is not None:
+        base = trainer.settings.model.dir
+        rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
     store.save(
         state,
@@ -91,7 +104,7 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
         CheckpointError: It is of another model.
     """
     saved = checkpoints.describe(source)
-    for name, value in model.items():
+    for name, value in {LORA: None, **model}.items():
         if name not in _FREE and saved.model.get(name) != value:
             raise CheckpointError(f"{source} is of a model with {name} {saved.model.get(name)!r}, not {value!r}")
     return saved
@@ -114,7 +127,10 @@ def shape_of(config: TransformerConfig) -> dict[str, Any]:
 def _model_of(trainer: "RunState") -> dict[str, Any]:
     if not isinstance(trainer.model, Transformer):
         return {"class": type(trainer.model).__name__.removeprefix("FSDP")}
-    return shape_of(trainer.model.config)
+    described = shape_of(trainer.model.config)
+    if (lora := trainer.settings.lora) is not None:
+        described[LORA] = {"rank": lora.rank, "alpha": lora.alpha, "linears": adapted_linears(trainer.model)}
+    return described
 
 
 def _plain_config(trainer: "RunState") -> dict[str, Any] | None:

@@ -49,7 +49,7 @@ def values_of(settings: "Settings") -> dict[str, Any]:
     sections["model"] |= dataclasses.asdict(settings.config)  # of a folder, and defaults
     sections["data"]["seq_length"] = settings.seq_length
     sections["data"]["weights"] = [source.weight for source in settings.data.sources]
-    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
     free = {name for name in found if name in FREE or name.partition(".")[0] in FREE}
     versions = {"parallel_ops": parallel_ops.__version__, "torch": str(torch.__version__)}
     return versions | {name: value for name, value in found.items() if name not in free}

@@ -1,0 +1,145 @@
+"""Low-rank adapters of parallel linears (LoRA; Hu et al., arXiv:2106.09685).
+
+    Y = X W^T + alpha / r (dropout(X) A^T) B^T          A [r, in], B [out, r]; W is frozen, B begins as zeros
+
+    column parallel     A whole on every rank, B sharded as W, by rows:
+                        U = X A^T, of this rank's tokens with ``sequence_parallel``, then gathered; U B_r^T
+    row parallel        A sharded as W, by columns, B whole on every rank:
+                        U = sum over r of X_r A_r^T, scattered by tokens with ``sequence_parallel``; U B^T
+
+So all that an adapter sends is U, of r features. Linears with the same input share one product with their A, one
+message and, with dropout, one mask. Masks are drawn by global element index and are independent of the number of ranks.
+
+peft's own tuner is not used: it replaces a linear by a module around it, and the layers here read weights of several
+linears at once (``column_linears``). Files are those of peft; see ``models.huggingface.adapters``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from parallel_ops._internal.group_checks import check_sizes
+from parallel_ops._internal.groups import group_rank
+from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from parallel_ops.layers.parameters import ShardedModule, empty_parameter, fill_, init_sharded_, to_local, uniform
+from parallel_ops.ops import bias_dropout_add
+
+
+class LoraAdapter(ShardedModule):
+    """The adapter of one linear; ``ParallelLinear.add_lora`` makes it.
+
+    Args:
+        in_features, out_features: of the whole linear.
+        placements: of A and B on the mesh.
+        rank: features between A and B. alpha: the adapter is scaled by ``alpha / rank``.
+        dropout: probability for elements of the input of A, in training.
+
+    Attributes:
+        a: ``[rank, in_features]``. b: ``[out_features, rank]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        placements: tuple[Placement, Placement],
+        *,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        mesh: DeviceMesh | None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.in_features, self.rank, self.scaling, self.dropout = in_features, rank, alpha / rank, dropout
+        self.a = empty_parameter((rank, in_features), placements[0], self.mesh, device, dtype)
+        self.b = empty_parameter((out_features, rank), placements[1], self.mesh, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A as ``nn.Linear`` (and peft) initialises it, independently of the mesh; B with zeros."""
+        init_sharded_(self.a, uniform(self.in_features))
+        fill_(self.b, 0.0)
+
+    def drop(self, x: Tensor, index_offset: int) -> Tensor:
+        """Dropout of ``x``, whose first element has the index ``index_offset`` in the whole tensor."""
+        return bias_dropout_add(x, None, None, self.dropout, training=self.training, index_offset=index_offset)
+
+    @property
+    def drops(self) -> bool:
+        return self.training and self.dropout > 0.0
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".lora." in name
+
+
+def column_adapters(
+    x: Tensor,
+    adapters: Sequence[LoraAdapter | None],
+    rows: Sequence[slice | None],
+    *,
+    sequence_parallel: bool,
+    sizes: Sequence[int] | None,
+) -> list[Tensor | None]:
+    """What the adapters of column-parallel linears with one input add to their outputs; ``None`` where there is none.
+
+    Args:
+        rows: this rank's rows of a B that is whole on every rank; ``None`` if it is sharded.
+        sizes: with ``sequence_parallel``, the rows of ``x`` on every rank; ``None`` for equal parts.
+
+    Sharding: x replicated, or S(0) with ``sequence_parallel``; the results S(-1).
+    """
+    used = [(adapter, own) for adapter, own in zip(adapters, rows, strict=True) if adapter is not None]
+    if not used:
+        return [None] * len(adapters)
+    first, group = used[0][0], used[0][0].group
+    if first.drops:
+        before = 0
+        if sequence_parallel:
+            before = sum(check_sizes("LoraAdapter", "sizes", sizes, group, 0, shard=x)[: group_rank(group)])
+        x = first.drop(x, before * x.shape[1:].numel())
+    given = to_local(first, *[adapter.a for adapter, _ in used], partial=[sequence_parallel] * len(used))
+    u = F.linear(x, torch.cat([a for a in given if a is not None]))
+    u = all_gather(u, group, dim=0, sizes=sizes) if sequence_parallel else copy_to_group(u, group)
+    given = to_local(first, *[adapter.b for adapter, _ in used], partial=[own is not None for _, own in used])
+    parts = iter(zip(u.split([adapter.rank for adapter, _ in used], dim=-1), given, used, strict=True))
+    added: list[Tensor | None] = []
+    for adapter in adapters:
+        if adapter is None:
+            added.append(None)
+            continue
+        part, b, (_, own) = next(parts)
+        assert b is not None
+        added.append(F.linear(part, b if own is None else b[own]) * adapter.scaling)
+    return added
+
+
+def row_adapter(x: Tensor, adapter: LoraAdapter, *, sequence_parallel: bool, sizes: Sequence[int] | None) -> Tensor:
+    """What the adapter of a row-parallel linear adds to its reduced output.
+
+    Args:
+        sizes: with ``sequence_parallel``, the rows of the result on every rank; ``None`` for equal parts.
+
+    Sharding: x S(-1); the result replicated, or S(0) with ``sequence_parallel``.
+    """
+    group = adapter.group
+    if adapter.drops:
+        # By features first: so this rank's elements are adjacent in the whole tensor.
+        x = adapter.drop(x.movedim(-1, 0), group_rank(group) * x.numel()).movedim(0, -1)
+    (a,) = to_local(adapter, adapter.a)
+    assert a is not None
+    u = F.linear(x, a)
+    u = reduce_scatter(u, group, dim=0, sizes=sizes) if sequence_parallel else reduce_from_group(u, group)
+    (b,) = to_local(adapter, adapter.b, partial=(sequence_parallel,))
+    assert b is not None
+    return F.linear(u, b) * adapter.scaling

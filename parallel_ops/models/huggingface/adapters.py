@@ -1,0 +1,151 @@
+"""Writes low-rank adapters as the files that peft writes, without peft.
+
+``adapter_config.json`` is peft's ``LoraConfig``; ``adapter_model.safetensors`` has ``lora_A.weight`` ``[r, in]`` and
+``lora_B.weight`` ``[out, r]`` of each linear of the Hugging Face model, under its name there. Where that model has one
+linear for several of this package (``c_attn`` of GPT-2), the adapters of the parts are one adapter of a larger rank:
+
+    A = [A_q; A_k; A_v]         B = diag(B_q, B_k, B_v)         with alpha in the same proportion
+
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_ops.models.huggingface.families import Family, Stored
+from parallel_ops.models.huggingface.loading import safetensors
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters as files describe them.
+
+    Attributes:
+        rank, alpha, dropout: See ``layers.lora``.
+        linears: Names of the linears that have adapters. every: Names of all that could have some.
+        base: Folder or name of the model that they are of, or ``None``.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    linears: Sequence[str]
+    every: Sequence[str]
+    base: str | None
+
+
+def module_of(family: Family, linear: str) -> tuple[str, Stored]:
+    """The name of a linear in the Hugging Face model, and how its weight is stored.
+
+    Raises:
+        ValueError: The family has no such linear.
+    """
+    stored = family.pieces(f"{linear}.weight", (1, 1))[0].stored
+    return stored.name.removesuffix(".weight"), stored
+
+
+def write_adapters(
+    folder: Path, family: Family, adapters: Adapters, read: Callable[[str], Tensor], *, dtype: torch.dtype | None,
+    more: Sequence[Path] = (),
+) -> int:  # fmt: skip
+    """Writes a folder that ``peft.PeftModel.from_pretrained`` opens; it gets its name when all is written.
+
+    Args:
+        folder: Must not exist, or be empty.
+        read: Returns a whole parameter by its name, such as ``"layers.0.attention.q.lora.a"``.
+        dtype: Of the tensors; ``None`` for that of the parameters. more: Files that are copied into the folder.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        FileExistsError: The folder has files. OSError: It cannot be written. ImportError: safetensors is not installed.
+    """
+    modules: dict[str, list[tuple[str, Stored]]] = {}
+    for linear in adapters.linears:
+        name, stored = module_of(family, linear)
+        modules.setdefault(name, []).append((linear, stored))
+    tensors: dict[str, Tensor] = {}
+    for name, parts in modules.items():
+        a, b = _joined(parts, read)
+        for kind, tensor in (("lora_A", a), ("lora_B", b)):
+            tensors[f"base_model.model.{name}.{kind}.weight"] = tensor.detach().to("cpu", dtype).contiguous().clone()
+    config = _config(family, adapters, modules)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder")
+    part = folder.absolute().with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+    part.mkdir(parents=True)
+    try:
+        safetensors().torch.save_file(tensors, part / TENSORS, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for extra in more:
+            shutil.copyfile(extra, part / extra.name)
+        os.replace(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _joined(parts: Sequence[tuple[str, Stored]], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """A and B of one linear of the files."""
+    found = [(read(f"{linear}.lora.a"), read(f"{linear}.lora.b"), stored) for linear, stored in parts]
+    a, b, stored = found[0]
+    if stored.parts == 1:
+        return a, b
+    rank, rows = a.shape[0], b.shape[0]
+    whole = b.new_zeros(rows * stored.parts, rank * len(found))
+    for number, (_, own, place) in enumerate(found):
+        whole[place.part * rows : (place.part + 1) * rows, number * rank : (number + 1) * rank] = own
+    return torch.cat([a for a, _, _ in found]), whole
+
+
+def _config(family: Family, adapters: Adapters, modules: Mapping[str, Sequence[tuple[str, Stored]]]) -> dict[str, Any]:
+    # Those of which several are one have a rank of their own.
+    wide = {name: len(parts) for name, parts in modules.items() if len(parts) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "auto_mapping": None,
+        "base_model_name_or_path": adapters.base,
+        "revision": None,
+        "inference_mode": True,
+        "r": adapters.rank,
+        "lora_alpha": _number(adapters.alpha),
+        "lora_dropout": adapters.dropout,
+        "target_modules": _targets(modules, {module_of(family, linear)[0] for linear in adapters.every}),
+        "rank_pattern": {name: count * adapters.rank for name, count in wide.items()},
+        "alpha_pattern": {name: _number(count * adapters.alpha) for name, count in wide.items()},
+        # The linears of GPT-2 are stored [in, out].
+        "fan_in_fan_out": any(stored.transposed for parts in modules.values() for _, stored in parts),
+        "bias": "none",
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _targets(chosen: Mapping[str, Any], every: set[str]) -> list[str]:
+    """``target_modules``: the last parts of the names where they select these modules alone, or the names."""
+    last = sorted({name.rpartition(".")[2] for name in chosen})
+    selected = {name for name in every if name.rpartition(".")[2] in last}
+    return last if selected == set(chosen) else sorted(chosen)
+
+
+def _number(value: float) -> int | float:
+    """peft's alpha is an integer where it can be."""
+    return int(value) if float(value).is_integer() else value

@@ -1,0 +1,104 @@
+"""Low-rank adapters (LoRA) of a ``Transformer``: which linears have one, and their files.
+
+    model = Transformer(config, mesh=mesh, device="meta")
+    add_adapters(model, Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj")))
+    ...                                                 # parallelize, to_empty
+    model.load_pretrained(folder)
+    model.reset_parameters(only=LoraAdapter)
+
+Source: Hu et al., arXiv:2106.09685. The adapters themselves are in ``layers.lora``.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel_ops.layers.linear_base import ParallelLinear
+from parallel_ops.layers.lora import is_adapter
+from parallel_ops.models.config import TransformerConfig, plain_name
+from parallel_ops.models.huggingface.adapters import Adapters, module_of, write_adapters
+from parallel_ops.models.huggingface.config_json import family_of, options_of
+from parallel_ops.models.lora_config import Lora
+from parallel_ops.models.transformer import Transformer
+
+
+def linears_of(model: nn.Module) -> dict[str, ParallelLinear]:
+    """The linears of a model that can have adapters, by plain name."""
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+
+
+def chosen(config: TransformerConfig, names: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """The linears, of all ``names``, that ``targets`` select.
+
+    Raises:
+        ValueError: a target selects none; a model with experts, with latent attention, or of no Hugging Face family.
+    """
+    if config.experts is not None or config.latent is not None:
+        what = "experts" if config.experts is not None else "latent attention"
+        raise ValueError(f"adapters of a model with {what} are not supported")
+    family = family_of(options_of(config, {}))
+    theirs = {name: module_of(family, name)[0] for name in names}
+
+    def selects(target: str, name: str) -> bool:
+        given = ((name, target), (theirs[name], target), (theirs[name], f"*.{target}"))
+        return any(fnmatchcase(own, pattern) for own, pattern in given)
+
+    for target in targets:
+        if not any(selects(target, name) for name in names):
+            some = f"{names[0]} or {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in theirs.values()))}"
+            raise ValueError(f"{target!r} matches no linear; their names are like {some}")
+    return [name for name in names if any(selects(target, name) for target in targets)]
+
+
+def add_adapters(model: Transformer, lora: Lora) -> None:
+    """Adds adapters to a model, before it is sharded, and freezes all its other parameters.
+
+    Raises:
+        ValueError: see ``chosen``; the model has pipeline stages, or adapters.
+    """
+    if model.stages is not None:
+        raise ValueError("add_adapters: the model must not have pipeline stages")
+    if model.lora is not None:
+        raise ValueError("add_adapters: the model has adapters")
+    linears = linears_of(model)
+    with torch.random.fork_rng(devices=[]):  # so that the model is initialised as it is without adapters
+        for name in chosen(model.config, list(linears), lora.targets):
+            linears[name].add_lora(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    model.lora = lora
+
+
+def adapted_linears(model: nn.Module) -> list[str]:
+    """The names of the linears that have adapters."""
+    return [name for name, linear in linears_of(model).items() if linear.lora is not None]
+
+
+def save_adapters(
+    model: Transformer, folder: str | Path, *, base: str | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Writes the adapters of a model as peft does; all ranks call it, and global rank 0 writes.
+
+    Args:
+        folder: must not exist, or be empty. base: folder or name of the model that they are of.
+        dtype: of the tensors; ``None`` for that of the parameters.
+
+    Raises:
+        ValueError: the model has no adapters. OSError: the folder cannot be written; on rank 0.
+    """
+    lora = model.lora
+    if lora is None:
+        raise ValueError("save_adapters: the model has no adapters; add them with add_adapters")
+    given = {plain_name(name): t for name, t in model.state_dict().items() if is_adapter(name)}
+    whole: dict[str, Tensor] = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    family = family_of(options_of(model.config, model.loaded_options))
+    every = list(linears_of(model))
+    adapters = Adapters(lora.rank, lora.alpha, lora.dropout, adapted_linears(model), every, base)
+    write_adapters(Path(folder), family, adapters, whole.__getitem__, dtype=dtype)
