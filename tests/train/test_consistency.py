@@ -2,6 +2,7 @@
 
 import json
 import sys
+import typing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,7 +23,7 @@ from support.distributed import Raised, ranks
 KEYS = [
     f"{name}.{key}"
     for name, section in Settings.model_fields.items()
-    for key in section.annotation.model_fields
+    for key in (typing.get_args(section.annotation) or (section.annotation,))[0].model_fields
 ]  # fmt: skip
 
 

@@ -45,11 +45,14 @@ class Disagreement(ValueError):
 
 def values_of(settings: "Settings") -> dict[str, Any]:
     """The values that every rank must share, by ``section.key``: settings with defaults, and versions."""
+    from parallel_ops.train.config_sections import LoraSettings  # needs pydantic, as settings do
+
     sections = settings.model_dump(mode="json")
+    sections["lora"] = sections["lora"] or dict.fromkeys(LoraSettings.model_fields)
     sections["model"] |= dataclasses.asdict(settings.config)  # of a folder, and defaults
     sections["data"]["seq_length"] = settings.seq_length
     sections["data"]["weights"] = [source.weight for source in settings.data.sources]
-    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
+    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     free = {name for name in found if name in FREE or name.partition(".")[0] in FREE}
     versions = {"parallel_ops": parallel_ops.__version__, "torch": str(torch.__version__)}
     return versions | {name: value for name, value in found.items() if name not in free}
