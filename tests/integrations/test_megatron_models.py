@@ -53,6 +53,23 @@ def test_training_is_megatrons(name):
         assert other_norms == pytest.approx(norms, rel=close)
 
 
+@pytest.mark.parametrize("name", ["sequence parallel", "gradients in bfloat16", "llama"])
+def test_training_by_the_backends_sums_is_megatrons(name):
+    cases = [Case("stock", **CASES[name]), Case("spec", reduction="backend", **CASES[name])]
+    close = 5e-3 if CASES[name].get("dtype") else 2e-6
+    (losses, norms), ours = ranks(2).run(trained.train, *cases)[-1]
+    assert ours[0] == pytest.approx(losses, rel=close)
+    assert ours[1] == pytest.approx(norms, rel=close)
+
+
+def test_unknown_reductions_of_a_spec_are_named():
+    from parallel_ops.integrations import megatron
+
+    for build in (megatron.ParallelOpsSpecProvider, megatron.gpt_layer_spec):
+        with pytest.raises(ValueError, match="reduction must be 'exact' or 'backend', got 'fp32'"):
+            build(reduction="fp32")
+
+
 def test_deferred_embedding_gradients():
     """Megatron's own layers fail with the flag, so the comparison is with gradients that are not deferred."""
     alike = {"pp": 2, "model": {"share_embeddings_and_output_weights": False}}

@@ -40,6 +40,7 @@ class Case:
     ddp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     exact: bool = False
+    reduction: str = "exact"
 
 
 def tagged_torch_norm(_, config, hidden_size, eps=1e-5, **__):
@@ -129,7 +130,7 @@ def build(case, **stages):
     )
     normalization = config.normalization
     if case.drop_in == "spec":
-        spec = megatron.gpt_block_spec(config)
+        spec = megatron.gpt_block_spec(config, reduction=case.reduction)
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, normalization=normalization, qk_layernorm=config.qk_layernorm

@@ -1,5 +1,6 @@
 """Layer specs with this package's modules, built by Megatron's own functions, so they fit the installed version."""
 
+import functools
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -9,16 +10,29 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from parallel_ops.integrations.megatron import modules
 from parallel_ops.integrations.megatron.attention import CoreAttention
+from parallel_ops.tensor_parallel.linear.overlap_plan import Reduction, is_exact
 
 
 class ParallelOpsSpecProvider(LocalSpecProvider):
-    """The local spec with this package's modules. Experts stay Megatron's: they have no sequence to gather."""
+    """The local spec with this package's modules. Experts stay Megatron's: they have no sequence to gather.
+
+    Args:
+        reduction: how the linears add partial sums of the ranks under sequence parallelism: ``"exact"`` (in rank order
+            in fp32: the same bits on every run and over every backend) or ``"backend"`` (by the reduce-scatter that
+            Megatron's own linears call; where they send in pieces, the exact sum).
+
+    Raises:
+        ValueError: an unknown ``reduction``.
+    """
+
+    def __init__(self, reduction: Reduction = "exact") -> None:
+        self._exact = is_exact(type(self).__name__, reduction)
 
     def column_parallel_linear(self) -> type:
-        return modules.ColumnParallelLinear
+        return modules.ColumnParallelLinear if self._exact else modules.BackendColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        return modules.RowParallelLinear
+        return modules.RowParallelLinear if self._exact else modules.BackendRowParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, **_: Any) -> type:
         return modules.Norm
@@ -27,14 +41,21 @@ class ParallelOpsSpecProvider(LocalSpecProvider):
         return CoreAttention
 
 
-def gpt_layer_spec(**options: Any) -> ModuleSpec:
+def gpt_layer_spec(*, reduction: Reduction = "exact", **options: Any) -> ModuleSpec:
     """A layer of GPT: ``get_gpt_layer_local_spec(**options)`` of the installed Megatron, with the provider above.
 
     The norm after the last layer is not part of it. Megatron uses its own there, which does not support sequence
     parallelism unless ``apply(["norm"])`` was called. ``gpt_block_spec`` includes it.
+
+    Args:
+        reduction: how the linears add partial sums of the ranks; see ``ParallelOpsSpecProvider``.
+        options: of ``get_gpt_layer_local_spec``.
+
+    Raises:
+        ValueError: an unknown ``reduction``.
     """
     stock = gpt_layer_specs.LocalSpecProvider
-    gpt_layer_specs.LocalSpecProvider = ParallelOpsSpecProvider
+    gpt_layer_specs.LocalSpecProvider = functools.partial(ParallelOpsSpecProvider, reduction)
     try:
         return gpt_layer_specs.get_gpt_layer_local_spec(**options)
     finally:
@@ -47,7 +68,10 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **options: Any) 
     Args:
         config: the ``TransformerConfig`` of the model.
         vp_stage: virtual pipeline stage of an interleaved schedule.
-        options: see ``gpt_layer_spec``; by default from ``config``.
+        options: see ``gpt_layer_spec``, ``reduction`` among them; others are by default from ``config``.
+
+    Raises:
+        ValueError: an unknown ``reduction``.
     """
     defaults = {
         "num_experts": config.num_moe_experts,
