@@ -32,7 +32,7 @@ from parallel_ops.layers.parameters import (
     to_local,
 )
 from parallel_ops.ops import rms_norm, rotary_embedding
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 Angles = tuple[Tensor, Tensor]
 
@@ -58,6 +58,8 @@ class ParallelSelfAttention(AttentionHeads):
         sequence_parallel: shard input and output by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;
             ``None`` for what ``nn.Linear`` does, and zeros of ``sink``.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -92,6 +94,7 @@ class ParallelSelfAttention(AttentionHeads):
         qkv_bias: bool | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -128,8 +131,9 @@ class ParallelSelfAttention(AttentionHeads):
         self.sink = empty_parameter((num_heads,), Shard(0), self.mesh, device, dtype) if sink else None
         self.reset_parameters()
         common = LinearOptions(
-            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
-        )
+            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         qkv_bias = bias if qkv_bias is None else qkv_bias
         d = self.head_dim
         self.q = ColumnParallelLinear(hidden_size, num_heads * d, bias=qkv_bias, init_method=init_method, **common)

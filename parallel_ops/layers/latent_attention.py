@@ -35,7 +35,7 @@ from parallel_ops.layers.parameters import (
     uniform,
 )
 from parallel_ops.ops import rotary_embedding
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 # Of the norms of the narrow vectors, whatever that of the others is.
 _NORM_EPS = 1e-6
@@ -92,7 +92,8 @@ class ParallelLatentAttention(AttentionHeads):
         q_lora_rank: the same for queries; ``None`` for one projection.
         scale: of the scores; ``None`` for 1 / sqrt of the width of a query head.
         interleaved: which dimensions of the rotary parts are a pair; see ``rotary_embedding``.
-        window, core_attention, attention_dropout, sequence_parallel, overlap: see ``ParallelSelfAttention``.
+        window, core_attention, attention_dropout, sequence_parallel, overlap, reduction: see
+            ``ParallelSelfAttention``.
         init_method, output_init_method: fill tiles of the projections, and of ``out``, in place; ``None`` for what
             ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -119,6 +120,7 @@ class ParallelLatentAttention(AttentionHeads):
         attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -144,8 +146,9 @@ class ParallelLatentAttention(AttentionHeads):
             "mesh": self.mesh, "sequence_parallel": self.sequence_parallel, "device": device, "dtype": dtype,
         }  # fmt: skip
         options = LinearOptions(
-            mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, device=device, dtype=dtype
-        )
+            mesh=self.mesh, sequence_parallel=self.sequence_parallel, overlap=overlap, reduction=reduction,
+            device=device, dtype=dtype,
+        )  # fmt: skip
 
         def narrow(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(hidden_size, width, init_method=init_method, **where)

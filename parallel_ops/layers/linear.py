@@ -34,7 +34,7 @@ from parallel_ops.tensor_parallel import (
     column_parallel_linear,
     linear_reduce_scatter,
 )
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 
 def column_linears(
@@ -78,6 +78,7 @@ def column_linears(
     options: dict[str, Any] = {
         "group": first.group,
         "overlap": first.overlap,
+        "reduction": first.reduction,
         "main_grad": targets if special else None,
         "deferred": first.deferred,
     }
@@ -102,6 +103,8 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_parallel: the input is sharded by tokens over the mesh.
         overlap: how communication overlaps with the products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        reduction: how the gradient of the input is summed over the ranks: ``"exact"`` (in rank order in fp32) or
+            ``"backend"`` (by the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         rows: keeps the weight whole on every rank; this rank uses these rows of it (output features), and gradients
             are summed over the ranks. ``None`` shards the weight.
         init_method: fills tiles of the weight in place, each element independently; ``None`` for what ``nn.Linear``
@@ -112,7 +115,8 @@ class ColumnParallelLinear(ParallelLinear):
         weight: ``[out_features, in_features]``, a DTensor S(0). bias: ``[out_features]``, S(0), or ``None``.
 
     Raises:
-        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
+        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap`` or
+            ``reduction``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
     """
@@ -126,14 +130,16 @@ class ColumnParallelLinear(ParallelLinear):
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         rows: slice | None = None,
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         options = LinearOptions(
-            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
-        )
+            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         placement = Shard(0) if rows is None else Replicate()
         super().__init__(in_features, out_features, (placement, placement), bias, init_method, options)
         self.rows = rows
@@ -166,6 +172,9 @@ class RowParallelLinear(ParallelLinear):
         sequence_parallel: shard the output by tokens over the mesh.
         overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (chosen by a model
             and, on a GPU, a measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``linear_reduce_scatter``.
+        reduction: how the output is summed over the ranks, with and without ``sequence_parallel``: ``"exact"`` (in
+            rank order in fp32) or ``"backend"`` (by the group's reduce-scatter or all-reduce, as Megatron-LM does);
+            see ``linear_reduce_scatter``.
         init_method: fills tiles of the weight in place, each element independently; ``None`` for what ``nn.Linear``
             does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -174,7 +183,8 @@ class RowParallelLinear(ParallelLinear):
         weight: ``[out_features, in_features]``, a DTensor S(1). bias: ``[out_features]``, replicated, or ``None``.
 
     Raises:
-        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap``.
+        TypeError, ValueError: sizes that do not fit the mesh, a mesh of several dimensions, an unknown ``overlap`` or
+            ``reduction``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
     """
@@ -188,13 +198,15 @@ class RowParallelLinear(ParallelLinear):
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         options = LinearOptions(
-            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
-        )
+            mesh=mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         super().__init__(in_features, out_features, (Shard(1), Replicate()), bias, init_method, options)
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
@@ -241,7 +253,7 @@ class RowParallelLinear(ParallelLinear):
         first = 0
         if self.sequence_parallel:
             y = linear_reduce_scatter(
-                x, weight, bias, group=self.group, overlap=self.overlap, sizes=sizes,
+                x, weight, bias, group=self.group, overlap=self.overlap, reduction=self.reduction, sizes=sizes,
                 main_grad=self.weight_gradient(), deferred=self.deferred,
             )  # fmt: skip
             bias = None
@@ -252,7 +264,7 @@ class RowParallelLinear(ParallelLinear):
             alone = None if self.ranks > 1 or residual is not None else bias
             y = self._local_linear(x, weight, alone)
             bias = None if alone is not None else bias
-            y = reduce_from_group(y, self.group)
+            y = reduce_from_group(y, self.group, fp32_reduction=self.reduction == "exact")
         if self.lora is not None:
             y = y + row_adapter(x, self.lora, sequence_parallel=self.sequence_parallel, sizes=sizes).to(y.dtype)
         if residual is not None:

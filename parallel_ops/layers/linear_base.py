@@ -13,7 +13,7 @@ from parallel_ops._internal.weight_gradients import GradientOf, Target
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, encode
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction, encode, is_exact
 
 
 class LinearOptions(TypedDict):
@@ -22,6 +22,7 @@ class LinearOptions(TypedDict):
     mesh: DeviceMesh | None
     sequence_parallel: bool
     overlap: Overlap
+    reduction: Reduction
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -51,9 +52,10 @@ class ParallelLinear(ShardedModule):
     ) -> None:
         super().__init__(options["mesh"])
         encode(type(self).__name__, options["overlap"])
+        is_exact(type(self).__name__, options["reduction"])
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         self.sequence_parallel = options["sequence_parallel"] and self.ranks > 1
-        self.overlap = options["overlap"]
+        self.overlap, self.reduction = options["overlap"], options["reduction"]
         where = self.mesh, options["device"], options["dtype"]
         self.weight = empty_parameter((out_features, in_features), placements[0], *where)
         self.bias = empty_parameter((out_features,), placements[1], *where) if bias else None

@@ -15,7 +15,7 @@ from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 
@@ -32,6 +32,8 @@ class ParallelMLP(ShardedModule):
         sequence_parallel: shard input and output by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what
             ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -50,6 +52,7 @@ class ParallelMLP(ShardedModule):
         bias: bool = True,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -60,8 +63,9 @@ class ParallelMLP(ShardedModule):
             raise ValueError(f"ParallelMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         self.activation, width = activation, 4 * hidden_size if ffn_hidden_size is None else ffn_hidden_size
         common = LinearOptions(
-            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, device=device, dtype=dtype
-        )
+            mesh=self.mesh, sequence_parallel=sequence_parallel, overlap=overlap, reduction=reduction,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         self.gate = None
         if activation == "swiglu":
             self.gate = ColumnParallelLinear(hidden_size, width, bias=bias, init_method=init_method, **common)

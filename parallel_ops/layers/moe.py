@@ -25,7 +25,7 @@ from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
 from parallel_ops.layers.residual import add_residual
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 
 class ParallelMoE(ShardedModule):
@@ -51,6 +51,7 @@ class ParallelMoE(ShardedModule):
         overlap: of the shared MLP's linears; see ``ParallelMLP``. A number is also that of the groups of this rank's
             experts whose products hide each other's messages (the next smaller divisor of its experts). Otherwise they
             are one group, whose messages the shared MLP alone hides.
+        reduction: of the shared MLP's linears; see ``ParallelMLP``. Experts and router always have the exact sum.
         init_method, output_init_method: fill tiles of ``gate`` and ``up``, of the router too, and of ``down``, in
             place; ``None`` for what ``nn.Linear`` does.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -86,6 +87,7 @@ class ParallelMoE(ShardedModule):
         context: ProcessGroup | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -118,7 +120,7 @@ class ParallelMoE(ShardedModule):
         if shared_experts:
             self.shared = ParallelMLP(
                 hidden_size, shared_experts * ffn_hidden_size, mesh=self.mesh, activation="swiglu", bias=False,
-                sequence_parallel=self.sequence_parallel, overlap=overlap, **where,
+                sequence_parallel=self.sequence_parallel, overlap=overlap, reduction=reduction, **where,
             )  # fmt: skip
         self.reset_counts()
 

@@ -28,7 +28,7 @@ from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 
 class ParallelTransformerLayer(ShardedModule):
@@ -49,6 +49,8 @@ class ParallelTransformerLayer(ShardedModule):
         sequence_parallel: shard the residual stream by tokens over the mesh.
         overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
             measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+            (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.
         output_init_method: the same for the two projections into the residual stream.
         device, dtype: of the parameters; ``None`` for torch's defaults.
@@ -83,6 +85,7 @@ class ParallelTransformerLayer(ShardedModule):
         core_attention: CoreAttention | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         init_method: InitFn | None = None,
         output_init_method: InitFn | None = None,
         device: torch.device | str | None = None,
@@ -94,7 +97,8 @@ class ParallelTransformerLayer(ShardedModule):
         self.dropout, sequence_parallel = dropout, sequence_parallel and self.ranks > 1
         where = {"mesh": self.mesh, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         linear = {
-            "overlap": overlap, "bias": bias, "init_method": init_method, "output_init_method": output_init_method
+            "overlap": overlap, "reduction": reduction, "bias": bias, "init_method": init_method,
+            "output_init_method": output_init_method,
         }  # fmt: skip
         self.norm_attention = Norm(hidden_size, norm, norm_eps, **where)  # type: ignore[arg-type]
         self.attention = attention or ParallelSelfAttention(

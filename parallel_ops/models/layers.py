@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig, YarnScaling
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
 _OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss_over")
@@ -21,7 +21,7 @@ _OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss
 
 def layer_of(
     config: TransformerConfig, number: int, *, core_attention: CoreAttention | None, overlap: Overlap,
-    expert_mesh: DeviceMesh | None, context: ProcessGroup | None, **common: Any,
+    reduction: Reduction, expert_mesh: DeviceMesh | None, context: ProcessGroup | None, **common: Any,
 ) -> ParallelTransformerLayer:  # fmt: skip
     """Layer ``number`` of a model, counted from 0.
 
@@ -32,6 +32,7 @@ def layer_of(
     # Smaller for projections into the residual stream, so that its sum keeps its scale (GPT-2).
     init: dict[str, Any] = {
         "overlap": overlap,
+        "reduction": reduction,
         "init_method": normal(config.init_std),
         "output_init_method": normal(config.init_std / math.sqrt(2 * config.num_layers)),
     }

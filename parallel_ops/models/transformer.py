@@ -37,7 +37,7 @@ from parallel_ops.models.lora_config import Lora
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 
 class Transformer(PretrainedModel):
@@ -49,6 +49,9 @@ class Transformer(PretrainedModel):
         sequence_parallel: shard the residual stream by tokens; ``s`` must be a multiple of the number of ranks.
         overlap: how the linears overlap communication: ``"auto"``, ``"off"``, ``"bulk"`` or a number of pieces, as
             explained in ``all_gather_linear``.
+        reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
+            (by the collectives of the group's backend, as Megatron-LM does), as explained there. Embeddings, norms,
+            experts and the loss always have the exact sum.
         context: the context-parallel ranks, which share each sequence: a ``DeviceMesh`` of one dimension
             (``mesh["cp"]``); ``None`` for one.
         layout, algorithm: how the sequence is split over ``context``, and how its ranks exchange keys and values; see
@@ -86,6 +89,7 @@ class Transformer(PretrainedModel):
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         overlap: Overlap = "auto",
+        reduction: Reduction = "exact",
         context: DeviceMesh | None = None,
         layout: Layout = "zigzag",
         algorithm: AlgorithmName = "auto",
@@ -106,7 +110,8 @@ class Transformer(PretrainedModel):
         if core_attention is not None and self.context.ranks > 1:
             raise ValueError("Transformer: core_attention must be None with context, which uses ring_attention")
         self._core_attention = self.context.core_attention if core_attention is None else core_attention
-        self.overlap, self.sequence_parallel = overlap, sequence_parallel and self.ranks > 1
+        self.overlap, self.reduction = overlap, reduction
+        self.sequence_parallel = sequence_parallel and self.ranks > 1
         self.expert_mesh = expert_mesh
         self.lora: Lora | None = None
         with torch.random.fork_rng(devices=[]):  # on the meta device each parameter still takes a seed
@@ -122,7 +127,7 @@ class Transformer(PretrainedModel):
         return {name: tuple(t.shape) for name, t in Transformer(config, device="meta").state_dict().items()}
 
     def _build(self, dtype: torch.dtype | None) -> None:
-        config, overlap = self.config, self.overlap
+        config = self.config
         # On the meta device, so that weights are initialised once, and not before a checkpoint replaces them.
         common: dict[str, Any] = {"mesh": self.mesh, "device": "meta", "dtype": dtype}
         common["sequence_parallel"] = self.sequence_parallel
@@ -138,8 +143,8 @@ class Transformer(PretrainedModel):
         self.layers = nn.ModuleDict(
             {
                 str(number): layer_of(
-                    config, number, core_attention=self._core_attention, overlap=overlap, expert_mesh=self.expert_mesh,
-                    context=self.context.group, **common,
+                    config, number, core_attention=self._core_attention, overlap=self.overlap, reduction=self.reduction,
+                    expert_mesh=self.expert_mesh, context=self.context.group, **common,
                 )
                 for number in range(config.num_layers)
                 if number in held
@@ -307,7 +312,8 @@ class Transformer(PretrainedModel):
         if self.sequence_parallel:
             # "auto" may measure, which needs weights of the same shape on every rank.
             uneven = self.overlap == "auto" and len(set(head.sizes)) > 1
-            logits = all_gather_linear(x, weight, group=self.group, overlap="bulk" if uneven else self.overlap)
+            overlap: Overlap = "bulk" if uneven else self.overlap
+            logits = all_gather_linear(x, weight, group=self.group, overlap=overlap, reduction=self.reduction)
         else:
-            logits = F.linear(copy_to_group(x, self.group), weight)
+            logits = F.linear(copy_to_group(x, self.group, fp32_reduction=self.reduction == "exact"), weight)
         return gather_from_group(logits, self.group, dim=-1, sizes=head.sizes)

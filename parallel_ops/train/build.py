@@ -81,7 +81,9 @@ def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, 
     folder = settings.model.dir
     if folder is not None:
         Transformer.check_pretrained(folder, settings.config)
-    empty = Transformer(settings.config, overlap=settings.model.overlap, device="meta")
+    empty = Transformer(
+        settings.config, overlap=settings.model.overlap, reduction=settings.model.reduction, device="meta"
+    )
     if lora is not None:
         add_adapters(empty, lora.options)
     if settings.model.freeze or settings.optimizer.groups:

@@ -15,7 +15,7 @@ from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.planner.plan import Plan
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -98,12 +98,15 @@ class _ModelSettings(Section):
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
         overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
+        reduction: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "exact", in
+            rank order in fp32, or "backend", by the collectives of the group's backend.
         aux_loss_over: Replaces that of ``experts``, for a ``dir`` too; see ``ExpertsConfig``.
         freeze: Patterns of names of parameters that are not trained, such as ``"tokens.*"`` or ``"layers.0.*"``.
     """
 
     dir: Folder | None = None
     overlap: Overlap = "auto"
+    reduction: Reduction = "exact"
     aux_loss_over: Literal["layer", "model"] | None = None
     freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
 

@@ -162,8 +162,8 @@ def _over(model: nn.Module, mesh: ParallelMesh, plan: Plan, algorithm: Algorithm
     stages = cut(model.config.num_layers, plan) if plan.pp > 1 else None
     built = Transformer(
         model.config, mesh=mesh["tp"], sequence_parallel=plan.sequence_parallel, overlap=model.overlap,
-        context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"], stages=stages,
-        pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
+        reduction=model.reduction, context=mesh["cp"], layout=layout, algorithm=algorithm, expert_mesh=mesh["ep"],
+        stages=stages, pp_rank=mesh.rank("pp"), device="meta", dtype=dtype,
     )  # fmt: skip
     if model.lora is not None:
         add_adapters(built, model.lora)

@@ -9,6 +9,7 @@ from parallel_ops import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.planner import Plan
 from parallel_ops.train.parallelize_model import micro_batch, parallelize
+from support.layer_reductions import reductions
 from support.layers import mesh_of, whole
 
 MODELS = {
@@ -28,6 +29,16 @@ def plan_of(mesh: ParallelMesh, **options: Any) -> Plan:
     """A plan of the mesh's sizes, in fp32."""
     sizes = {name: mesh.size(name) for name in ("dp", "dp_replicate", "tp", "cp")}
     return Plan(**{"dtype": "fp32", "global_batch": mesh.size("dp"), **sizes, **options})
+
+
+def reductions_of_settings(rank: int, given: dict[str, Any]) -> set[str]:
+    """Of the linears of the model that the trainer builds."""
+    from parallel_ops.train.build import build_model  # needs pydantic
+    from parallel_ops.train.config_file import settings_of
+
+    settings = settings_of(given)
+    mesh = mesh_of(tp=settings.plan.tp, dp_shard=settings.plan.dp)
+    return set(reductions(build_model(settings, mesh, torch.device("cpu"), None)))
 
 
 def train(

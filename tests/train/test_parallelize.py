@@ -138,3 +138,15 @@ def test_recompute_every_is_positive():
 def test_blocks_that_are_not_there():
     with pytest.raises(ValueError, match="no module whose name is like 'blocks"):
         parallelize(nn.Linear(2, 2), ParallelMesh(), blocks="blocks.*")
+
+
+@pytest.mark.parametrize("reduction", ["exact", "backend"])
+def test_the_trainers_model_has_the_reduction_of_its_settings(reduction):
+    pytest.importorskip("pydantic")
+    model = {"vocab_size": 64, "seq_length": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    given = {
+        "model": {**model, "reduction": reduction},
+        "data": {"paths": ["tokens.bin"]},
+        "parallel": {"dp": 2, "tp": 2, "global_batch": 8},
+    }
+    assert ranks(4).run(parallelized.reductions_of_settings, given) == [{reduction}] * 4
