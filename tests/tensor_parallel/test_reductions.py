@@ -123,14 +123,21 @@ class Alone:
         return self._started("reduce-scatter")
 
 
-def gradients(module, overlap, exact):
-    """What happens in a backward, in order."""
+def gradients(module, overlap, exact, features=(6,), frozen=()):
+    """What happens in a backward with weights of so many output features, in order."""
     transport = Alone()
-    x, weight, dy = torch.randn(2 if module is of_gather else 4, 8), torch.randn(6, 8), torch.randn(4, 6)
-    call = GroupCall("test", "group", [2, 2], encode("test", overlap), [True, True], exact)
+    x, weights = torch.randn(2 if module is of_gather else 4, 8), [torch.randn(n, 8) for n in features]
+    dys = [torch.randn(4, n) for n in features]
+    needs = [True, *(i not in frozen for i in range(len(features)))]
+    call = GroupCall("test", "group", [2, 2], encode("test", overlap), needs, exact)
+
+    def factors(dys, inputs, part=slice(None)):
+        names = [f"dW{i}" if len(features) > 1 else "dW" for i in range(len(features))]
+        transport.log += names[part]
+
     with mock.patch.object(GroupCall, "transport", return_value=transport):
-        dx, _ = module._gradients(call, [dy], x, [weight], lambda dys, inputs: transport.log.append("dW"))
-    assert torch.equal(dx[:2], (dy @ weight)[:2])
+        dx, _ = module._gradients(call, dys, x, weights, factors)
+    torch.testing.assert_close(dx[:2], sum(dy @ w for dy, w in zip(dys, weights, strict=True))[:2])
     return transport.log
 
 
@@ -138,7 +145,7 @@ def gradients(module, overlap, exact):
     ("module", "exact", "expected"),
     [
         (of_copy, False, ["start all-reduce", "dW", "wait for all-reduce"]),
-        (of_copy, True, ["start all-to-all", "wait for all-to-all", "start all-gather", "dW", "wait for all-gather"]),
+        (of_copy, True, ["start all-to-all", "dW", "wait for all-to-all", "start all-gather", "wait for all-gather"]),
         (of_gather, False,
          ["start all-gather", "start reduce-scatter", "wait for all-gather", "dW", "wait for reduce-scatter"]),
         (of_gather, True,
@@ -150,3 +157,29 @@ def test_collectives_of_a_backward_run_beside_its_products(module, exact, expect
     one_after_the_other = gradients(module, "off", exact)
     for start, wait in pairwise(one_after_the_other):
         assert not start.startswith("start") or wait == start.replace("start", "wait for")
+
+
+@pytest.mark.parametrize(
+    ("features", "frozen", "beside_exchange", "beside_gather"),
+    [
+        ((6, 6), (), ["dW0"], ["dW1"]),
+        ((8, 2, 2), (), ["dW0"], ["dW1", "dW2"]),
+        ((4, 4, 4), (), ["dW0", "dW1"], ["dW2"]),
+        ((2, 2, 8), (), ["dW0", "dW1"], ["dW2"]),
+        ((6, 6), (0,), ["dW0", "dW1"], []),  # a frozen one has no product
+        ((6, 6), (0, 1), [], []),
+    ],
+)
+def test_both_transfers_of_an_exact_sum_run_beside_products(features, frozen, beside_exchange, beside_gather):
+    exchange = ["start all-to-all", *beside_exchange, "wait for all-to-all"]
+    expected = [*exchange, "start all-gather", *beside_gather, "wait for all-gather"]
+    assert gradients(of_copy, "bulk", True, features, frozen) == expected
+
+
+@pytest.mark.parametrize("reduction", ["exact", "backend"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_products_beside_transfers_have_the_bits_of_products_after_them(size, reduction):
+    for results in ranks(size).run(linear_reductions.in_bulk_and_after, reduction):
+        for bulk, off in results:
+            assert len(bulk) == len(off) == 7
+            assert all(torch.equal(a, b) for a, b in zip(bulk, off, strict=True))

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,21 @@ from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall
 
-# (output gradients, inputs): matrices of the same rows, of which the weight gradients are products.
-Factors = Callable[[Sequence[Tensor], Tensor], None]
+
+class Factors(Protocol):
+    """Takes the factors of the weight gradients.
+
+    Args:
+        dys, inputs: the output gradients and the input, matrices of the same rows; their products are the gradients.
+        part: the weights whose gradients are computed now.
+    """
+
+    def __call__(self, dys: Sequence[Tensor], inputs: Tensor, part: slice = ..., /) -> None: ...
+
 
 # Entering a disabled autocast costs the host as much as a small product.
 _NOTHING = nullcontext()
+_ALL = slice(None)
 
 T = TypeVar("T")
 
@@ -71,8 +81,8 @@ class LinearOp:
         name: of the op and its schema.
         forward: ``(call, x, weights, biases)`` to outputs, which are not views: a pipeline stage detaches its output.
         gradients: ``(call, grads, x, weights, factors)`` to the gradient of x, ``None`` if it is not needed, and
-            the output gradients of all rows, as matrices. Calls ``factors`` once where a weight's gradient is wanted.
-            It reads the weights for the gradient of x alone, and x for those of the weights.
+            the output gradients of all rows, as matrices. Calls ``factors`` once for each weight whose gradient
+            is wanted. It reads the weights for the gradient of x alone, and x for those of the weights.
         rows: the first dimension of the outputs.
         gathers_gradient: the gradient of x needs the output's gradient of all rows, as those of the weights do.
     """
@@ -139,8 +149,9 @@ class LinearOp:
         needed = call.needs_weights(len(weights))
         dweights: list[Tensor | None] = [None] * len(weights)
 
-        def products(dys: Sequence[Tensor], inputs: Tensor) -> None:
-            dweights[:] = [add_to(t, dy, inputs) if n else None for t, dy, n in zip(targets, dys, needed, strict=True)]
+        def products(dys: Sequence[Tensor], inputs: Tensor, part: slice = _ALL, /) -> None:
+            for i in range(len(weights))[part]:
+                dweights[i] = add_to(targets[i], dys[i], inputs) if needed[i] else None
 
         with _autocast_disabled(x):
             dx, dys = self._gradients(call, grads, x, weights, products)

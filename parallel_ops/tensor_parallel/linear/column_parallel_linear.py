@@ -7,6 +7,8 @@
 Forward: no communication. Backward: the all-reduce is a reduce-scatter and an all-gather of rows. The rows of dX that
 another rank sums are sent as soon as they are computed, this rank's own rows are computed last (``overlap.py``). Each
 rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered while dW is computed.
+Without pieces dX is computed first, and its partials are exchanged while dW is computed: of several weights that of the
+first ones, with the others beside the gather. One weight's is not cut: two halves may have other bits than the whole.
 With ``reduction="backend"`` and no pieces it is the backend's one all-reduce, which runs while dW is computed.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
@@ -80,8 +82,10 @@ def column_parallel_linear(
         group: the ranks that share the output features; ``None`` for one rank.
         overlap: how the backward overlaps communication with the products.
             ``"off"``: one after the other.
-            ``"bulk"``: the sums are gathered, or the backend's all-reduce runs, while dW is computed.
-            A number: also, each rank's rows of dX are sent in that many pieces while dX is computed.
+            ``"bulk"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
+            the sums are gathered beside the others; or the backend's all-reduce runs while dW is computed.
+            A number: each rank's rows of dX are sent in that many pieces while dX is computed, and the sums are
+            gathered while dW is.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
             (``overlap_plan.py``); the weights must then have the same shapes on every rank.
         reduction: how the partial sums of the gradient of x are added.
@@ -138,9 +142,14 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
 
 
 def _start_sum(
-    call: GroupCall, transport: Transport, x: Tensor, pieces: int, partial: Callable[[Span, Tensor | None], Tensor]
-) -> tuple[Tensor, Handle]:
-    """The sum of ``partial`` of all ranks as a matrix, complete after ``handle.wait()``."""
+    call: GroupCall, transport: Transport, x: Tensor, pieces: int, partial: Callable[[Span, Tensor | None], Tensor],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Handle]:  # fmt: skip
+    """The sum of ``partial`` of all ranks as a matrix, complete after ``handle.wait()``.
+
+    ``meanwhile`` is called once whole partials are on their way to the ranks that add them; not with pieces, whose
+    messages the products of ``partial`` hide, nor where the backend has an all-reduce.
+    """
     rows = rows_of(call.sizes, x)
     if pieces != OFF:
         own = sum_partials(scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial))
@@ -149,14 +158,25 @@ def _start_sum(
     if not call.exact and (handle := transport.all_reduce(_NAME, dx)) is not None:
         return dx, handle
     shape = (rows[transport.rank], x.shape[-1])
-    own = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact).total()
-    return start_gather(_NAME, transport, own, rows)
+    exchange = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact)
+    meanwhile()
+    return start_gather(_NAME, transport, exchange.total(), rows)
+
+
+def _beside_exchange(work: list[int]) -> int:
+    """The number of weights, from the first, whose gradients are computed beside the exchange, for the work of each.
+
+    Half of the work, as near as whole weights come: exchange and gather send the same number of bytes. One weight goes
+    beside the exchange, which a rank that is late delays for all others.
+    """
+    return min(range(1, len(work) + 1), key=lambda n: (abs(2 * sum(work[:n]) - sum(work)), -n))
 
 
 def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
     dys, transport = [matrix(g) for g in grads], call.transport()
+    needed, done = call.needs_weights(len(weights)), 0
     arriving = dx = None
 
     def partial(span: Span, out: Tensor | None) -> Tensor:
@@ -165,6 +185,11 @@ def _gradients(
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             total.addmm_(dy[slice(*span)], weight)
         return total
+
+    def first_products() -> None:
+        nonlocal done
+        done = _beside_exchange([w.shape[0] if need else 0 for w, need in zip(weights, needed, strict=True)])
+        factors(dys, matrix(x), slice(done))
 
     if call.needs[0] and transport is None:
         dx = partial((0, dys[0].shape[0]), None)
@@ -176,11 +201,13 @@ def _gradients(
         pieces = max(call.overlap, OFF)
         if call.exact:  # else the backend's all-reduce runs beside dW, which pieces cannot beat by much
             pieces = call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
-        dx, arriving = _start_sum(call, transport, x, pieces, partial)
-        if not call.bulk(x.device):
+        bulk = call.bulk(x.device)
+        beside = (first_products,) if bulk and any(needed) else ()
+        dx, arriving = _start_sum(call, transport, x, pieces, partial, *beside)
+        if not bulk:
             arriving.wait()
-    if any(call.needs_weights(len(weights))):
-        factors(dys, matrix(x))
+    if any(needed[done:]):
+        factors(dys, matrix(x), slice(done, None))
     if arriving is not None:
         arriving.wait()
     return None if dx is None else dx.view(x.shape), dys
