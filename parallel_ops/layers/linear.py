@@ -29,6 +29,7 @@ from parallel_ops.layers.parameters import (
     to_local,
 )
 from parallel_ops.layers.residual import add_residual
+from parallel_ops.ops.float8_linear import float8_linear
 from parallel_ops.tensor_parallel import (
     all_gather_linear,
     column_parallel_linear,
@@ -59,6 +60,10 @@ def column_linears(
     used = [t if t is None or r is None else t[r] for t, r in zip(handed, rows, strict=True)]
     weights, biases = [w for w in used[: len(linears)] if w is not None], used[len(linears) :]
     added = biases if add_bias else [None] * len(linears)
+    if first.float8 != "none":
+        for linear in linears:
+            linear.check_float8()
+        return float8_linear(x, weights, added, emulated=first.float8 == "emulated"), biases
     targets = [linear.weight_gradient() for linear in linears]
     if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
         raise ValueError(
@@ -211,7 +216,10 @@ class RowParallelLinear(ParallelLinear):
         ensure_divisible("RowParallelLinear", "in_features", in_features, self.ranks)
 
     def _local_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``, with the weight's gradient sent to ``weight_gradient()``."""
+        """``F.linear``, in float8 if ``float8`` is set, with the weight's gradient sent to ``weight_gradient()``."""
+        if self.float8 != "none":
+            self.check_float8()
+            return float8_linear(x, [weight], [bias], emulated=self.float8 == "emulated")[0]
         target = self.weight_gradient()
         if target is None:
             return F.linear(x, weight, bias)

@@ -1,7 +1,7 @@
 """What the column- and row-parallel linears share: parameters, initialisation, and where weight gradients go."""
 
 import weakref
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction, encode, is_exact
+
+# How the products of a linear are computed.
+Float8 = Literal["none", "current", "emulated"]
 
 
 class LinearOptions(TypedDict):
@@ -36,7 +39,11 @@ class ParallelLinear(ShardedModule):
         lora: a low-rank adapter of the linear, or ``None``; see ``add_lora``.
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
+        float8: compute the products in float8, as ``ops.float8_linear``: ``"none"``, ``"current"``, or ``"emulated"``,
+            the same quantization with products in fp32. One rank only, without ``main_grad`` and ``deferred``.
     """
+
+    float8: Float8 = "none"
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -115,6 +122,17 @@ class ParallelLinear(ShardedModule):
                 "MixedPrecisionPolicy)"
             )
         return GradientOf(self.weight) if self._main_grad is None else self._main_grad
+
+    def check_float8(self) -> None:
+        """Raises ValueError where the products of this linear cannot be in float8."""
+        name = type(self).__name__
+        if self.ranks > 1:
+            raise ValueError(f"{name}: float8 needs one rank, got {self.ranks}: overlapped products are in 16 bits")
+        if self._main_grad is not None or self._deferred is not None:
+            raise ValueError(
+                f"{name}: main_grad and deferred cannot be used with float8, whose weight gradients are rounded "
+                "products; leave them out"
+            )
 
     def extra_repr(self) -> str:
         return (
