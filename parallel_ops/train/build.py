@@ -12,6 +12,7 @@ from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.models import Transformer
 from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
+from parallel_ops.ops.float8_linear import device_problem
 from parallel_ops.train import patterns
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
@@ -70,8 +71,15 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
 
 def build_model(settings: "Settings", mesh: ParallelMesh, device: torch.device, model: nn.Module | None) -> nn.Module:
     """``model``, or that of ``settings.model`` with its initial or pretrained weights, parallelized over ``mesh``."""
+    precision = settings.precision
     options: Any = {"recompute_every": settings.recompute.every, "compile": settings.run.compile}
     lora = settings.lora
+    if precision.fp8 != "none":
+        problem = None if precision.fp8_emulation else device_problem(device)
+        if problem:
+            raise ValueError(f'precision.fp8: {problem}; set precision.fp8 = "none", or precision.fp8_emulation = true')
+        options |= {"float8": "emulated" if precision.fp8_emulation else precision.fp8}
+        options |= {"float8_bf16_blocks": precision.fp8_bf16_layers}
     if model is not None:
         if lora is not None:
             raise ValueError("Trainer: lora needs settings.model; leave out the argument model")

@@ -122,6 +122,7 @@ class Settings(Section):
                 ("optimizer", "warmup"),
                 f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
             )
+        yield from self._fp8_problems()
         yield from self._evaluation_problems()
         if self.model.freeze and plan.pp > 1:
             yield ("model", "freeze"), f"needs parallel.pp of 1, got {plan.pp}: a stage may have nothing to train"
@@ -138,12 +139,36 @@ class Settings(Section):
                 yield ("parallel", name), f"must be 1 with lora, got {size}: stages with adapters are not supported"
             if name == "cp" and size > 1 and self.lora.dropout:
                 yield ("lora", "dropout"), f"needs parallel.cp of 1, got {size}: masks would differ from one rank's"
+        if self.precision.fp8 != "none":
+            yield ("precision", "fp8"), 'must be "none" with lora: adapters are in 16 bits'
         if self.model.freeze:
             yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
         try:
             chosen(self.config, list(linears_of(Transformer(self.config, device="meta"))), self.lora.targets)
         except ValueError as error:
             yield ("lora", "targets"), str(error)
+
+    def _fp8_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
+        own, plan, layers = self.precision, self.plan, self.config.num_layers
+        if own.fp8 == "none":
+            if own.fp8_emulation:
+                yield ("precision", "fp8_emulation"), 'needs precision.fp8 = "current"'
+            return
+        if own.dtype != "bf16":
+            yield ("precision", "fp8"), f'needs precision.dtype = "bf16", got {own.dtype!r}'
+        if plan.tp > 1:
+            yield ("precision", "fp8"), f"needs parallel.tp of 1, got {plan.tp}: overlapped products are in 16 bits"
+        if plan.pp > 1:
+            yield (
+                ("precision", "fp8"),
+                f"needs parallel.pp of 1, got {plan.pp}: pipelines compute weight gradients apart, in 16 bits",
+            )
+        if 2 * own.fp8_bf16_layers >= layers:
+            yield (
+                ("precision", "fp8_bf16_layers"),
+                f"is {own.fp8_bf16_layers}, at the start and at the end, which leaves none of the {layers} layers in "
+                "float8; lower it",
+            )
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, keep_best = self.evaluation, self.checkpoint.keep_best

@@ -27,8 +27,10 @@ from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers.experts import Experts
+from parallel_ops.layers.linear_base import Float8, ParallelLinear
 from parallel_ops.models import Transformer
 from parallel_ops.models.lora import add_adapters
+from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
@@ -48,6 +50,8 @@ def parallelize(
     layout: Layout = "zigzag",
     recompute_every: int = 1,
     compile: bool = False,
+    float8: Float8 = "none",
+    float8_bf16_blocks: int = 1,
     blocks: str = "layers.*",
 ) -> nn.Module:
     """Parallelizes a model over the ranks of ``mesh``. All ranks call it.
@@ -63,6 +67,9 @@ def parallelize(
         algorithm, layout: See ``ring_attention``; ``algorithm`` overrides the plan's ``cp_kind``.
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
+        float8: Compute the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear`` in float8:
+            ``"current"``, or ``"emulated"`` on any device. With the plan's ``dtype="bf16"``, without ``tp`` and ``pp``.
+        float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.
         blocks: Pattern of the blocks' names in ``model.named_modules()``.
 
     Returns:
@@ -73,7 +80,7 @@ def parallelize(
         ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
             recomputation or dtype; ``recompute="experts"`` for a model without experts; ``offload`` without shards;
             ``tp`` or ``cp`` for a module that is not a ``Transformer`` or not on the meta device; no block matches
-            ``blocks``.
+            ``blocks``; ``float8`` with another dtype, with ``tp`` or ``pp``, or for no linear.
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
@@ -85,6 +92,8 @@ def parallelize(
     elif mesh.size("tp") * mesh.size("cp") * mesh.size("pp") * mesh.size("ep") > 1:
         model = _over(model, mesh, plan, algorithm or _ALGORITHMS[plan.cp_kind], layout)
     names = _blocks(model, blocks)
+    if float8 != "none":
+        _use_float8(model, names, plan, float8, float8_bf16_blocks)
     recompute(model, names, plan.recompute, every=recompute_every)
     if compile:
         for name in names:
@@ -179,6 +188,36 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
     if not names:
         raise ValueError(f"parallelize: the model has no module whose name is like {pattern!r}; name its blocks")
     return names
+
+
+def _use_float8(model: nn.Module, names: list[str], plan: Plan, float8: Float8, at_the_ends: int) -> None:
+    """Sets ``float8`` of the linears of all blocks but the first and the last ``at_the_ends``."""
+    for name, size in (("tp", plan.tp), ("pp", plan.pp)):
+        if size > 1:
+            raise ValueError(f"parallelize: float8 needs {name} of 1, got {size}")
+    if plan.dtype != "bf16":
+        raise ValueError(f"parallelize: float8 needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
+    if at_the_ends < 0:
+        raise ValueError(f"parallelize: float8_bf16_blocks must be at least 0, got {at_the_ends}")
+    inner = names[at_the_ends : len(names) - at_the_ends]
+    found = [
+        (f"{block}.{name}", module)
+        for block in inner
+        for name, module in model.get_submodule(block).named_modules()
+        if isinstance(module, ParallelLinear)
+    ]
+    if not found:
+        raise ValueError(
+            f"parallelize: float8 has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
+            f"{len(names) - at_the_ends - 1} of {len(names)}"
+        )
+    for name, linear in found:
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+            raise ValueError(
+                f"parallelize: float8 needs sizes that {MULTIPLE} divides, and {name} has "
+                f"{linear.in_features} and {linear.out_features}"
+            )
+        linear.float8 = float8
 
 
 def _policy(plan: Plan, *, cast_inputs: bool = True) -> MixedPrecisionPolicy:

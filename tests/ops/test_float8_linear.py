@@ -113,6 +113,18 @@ def test_halves_of_a_backward_are_the_whole():
         torch.autograd.grad(y, [x], create_graph=True)
 
 
+def test_compiles_to_one_graph():
+    x, weight = drawn(16, 32).requires_grad_(), drawn(48, 32, seed=1).requires_grad_()
+
+    def call(x, weight):
+        return float8_linear(x, [weight], [None], emulated=True)[0]
+
+    y, compiled = call(x, weight), torch.compile(call, backend="aot_eager", fullgraph=True)(x, weight)
+    assert torch.equal(y, compiled)
+    found = [torch.autograd.grad(each.sum(), [x, weight]) for each in (y, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_layers_under_autocast():
     torch.manual_seed(0)
     up, down = ColumnParallelLinear(32, 48, mesh=None), RowParallelLinear(48, 32, mesh=None)

@@ -1,0 +1,102 @@
+"""Training with float8 products in the layers' linears, emulated."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_ops.comm import ParallelMesh
+from parallel_ops.layers.linear_base import ParallelLinear
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.planner.plan import Plan
+from parallel_ops.train import parallelize
+from support import trainer as runs
+from support.distributed import ranks
+
+MODEL = runs.MODELS["llama"] | {"num_layers": 3, "ffn_hidden_size": 64}
+FP8 = {"dtype": "bf16", "fp8": "current", "fp8_emulation": True}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.data_file(tmp_path_factory.mktemp("data"))
+
+
+def settings_of(data, precision=FP8, **sections):
+    return runs.settings_of(data, **{"model": MODEL, "precision": precision, **sections})
+
+
+def losses(data, precision=FP8, **sections):
+    return [loss for loss, _ in runs.steps_of(0, settings_of(data, precision, **sections))]
+
+
+@functools.cache
+def alone(data):
+    return losses(data)
+
+
+def test_200_steps_reach_the_loss_of_bf16(data):
+    long = {"run": {"steps": 200}, "parallel": {"global_batch": 8, "micro_batch": 8}, "optimizer": {"lr": 3e-3}}
+    plain, fp8 = (losses(data, precision, **long) for precision in ({"dtype": "bf16"}, FP8))
+    assert plain[-1] < 0.6 * plain[0]  # it learns
+    ends = [sum(each[-20:]) for each in (plain, fp8)]
+    assert ends[1] == pytest.approx(ends[0], rel=5e-3) and plain != fp8
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_data_parallel_ranks_are_as_one(data, zero):
+    settings = settings_of(data, parallel={"dp": 2, "zero": zero, "global_batch": 8, "micro_batch": 1})
+    for steps in ranks(2).run(runs.steps_of, settings):
+        assert [loss for loss, _ in steps] == pytest.approx(alone(data), rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_changes_nothing(data, kind):
+    assert losses(data, recompute={"kind": kind}) == alone(data)
+
+
+def test_compiled_blocks(data, monkeypatch):
+    # Traced as Inductor would have it, without its C++, which takes long to compile.
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    assert losses(data, run={"compile": True}) == pytest.approx(alone(data), rel=2e-3)
+
+
+def test_first_and_last_layers_stay_and_gradients_reach_all(data):
+    trainer = runs.trainer_of(settings_of(data))
+    linears = {name: m for name, m in trainer.model.named_modules() if isinstance(m, ParallelLinear)}
+    for name, linear in linears.items():
+        assert linear.float8 == ("emulated" if name.startswith("layers.1.") else "none")
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for _ in range(2):  # the first rate of the warmup may be 0
+        trainer.step()
+    trainer.loader.close()
+    assert all(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "sections", "message"),
+    [
+        ({"fp8_emulation": False}, {}, r"precision\.fp8: float8 products need a GPU.*precision\.fp8_emulation = true"),
+        ({"dtype": "fp32"}, {}, "needs precision.dtype = \"bf16\", got 'fp32'"),
+        ({"fp8": "none"}, {}, 'needs precision.fp8 = "current"'),
+        ({}, {"parallel": {"tp": 2}}, "needs parallel.tp of 1, got 2"),
+        ({}, {"parallel": {"pp": 3, "global_batch": 8}}, "needs parallel.pp of 1, got 3"),
+        ({"fp8_bf16_layers": 2}, {}, "is 2, at the start and at the end, which leaves none of the 3 layers"),
+        ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp.* has 32 and 72"),
+    ],
+)
+def test_refusals_name_the_key(data, precision, sections, message):
+    with pytest.raises(ValueError, match=message):
+        runs.trainer_of(settings_of(data, {**FP8, **precision}, **sections))
+
+
+def test_parallelize_refuses():
+    config = TransformerConfig(vocab_size=32, seq_length=16, num_layers=2, hidden_size=32, num_heads=4)
+    model, plan = Transformer(config), Plan(global_batch=1, dtype="bf16")
+    with pytest.raises(ValueError, match=r"float8 has no linear of parallel_ops\.layers in the blocks 1 to 0 of 2"):
+        parallelize(model, ParallelMesh(), plan, float8="current")
+    with pytest.raises(ValueError, match="float8 needs the plan's dtype to be 'bf16', got 'fp32'"):
+        parallelize(model, ParallelMesh(), float8="current")
+    with pytest.raises(ValueError, match="float8_bf16_blocks must be at least 0, got -1"):
+        parallelize(model, ParallelMesh(), plan, float8="current", float8_bf16_blocks=-1)
