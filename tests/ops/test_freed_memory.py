@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import parallel_ops.comm.sum_partials
 import parallel_ops.ops  # noqa: F401  registers the ops
 
 ROWS, COLS = 3, 8
@@ -58,6 +59,7 @@ CALLS = [
     ("bias_gelu", {"x": x, "bias": lambda: t(COLS, dtype=torch.bfloat16), "tanh": True}),
     ("bias_gelu_backward", {"grad": x, "x": x, "bias": lambda: t(COLS), "tanh": True}),
     ("bias_dropout_add", {"x": x, "bias": lambda: t(COLS), "residual": x, "dtype": F32, **DROPOUT}),
+    ("sum_partials", {"partials": lambda: t(2, ROWS, COLS), "bias": lambda: t(COLS), "residual": x}),
     ("bias_dropout_add", {"x": lambda: x().half(), "bias": None, "residual": x, "dtype": F32, **DROPOUT}),
     ("bias_dropout_add_", {"x": x, "bias": lambda: t(COLS), "residual": x, **DROPOUT}),
     ("bias_dropout_add_backward", {"grad": x, "dtype": F32, "bias_dtype": F32, **DROPOUT}),
