@@ -1,6 +1,7 @@
 """The overlap benchmark: what it computes from times, what it writes, what it refuses. No time is asserted."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +86,27 @@ def test_rows_are_written_and_replaced(tmp_path):
         assert row.link_gb_per_s == 45
         assert row.pieces in overlap.PIECES
         assert min(row.ms_gemm, row.ms_comm, row.ms_unfused, row.ms_overlapped) > 0
+
+
+def test_the_documentation_has_the_rows_that_were_measured():
+    root = Path(__file__).parents[2]
+    cells, taxes = {}, []
+    for row in results.read_as(Row, root / "benchmarks/results/amd-epyc-2-cores-overlap.csv"):
+        speed = row.ms_unfused / row.ms_overlapped
+        # As the columns of a row say, up to their rounding to five digits.
+        hidden = row.ms_gemm + row.ms_comm - row.ms_overlapped
+        assert row.efficiency == pytest.approx(hidden / min(row.ms_gemm, row.ms_comm), abs=1e-3)
+        cells.setdefault(f"{row.model} {row.layer} ({row.phase})", {})[row.link_gb_per_s] = (
+            f"{speed:.2f}x, E {row.efficiency:.2f}"
+        )
+        taxes.append(row.chunking_tax)
+    text = (root / "docs/performance.md").read_text()
+    links = sorted(next(iter(cells.values())))
+    header = " | ".join(f"{gb:g} GB/s" for gb in links)
+    lines = [f"| {name} | {' | '.join(by_link[gb] for gb in links)} |" for name, by_link in cells.items()]
+    assert f"8 ranks) | {header} |" in text
+    assert "\n".join(lines) in text
+    assert f"cost {100 * min(taxes) - 100:.0f} to {100 * max(taxes) - 100:.0f}%" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
