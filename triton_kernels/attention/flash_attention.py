@@ -108,9 +108,11 @@ def _bounds(left: int | None, right: int | None, own: int, others: int) -> tuple
     )
 
 
-def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws) -> Tiles:
-    dims = max(q.shape[3], v.shape[3])
-    return tiles(dims, q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None)
+def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws, spans: Tensor | None, merge: bool) -> Tiles:
+    return tiles(
+        max(q.shape[3], v.shape[3]), q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None,
+        spans=spans is not None, merge=merge,
+    )  # fmt: skip
 
 
 def _dims(q: Tensor, v: Tensor) -> dict[str, int]:
@@ -138,7 +140,7 @@ def forward(
         return
     fast, factor, cap = _factors(q, scale, softcap)
     draws = _Draws.of(dropout)
-    t = _tiles(q, v, softcap, draws).forward
+    t = _tiles(q, v, softcap, draws, spans, merge).forward
     low, high = _bounds(left, right, queries, keys)
     strides = _strides(q, k, v, out)
     blocks, pairs, group = cdiv(queries, t.queries), heads * batch, heads // kv_heads
@@ -168,7 +170,7 @@ def backward(
     }  # fmt: skip
     group = heads // kv_heads
     if k.numel():
-        t = _tiles(q, v, softcap, draws).keys
+        t = _tiles(q, v, softcap, draws, spans, accumulate_dq).keys
         low, high = _bounds(None if right is None else -right, None if left is None else -left, keys, queries)
         blocks = cdiv(keys, t.keys)
         splits = group_splits(blocks * kv_heads * batch, group, q.device) if queries else 1
@@ -190,7 +192,7 @@ def backward(
         if splits > 1:
             _sum_parts(parts, dk, dv, splits)
     if q.numel():
-        t = _tiles(q, v, softcap, draws).queries
+        t = _tiles(q, v, softcap, draws, spans, accumulate_dq).queries
         low, high = _bounds(left, right, queries, keys)
         strides = _strides(grad_out, q, k, v, dq)
         blocks, pairs = cdiv(queries, t.queries), heads * batch

@@ -10,7 +10,7 @@ units of log(2). (Counted in the compiled code for sm_90; 4,096 operations of bf
 import triton
 import triton.language as tl
 
-from parallel_ops.triton_kernels._common import aligned
+from parallel_ops.triton_kernels._common import aligned, computed_here
 from parallel_ops.triton_kernels._math import LOG_2, exp_nonpositive, reciprocal
 from parallel_ops.triton_kernels.attention.common import (
     exponential,
@@ -94,8 +94,6 @@ def _forward_kernel(
     q_ptr += b * aligned(q_batch, UNIT) + h * aligned(q_head, UNIT)
     k_ptr += b * aligned(k_batch, UNIT) + kv_head * aligned(k_head, UNIT)
     v_ptr += b * aligned(v_batch, UNIT) + kv_head * aligned(v_head, UNIT)
-    out_ptr += b * aligned(out_batch, UNIT) + h * aligned(out_head, UNIT)
-    statistics_ptr += b * statistics_batch + h * statistics_head
 
     from_key, whole, edge, to_key = walk(
         block, queries, keys, low, high, spans_ptr, spans_stride, BLOCK_QUERIES, BLOCK_KEYS, HAS_LOW
@@ -131,6 +129,14 @@ def _forward_kernel(
         BLOCK_KEYS, True, HAS_LOW, CAPPED, SIGNED, DROPOUT, BY_FOUR, FAST, PRECISION,
     )  # fmt: skip
 
+    # Found again: registers for it are what the loops lack.
+    here = computed_here(tl.program_id(0))
+    number, pair = place(here, blocks, pairs, section)
+    first_query = (blocks - 1 - number) * BLOCK_QUERIES
+    query = first_query + tl.arange(0, BLOCK_QUERIES)
+    b, h = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    out_ptr += b * aligned(out_batch, UNIT) + h * aligned(out_head, UNIT)
+    statistics_ptr += b * statistics_batch + h * statistics_head
     # A maximum of -inf, of queries that see no key, has the sum 0.
     none = largest == float("-inf")
     weight = tl.where(none, 0.0, reciprocal(tl.where(none, 1.0, total), FAST))
