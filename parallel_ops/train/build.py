@@ -39,8 +39,11 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
     def opened(paths: Sequence[Path]) -> TokenStream:
         return TokenStream(paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
 
-    streams = [opened(paths) for paths in ([data.paths] if data.paths else [source.paths for source in data.sources])]
-    streams = streams if stream is None else [stream]
+    if stream is not None:
+        streams = [stream]
+    else:
+        given = [data.paths] if data.paths else [source.paths for source in data.sources]
+        streams = [opened(paths) for paths in given]
     held_out: Samples | None = None
     options: dict[str, Any] = {
         "seq_length": settings.seq_length, "document_mask": data.document_mask,
