@@ -240,12 +240,12 @@ def tuned(rank: int, settings: Settings, folder: Path) -> tuple[list[float], tor
 
 def bytes_a_parameter(rank: int, settings: Settings) -> float:
     """Of all tensors that are alive when the optimizer takes its second step, beside what was there before."""
-    before, found = _alive(), []
+    before, found = _alive(), []  # kept alive, or a new tensor could have the address of one that was freed
     trainer = trainer_of(settings)
     whole = sum(p.numel() for p in trainer.model.parameters())
 
     def count(*_: Any) -> None:
-        found.append(sum(size for memory, size in _alive().items() if memory not in before))
+        found.append(sum(storage.nbytes() for memory, storage in _alive().items() if memory not in before))
 
     trainer.optimizer.register_step_pre_hook(count)
     for _ in range(2):
@@ -254,11 +254,12 @@ def bytes_a_parameter(rank: int, settings: Settings) -> float:
     return found[-1] / whole
 
 
-def _alive() -> dict[int, int]:
-    """Bytes of each memory that a tensor is in."""
+def _alive() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors, by its address."""
     gc.collect()
     found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found if t.layout is torch.strided}
+    storages = [t.untyped_storage() for t in found if t.layout is torch.strided]
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def evaluated(rank: int, settings: Settings) -> list[tuple[float, float, float]]:
