@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import mmap
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class GlobalMemory:
         if buffer.unwritten is not None and buffer.unwritten[offset : offset + size].any():
             raise Fault(f"atomic on what nobody wrote, of {buffer.name}")
         if buffer.atomic is None:
-            buffer.atomic = np.zeros(-(-len(buffer.data) // buffer.unit), np.bool_)
+            buffer.atomic = _zeros(-(-len(buffer.data) // buffer.unit), np.bool_)
         units = slice(offset // buffer.unit, (offset + size) // buffer.unit)
         if buffer.program is not None and ((buffer.program[units] > 0) & (buffer.program[units] != 1 + program)).any():
             raise Fault(f"atomic on what another program stored, of {buffer.name}")
@@ -123,13 +124,20 @@ class GlobalMemory:
         return known
 
 
+def _zeros(count: int, dtype: Any) -> Array:
+    """Zeros that take room only where they are written.
+
+    ``np.zeros`` has that too, but not in a process that told malloc to keep what it frees, as training does: there the
+    shadows of a tensor of 2 GiB took 18.
+    """
+    return np.frombuffer(mmap.mmap(-1, max(count, 1) * np.dtype(dtype).itemsize), dtype)[:count]
+
+
 def _imagined(storage: int, size: int) -> Array:
     element = meta_values.get(storage)
-    return (
-        np.zeros(size, np.uint8)
-        if element is None
-        else np.frombuffer(bytearray(element * (size // len(element))), np.uint8)
-    )
+    if element is None:
+        return _zeros(size, np.uint8)
+    return np.frombuffer(bytearray(element * (size // len(element))), np.uint8)
 
 
 def _memory(address: int, size: int) -> Any:
@@ -218,7 +226,7 @@ def _check_threads(buffer: Buffer, units: Array, thread: Array, written: Array, 
 def store(buffer: Buffer, offsets: Array, size: int, data: Array, program: Array, thread: Array) -> None:
     if buffer.program is None or buffer.thread is None:
         count = -(-len(buffer.data) // buffer.unit)
-        buffer.program, buffer.thread = np.zeros(count, np.int32), np.zeros(count, np.int64)
+        buffer.program, buffer.thread = _zeros(count, np.int32), _zeros(count, np.int64)
     _check_atomic(buffer, offsets, size)
     units = _units(buffer, offsets, size)
     writer = buffer.program[units]
