@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+# With fewer young objects, walking over them once takes no longer than counting those of a process that froze many.
+_MANY = 50_000
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Pauses the garbage collector, as a context or a decorator.
@@ -19,7 +23,8 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # a process that has frozen its objects keeps them so
+            # A process that has frozen its objects keeps them so.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
