@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from parallel_ops.context_parallel import SequenceLayout, join_sequence, split_sequence, token_ranges
-from support import context_parallel_ranks as on_rank
 from support.distributed import ranks
 
 KINDS = ("zigzag", "striped", "contiguous")
@@ -84,13 +85,22 @@ def test_positions_start_again_with_each_document():
         assert torch.equal(layout.positions(rank, cu_seqlens=bounds), layout.shard(whole, rank))
 
 
+def half_joined(rank: int, length: int, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's part of a sequence, the sequence joined again, and the gradient of the part."""
+    whole = torch.arange(2.0 * length).view(2, length)
+    part = split_sequence(whole, dist.group.WORLD, layout=kind, dim=1).requires_grad_()
+    joined = join_sequence(part, dist.group.WORLD, length=length, layout=kind, dim=-1)
+    (joined * whole).sum().backward()
+    return part.detach(), joined.detach(), part.grad
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_group_splits_and_joins(size):
     for kind in KINDS:
         for length in (2, 13):
             whole = torch.arange(2.0 * length).view(2, length)
             layout = SequenceLayout(length, size, kind)
-            for rank, (part, joined, grad) in enumerate(ranks(size).run(on_rank.half_joined, length, kind)):
+            for rank, (part, joined, grad) in enumerate(ranks(size).run(half_joined, length, kind)):
                 assert torch.equal(part, layout.shard(whole, rank, dim=1))
                 assert torch.equal(joined, whole)
                 assert torch.equal(grad, part)

@@ -1,12 +1,22 @@
 """ring_attention over gloo groups of 2, 3 and 4 ranks, against full attention in fp64."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parallel_ops import flash_attention, ring_attention
-from support import context_parallel_ranks as on_rank
-from support.context_parallel import Case, joined, oracle
-from support.distributed import Raised, Ranks, ranks
+from parallel_ops.comm import use_transport
+from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.context_parallel import SequenceLayout, ring_attention_algorithm, ring_attention_reference
+from support import suite
+from support.context_parallel import SEED, Case, inputs, joined, oracle
+from support.distributed import ranks
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 LAYOUTS = ("zigzag", "striped", "contiguous")
@@ -29,10 +39,155 @@ def cases_of(size):
             yield Case(19, window=6, sink=True, softcap=2.0, dropout_p=0.3, documents=documents, **options)
 
 
+def public(case: Case, group: Any, tensors: list[Tensor | None], algorithm: str = "", **options: Any) -> list[Tensor]:
+    """(O, dq, dk, dv, dsink) of this rank's tokens, by the public op."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    layout = SequenceLayout(case.length, size, case.layout)
+    q, k, v, sink, grad = tensors
+    leaves = [layout.shard(t, rank).requires_grad_() for t in (q, k, v)]
+    sink = None if sink is None else sink.clone().requires_grad_()
+    if not algorithm:
+        algorithm = "all_gather" if case.all_gather else "ring" if case.ulysses_degree == 1 else "hybrid"
+        options["ulysses_degree"] = case.ulysses_degree if algorithm == "hybrid" else None
+    out = ring_attention(
+        *leaves,
+        group=group,
+        layout=case.layout,
+        algorithm=algorithm,
+        causal=case.causal,
+        scale=case.scale,
+        window=case.window,
+        sink=sink,
+        softcap=case.softcap or None,
+        dropout_p=case.dropout_p,
+        seed=SEED,
+        cu_seqlens=case.cu_seqlens,
+        length=case.length,
+        **options,
+    )
+    out.backward(layout.shard(grad, rank))
+    return [out.detach(), *(t.grad for t in (*leaves, sink) if t is not None)]
+
+
+def run_cases(rank: int, what: list[Case], dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """``public`` of each case."""
+    return [public(case, dist.group.WORLD, case.tensors(dtype)) for case in what]
+
+
+def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    out.float().square().sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def repeated(rank: int, case: Case, times: int) -> list[list[Tensor]]:
+    return [public(case, dist.group.WORLD, case.tensors(torch.bfloat16)) for _ in range(times)]
+
+
+def compiled(rank: int, algorithm: str) -> list[list[Tensor]]:
+    """(O, dq, dk, dv), eager and compiled to one graph, for two lengths."""
+    torch._dynamo.reset()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = None if algorithm == "ring" else dist.get_world_size() * q.shape[0]
+        return F.gelu(ring_attention(q * 1, k, v, group=dist.group.WORLD, algorithm=algorithm, window=5, length=length))
+
+    results, function = [], torch.compile(run, fullgraph=True, backend="aot_eager")
+    for s in (4, 6, 7):
+        for f in (run, function):
+            leaves = inputs(rank, s)
+            results.append(_gradients(f(*leaves), leaves))
+    return results
+
+
+def with_autocast(rank: int) -> list[list[Tensor]]:
+    """Under autocast, and with inputs cast before."""
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(5))
+    leaves = inputs(rank)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = ring_attention(*leaves, group=dist.group.WORLD, sink=sink)
+    cast = [t.detach().bfloat16().requires_grad_() for t in leaves]
+    return [_gradients(out, leaves), _gradients(ring_attention(*cast, group=dist.group.WORLD, sink=sink), cast)]
+
+
+def checkpointed(rank: int, how: str, algorithm: str) -> tuple[list[Tensor], list[Tensor], int]:
+    """(O, dq, dk, dv) plainly and recomputed, and how often the forward ran in the latter."""
+    calls = 0
+
+    class Counting(C10dTransport):
+        def post(self, op: str, chunks: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().post(op, chunks)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q * 1, k, v, group=dist.group.WORLD, algorithm=algorithm, dropout_p=0.4)
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.parallel_ops.ring_attention.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def recomputing(*leaves: Tensor) -> Tensor:
+        if how == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run, *leaves, use_reentrant=how == "reentrant")
+
+    results = []
+    use_transport(dist.group.WORLD, Counting(dist.group.WORLD))
+    try:
+        for f in (run, recomputing):
+            calls = 0
+            torch.manual_seed(3)  # the same on every rank
+            leaves = inputs(rank)
+            results.append(_gradients(f(*leaves), leaves))
+            results.append(calls)
+    finally:
+        use_transport(dist.group.WORLD, None)
+    plain, once, again, posted = results
+    return plain, again, posted - once
+
+
+def by_reference(rank: int) -> list[list[Tensor]]:
+    """(O, dq, dk, dv), by the op and by its reference, which has second derivatives too."""
+    length, results = 9, []
+    s = SequenceLayout(length, dist.get_world_size()).lengths[rank]
+    for op in (ring_attention, ring_attention_reference):
+        leaves = inputs(rank, s, dtype=torch.float64)
+        results.append(_gradients(op(*leaves, group=dist.group.WORLD, length=length, window=4, softcap=3.0), leaves))
+    leaves = inputs(rank, s, dtype=torch.float64)
+    out = ring_attention_reference(*leaves, group=dist.group.WORLD, length=length)
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
+    first.square().sum().backward()
+    assert leaves[0].grad is not None
+    return results
+
+
+def why(rank: int) -> str:
+    q, k, _ = inputs(rank)
+    return ring_attention_algorithm(q, k, group=dist.group.WORLD).reason
+
+
+SUB_GROUP_CASE = Case(11, heads=4, kv_heads=2)
+
+
+def sub_groups(rank: int) -> list[Tensor]:
+    """Two rings of two ranks at once, on ranks that are not adjacent."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return public(SUB_GROUP_CASE, groups[rank % 2], SUB_GROUP_CASE.tensors())
+
+
+def opcheck(rank: int, algorithm: str) -> None:
+    q, k, v = inputs(rank, 4)
+    name, size = dist.group.WORLD.group_name, dist.get_world_size()
+    ways = {"ring": (1, False), "all_to_all": (2, False), "all_gather": (1, True)}
+    arguments = (name, 4 * size, 8, "zigzag", *ways[algorithm], True, 0.3, None, 0.0, 0.0, 0, "auto", True)
+    suite.check_op(torch.ops.parallel_ops.ring_attention.default, [q, k, v, None, None, None, *arguments])
+
+
 @groups
 def test_outputs_and_gradients_are_those_of_the_whole_sequence(size):
     cases = list(cases_of(size))
-    results = ranks(size).run(on_rank.cases, cases)
+    results = ranks(size).run(run_cases, cases)
     for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
         for got, want in zip(joined(case, of_ranks), oracle(case, case.tensors()), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda m: f"{case}: {m}")  # noqa: B023
@@ -41,7 +196,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(size):
 def test_the_dropout_mask_is_the_same_on_any_number_of_ranks():
     """Values that show the mask: v is one, so each output is the sum of what was kept."""
     case = Case(23, heads=4, kv_heads=4, dropout_p=0.5)
-    whole = [joined(case, [r[0] for r in ranks(size).run(on_rank.cases, [case])]) for size in (2, 3, 4)]
+    whole = [joined(case, [r[0] for r in ranks(size).run(run_cases, [case])]) for size in (2, 3, 4)]
     for other in whole[1:]:
         torch.testing.assert_close(other, whole[0], rtol=1e-9, atol=1e-11)
     assert not torch.allclose(whole[0][0], oracle(Case(23, heads=4, kv_heads=4), case.tensors())[0])
@@ -50,7 +205,7 @@ def test_the_dropout_mask_is_the_same_on_any_number_of_ranks():
 @pytest.mark.parametrize("algorithm", ["ring", "hybrid", "all_gather"])
 def test_every_run_has_the_same_bits(algorithm):
     way = {"hybrid": {"ulysses_degree": 2}, "all_gather": {"all_gather": True}}.get(algorithm, {})
-    for results in ranks(4).run(on_rank.repeated, Case(33, heads=4, kv_heads=2, head_dim=16, **way), 3):
+    for results in ranks(4).run(repeated, Case(33, heads=4, kv_heads=2, head_dim=16, **way), 3):
         for again in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(again, results[0], strict=True))
 
@@ -59,106 +214,46 @@ def test_every_run_has_the_same_bits(algorithm):
 @pytest.mark.parametrize(("how", "recomputed"), [("reentrant", True), ("plain", True), ("selective", False)])
 def test_activation_checkpointing(algorithm, how, recomputed):
     """Dropout included; a policy that saves the op runs it once."""
-    for plain, again, posted in ranks(2).run(on_rank.checkpointed, how, algorithm):
+    for plain, again, posted in ranks(2).run(checkpointed, how, algorithm):
         assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
         assert (posted > 0) == recomputed
 
 
 @pytest.mark.parametrize("algorithm", ["all_to_all", "auto", "ring"])
 def test_compiles_to_one_graph_for_any_length(algorithm):
-    for results in ranks(2).run(on_rank.compiled, algorithm):
-        for eager, compiled in zip(results[::2], results[1::2], strict=True):
-            torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    for results in ranks(2).run(compiled, algorithm):
+        for eager, one_graph in zip(results[::2], results[1::2], strict=True):
+            torch.testing.assert_close(one_graph, eager, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all_to_all", "all_gather"])
 def test_custom_op_contract(algorithm):
-    ranks(2).run(on_rank.opcheck, algorithm)
+    ranks(2).run(opcheck, algorithm)
 
 
 def test_autocast_runs_in_its_dtype():
-    for auto, cast in ranks(2).run(on_rank.with_autocast):
+    for auto, cast in ranks(2).run(with_autocast):
         assert auto[0].dtype is torch.bfloat16 and torch.equal(auto[0], cast[0])
         assert all(got.dtype is torch.float32 for got in auto[1:])
         assert all(torch.equal(got, want.float()) for got, want in zip(auto[1:], cast[1:], strict=True))
 
 
 def test_two_rings_at_once_on_ranks_apart():
-    case = on_rank.SUB_GROUP_CASE
-    results = ranks(4).run(on_rank.sub_groups)
+    case = SUB_GROUP_CASE
+    results = ranks(4).run(sub_groups)
     for pair in (results[::2], results[1::2]):
         for got, want in zip(joined(case, pair), oracle(case, case.tensors()), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
-@groups
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("tokens", "make different calls"),
-        ("heads", "make different calls"),
-        ("layout", "in striped"),
-        ("algorithm", "all_gather in zigzag"),
-        ("window", "window=5"),
-        ("seed", "seed=1"),
-        ("documents", "documents=(0, 4, "),
-        ("documents too short", "cu_seqlens must rise from 0 to"),
-        ("documents that fall", "cu_seqlens must rise from 0 to"),
-        ("length", "rejected its arguments"),
-        ("one bad argument", "rejected its arguments: ring_attention: window must be at least 1"),
-        ("gradients", "requires_grad=False"),
-    ],
-)
-def test_disagreement_raises_on_every_rank(size, what, message):
-    outcomes = ranks(size).outcomes(on_rank.mismatched, what)
-    assert all(isinstance(o, Raised) and o.type == "ValueError" for o in outcomes), outcomes
-    assert any(message in o.message for o in outcomes), [o.message for o in outcomes]
-    ranks(size).run(on_rank.goes_on)
-
-
-@pytest.mark.parametrize(
-    ("options", "change", "message"),
-    [
-        ({"layout": "blocks"}, {}, "layout must be one of zigzag, striped, contiguous, got 'blocks'"),
-        ({"algorithm": "usp"}, {}, "algorithm must be one of auto, ring, all_to_all, hybrid, all_gather, got 'usp'"),
-        (
-            {"algorithm": "all_to_all"},
-            {"heads": 6, "kv_heads": 3},
-            "all_to_all needs kv heads that are a multiple or a divisor of the 2 ranks",
-        ),
-        ({"algorithm": "hybrid"}, {}, "hybrid needs a ulysses_degree between 1 and 2"),
-        (
-            {"algorithm": "hybrid", "ulysses_degree": 3},
-            {},
-            "ulysses_degree must divide the 2 ranks .* and the 2 kv heads, got 3",
-        ),
-        ({"algorithm": "ring", "ulysses_degree": 2}, {}, "ulysses_degree is for algorithm=.hybrid., got 2 with 'ring'"),
-        ({"window": 4, "causal": False}, {}, "window needs causal=True"),
-        ({"window": 0}, {}, "window must be at least 1"),
-        ({"length": 9}, {}, "rank . of 2 has . of length=9 tokens in zigzag layout"),
-        ({"dropout_p": 1.5}, {}, "dropout_p must be from 0 to 1"),
-        ({"softcap": -1.0}, {}, "softcap must be finite and above 0"),
-        ({"sink": torch.zeros(3)}, {}, r"sink must have shape \[4\]"),
-        ({"cu_seqlens": torch.zeros(2)}, {}, "cu_seqlens must be an int32 or int64 tensor"),
-        ({}, {"kv_heads": 3}, "k has 3 heads, which do not divide the 4 heads of q"),
-        ({}, {"dtype": torch.float8_e4m3fn}, "q must be float32, float16, bfloat16 or float64"),
-    ],
-)
-def test_bad_arguments_are_named_on_every_rank(options, change, message):
-    for outcome in ranks(2).outcomes(on_rank.refused, options, change):
-        assert isinstance(outcome, Raised) and outcome.type in ("ValueError", "TypeError")
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(outcome.message)
-
-
 def test_the_reference_means_the_same():
-    for op, reference in ranks(2).run(on_rank.by_reference):
+    for op, reference in ranks(2).run(by_reference):
         torch.testing.assert_close(op, reference, rtol=1e-10, atol=1e-12)
 
 
 class TestOneRank:
     def test_is_flash_attention(self):
-        q, k, v = on_rank.inputs(0)
+        q, k, v = inputs(0)
         options = {"window": 3, "sink": torch.ones(4), "dropout_p": 0.2, "seed": 5}
         got = ring_attention(q, k, v, group=None, layout="striped", algorithm="hybrid", length=4, **options)
         assert torch.equal(got, flash_attention(q, k, v, **options))
@@ -181,21 +276,9 @@ class TestOneRank:
     )
     def test_bad_arguments_are_named(self, options, error, message):
         with pytest.raises(error, match=message):
-            ring_attention(*on_rank.inputs(0), **{"group": None, **options})
+            ring_attention(*inputs(0), **{"group": None, **options})
 
 
 def test_why_an_algorithm_was_chosen():
-    for why in ranks(2).run(on_rank.why):
-        assert why.startswith("ring: sends least") and "all_gather" in why and "all_to_all" in why
-
-
-def test_a_killed_peer_raises_everywhere():
-    """Between the passes: a backward asks nobody before it sends."""
-    group = Ranks(3)
-    try:
-        outcomes = group.outcomes(on_rank.killed, 1)
-    finally:
-        group.close()
-    assert outcomes[1].type == "Killed"
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.type == "PeerError" and "ring_attention" in outcome.message and "rank" in outcome.message
+    for reason in ranks(2).run(why):
+        assert reason.startswith("ring: sends least") and "all_gather" in reason and "all_to_all" in reason

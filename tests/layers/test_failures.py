@@ -1,10 +1,14 @@
 """What is wrong with the input of one rank is an error on all of them, at once, that names rank and argument."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from support import layer_failures as on_rank
 from support.distributed import COLLECTIVE_SECONDS, ranks
+from support.layers import HIDDEN, VOCAB, angles, build
 
 BLOCKS = ["layer", "llama", "attention", "gelu", "swiglu"]
 SHAPES = {"layer": "[s, b, 16]", "llama": "[s, b, 16]", "attention": "[s, b, 16]"}
@@ -39,11 +43,65 @@ def cases(size):
         yield ("layer", "sizes", True), "all_gather_linear: sizes must be a sequence of ints, got str"
 
 
+WIDTHS = {"column": HIDDEN, "grouped": 2 * HIDDEN}
+S = 6
+
+
+def wrong_input(rank: int, kind: str, what: str, sequence_parallel: bool, guilty: int) -> tuple[str, str, float]:
+    """(exception, its message, seconds that it took) of a forward whose ``what`` is wrong on rank ``guilty``."""
+    module = build(kind, sequence_parallel=sequence_parallel)
+    wrong = rank == guilty
+    args, sizes = _arguments(kind, sequence_parallel, what if wrong else "nothing")
+    dist.barrier()
+    started = time.monotonic()
+    try:
+        module(*args, sizes=sizes)
+    except (TypeError, ValueError, IndexError) as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "nothing", "", 0.0
+
+
+def _arguments(kind: str, sequence_parallel: bool, what: str) -> tuple[tuple[object, ...], object]:
+    if kind == "embedding":
+        tokens = torch.zeros(S, 2, dtype=torch.float32 if what == "dtype" else torch.int64)
+        if what == "token":
+            tokens[1, 1] = VOCAB
+        return (tokens,), None
+    world = dist.get_world_size()
+    width = WIDTHS.get(kind, HIDDEN)
+    width = width // world if kind == "row" else width
+    x: Tensor = torch.randn(S, 2, width + (what == "width"))
+    if sequence_parallel and kind != "row":
+        x = x.chunk(world)[0]
+    if what == "dtype":
+        x = x.double()
+    if what == "dimensions":
+        x = x.flatten(0, 1)
+    rotation = angles(S - (what == "angles"), kind)
+    sizes = "6" if what == "sizes" else None
+    return (x,) if rotation is None else (x, rotation), sizes
+
+
+def wrong_inputs(rank: int, cases: list[tuple[str, str, bool]], guilty: int) -> list[tuple[str, str, float]]:
+    return [wrong_input(rank, *case, guilty) for case in cases]
+
+
+def in_inference(rank: int, kind: str, sequence_parallel: bool) -> list[Tensor]:
+    """Outputs with gradients, without, and in inference mode."""
+    module = build(kind, sequence_parallel=sequence_parallel)
+    (x, *rest), _ = _arguments(kind, sequence_parallel, "nothing")
+    outputs = [module(x, *rest).detach()]
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            outputs.append(module(x, *rest))
+    return [y.clone() for y in outputs]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_all_ranks_raise_at_once_and_name_rank_and_argument(size, guilty):
     wanted = list(cases(size))
-    outcomes = ranks(size).run(on_rank.wrong_inputs, [case for case, _ in wanted], guilty)
+    outcomes = ranks(size).run(wrong_inputs, [case for case, _ in wanted], guilty)
     for (case, message), *of_ranks in zip(wanted, *outcomes, strict=True):
         for rank, (error, text, seconds) in enumerate(of_ranks):
             assert error in ("ValueError", "TypeError", "IndexError"), (case, rank, text)
@@ -56,5 +114,5 @@ def test_all_ranks_raise_at_once_and_name_rank_and_argument(size, guilty):
 @pytest.mark.parametrize("kind", ["layer", "llama", "embedding", "row"])
 def test_without_gradients_the_outputs_are_the_same(kind):
     for sequence_parallel in (False, True):
-        for with_grad, *others in ranks(2).run(on_rank.in_inference, kind, sequence_parallel):
+        for with_grad, *others in ranks(2).run(in_inference, kind, sequence_parallel):
             assert all(torch.equal(with_grad, y) for y in others)

@@ -1,18 +1,20 @@
 """Every layer over 1, 2 and 4 tensor-parallel ranks is the same layer."""
 
 import copy
+import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
 from parallel_ops.layers import core_attention
-from support import layer_modes
 from support import layers as on_rank
 from support.distributed import Raised, ranks
-from support.layers import KINDS
+from support.layers import HEADS, HIDDEN, KINDS, VOCAB, build, local, mesh_of, tp_mesh, whole
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 groups = pytest.mark.parametrize("size", [2, 4])
@@ -28,6 +30,82 @@ def compare(got, want, eps):
         # A bias of all keys changes no softmax: its gradient is rounding.
         scale = want[2][name.replace("k.bias", "q.bias")].abs().max()
         assert (got[2][name] - grad).abs().max() <= eps * scale, f"gradient of {name}"
+
+
+def weights(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The state dict of a layer, made whole."""
+    return {k: whole(v) for k, v in build(kind, seed=3, dtype=dtype).state_dict().items()}
+
+
+def bad_token(rank: int) -> Tensor:
+    return build("embedding")(torch.tensor([[1], [VOCAB]]))
+
+
+def too_many_ranks(rank: int, kind: str) -> nn.Module:
+    """A module that the four ranks cannot share, or not by this mesh."""
+    made = {
+        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, num_kv_heads=3, mesh=tp_mesh()),
+        "heads": lambda: layers.ParallelSelfAttention(12, 6, mesh=tp_mesh()),
+        "embedding": lambda: layers.VocabParallelEmbedding(5, 4, mesh=tp_mesh()),
+        "column": lambda: layers.ColumnParallelLinear(4, 6, mesh=tp_mesh()),
+        "row": lambda: layers.RowParallelLinear(6, 4, mesh=tp_mesh()),
+        "mesh": lambda: layers.RowParallelLinear(6, 4, mesh=mesh_of(dp_shard=2, tp=2).root),
+        "group": lambda: layers.RowParallelLinear(6, 4, mesh=dist.group.WORLD),
+    }
+    return made[kind]()
+
+
+def embeds_nan(rank: int) -> tuple[Tensor, Tensor]:
+    """Which outputs are NaN when the first row of every rank's part is, and which may be."""
+    layer = layers.VocabParallelEmbedding(10, 4, mesh=tp_mesh())
+    with torch.no_grad():
+        local(layer.weight)[0] = torch.nan
+    tokens = torch.arange(10)[:, None]
+    return layer(tokens).detach(), (tokens % 5 == 0).unsqueeze(-1).expand(10, 1, 4)
+
+
+def drawing_peak(rank: int) -> tuple[int, int]:
+    """Bytes of this rank's part of a weight, and the most that tensors made while it was drawn held at once."""
+    live = LiveBytes()
+    with live:
+        layer = layers.RowParallelLinear(2048, 512, mesh=tp_mesh(), bias=False)
+    return local(layer.weight).nbytes, live.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors made under it that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and func is torch.ops.aten.empty.memory_format and not out.is_meta:
+            self.now += out.nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(out.untyped_storage(), self._freed, out.nbytes)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def from_meta(rank: int) -> list[dict[str, Tensor]]:
+    """The state of a layer that was made here, and of one that was made on the meta device and drawn later."""
+    states = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        module = layers.ParallelTransformerLayer(HIDDEN, HEADS, mesh=tp_mesh(), sequence_parallel=True, device=device)
+        if device == "meta":
+            assert all(local(p).is_meta for p in module.parameters())
+            module.to_empty(device="cpu")
+            torch.manual_seed(3)
+            for part in module.modules():
+                if hasattr(part, "reset_parameters"):
+                    part.reset_parameters()
+        states.append({k: whole(v) for k, v in module.state_dict().items()})
+    return states
 
 
 @kinds
@@ -60,9 +138,9 @@ def test_dropout_is_that_of_one_process(size, sequence_parallel):
 
 @kinds
 def test_one_seed_gives_one_model(kind):
-    want = on_rank.weights(0, kind)
+    want = weights(0, kind)
     for size in (2, 4):
-        for got in ranks(size).run(on_rank.weights, kind):
+        for got in ranks(size).run(weights, kind):
             assert got.keys() == want.keys()
             assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -83,64 +161,13 @@ def test_weights_have_the_spread_that_torch_gives_them():
 
 def test_no_tensor_of_a_whole_weight_is_made():
     """Peak of what is drawn on one of four ranks: its part and a tile."""
-    for part, peak in ranks(4).run(on_rank.drawing_peak):
+    for part, peak in ranks(4).run(drawing_peak):
         assert peak <= part + 2 * 64 * 1024 * 4
 
 
 def test_a_model_made_on_the_meta_device_is_the_same():
-    for made, meta in ranks(2).run(on_rank.from_meta):
+    for made, meta in ranks(2).run(from_meta):
         assert all(torch.equal(meta[name], value) for name, value in made.items())
-
-
-@pytest.mark.parametrize(("kind", "sequence_parallel"), [("layer", True), ("llama", False)])
-def test_compiles_to_one_graph(kind, sequence_parallel):
-    for eager, compiled in ranks(2).run(layer_modes.compiled, kind, sequence_parallel, "aot_eager"):
-        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weight_gradients_go_where_the_layer_is_told(sequence_parallel):
-    plain = ranks(2).run(on_rank.with_handles, sequence_parallel, False, False)
-    for main, defer in ((True, False), (False, True), (True, True)):
-        outcomes = ranks(2).run(on_rank.with_handles, sequence_parallel, main, defer)
-        for (grads, pending), (want, _) in zip(outcomes, plain, strict=True):
-            assert pending == (4 if defer else 0)  # q, k, v; out; gate, up; down
-            torch.testing.assert_close(grads, want, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("main", "defer"), [(False, False), (True, False), (False, True), (True, True)])
-def test_activation_checkpointing(main, defer):
-    for sequence_parallel in (False, True):
-        for reentrant in (False, True):
-            for plain, again in ranks(2).run(
-                layer_modes.checkpointed, "llama", sequence_parallel, main, defer, reentrant
-            ):
-                assert len(plain) == len(again) > 6
-                assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["row", "swiglu", "attention", "llama"])
-def test_autocast_gives_the_dtypes_of_one_process(kind):
-    want, dtypes = layer_modes.under_autocast(0, kind, False)
-    for sequence_parallel in (False, True):
-        parts = ranks(2).run(layer_modes.under_autocast, kind, sequence_parallel)
-        y = torch.cat([y for y, _ in parts]) if sequence_parallel else parts[0][0]
-        assert y.dtype is want.dtype
-        torch.testing.assert_close(y, want, rtol=5e-2, atol=2e-2)
-        assert all(got == dtypes for _, got in parts)
-
-
-def test_parameters_that_are_frozen_leave_the_gradients_of_the_others_alone():
-    for every, some in ranks(2).run(layer_modes.frozen_norms):
-        for name, grad in some.items():
-            wanted = not name.startswith(("norm_mlp", "attention"))
-            assert torch.equal(grad, every[name]) if wanted else grad is None
-
-
-def test_an_embedding_compiles_to_one_graph():
-    for sequence_parallel in (False, True):
-        for eager, compiled in ranks(2).run(layer_modes.compiled_embedding, sequence_parallel):
-            assert torch.equal(eager, compiled)
 
 
 def test_attention_without_causality_sees_the_mask():
@@ -186,13 +213,13 @@ class LargestOutput(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, tuple) else (out,):
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, Tensor):
                 self.elements = max(self.elements, t.numel())
         return out
 
 
 def test_explicit_positions_turn_queries_and_keys():
-    attention = on_rank.build("grouped")
+    attention = build("grouped")
     x, _ = on_rank.inputs("grouped", 6, torch.float32)
     cos, sin = on_rank.angles(9, "grouped")
     positions = torch.tensor([4, 0, 8, 2, 2, 1])
@@ -201,7 +228,7 @@ def test_explicit_positions_turn_queries_and_keys():
 
 
 def test_layers_can_be_copied_and_moved():
-    module = on_rank.build("layer")
+    module = build("layer")
     copied = copy.deepcopy(module).double()
     x, _ = on_rank.inputs("layer", 4, torch.float64)
     assert next(module.parameters()).dtype is torch.float32
@@ -209,7 +236,7 @@ def test_layers_can_be_copied_and_moved():
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("make", "message"),
     [
         (lambda: layers.ColumnParallelLinear(4, 6, mesh=None, overlap="never"), "overlap must be"),
         (lambda: layers.RowParallelLinear(0, 6, mesh=None), "in_features must be positive, got 0"),
@@ -234,9 +261,9 @@ def test_layers_can_be_copied_and_moved():
         ),
     ],
 )
-def test_bad_arguments_are_named(build, message):
+def test_bad_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
-        build()
+        make()
 
 
 @pytest.mark.parametrize(
@@ -255,19 +282,19 @@ def test_bad_arguments_are_named(build, message):
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(kind, message):
-    for outcome in ranks(4).outcomes(on_rank.too_many_ranks, kind):
+    for outcome in ranks(4).outcomes(too_many_ranks, kind):
         assert isinstance(outcome, Raised) and outcome.type == ("TypeError" if kind == "group" else "ValueError")
         assert message in outcome.message
 
 
 def test_tokens_outside_the_vocabulary_raise_on_every_rank():
     with pytest.raises(IndexError):
-        on_rank.bad_token(0)
-    assert all(isinstance(o, Raised) and o.type == "IndexError" for o in ranks(2).outcomes(on_rank.bad_token))
+        bad_token(0)
+    assert all(isinstance(o, Raised) and o.type == "IndexError" for o in ranks(2).outcomes(bad_token))
     with pytest.raises(TypeError, match=r"tokens must be an int64 or int32 tensor, got torch\.float32"):
-        on_rank.build("embedding")(torch.zeros(2, 2))
+        build("embedding")(torch.zeros(2, 2))
 
 
 def test_a_row_of_nan_stays_with_its_token():
-    for result, expected in ranks(2).run(on_rank.embeds_nan):
+    for result, expected in ranks(2).run(embeds_nan):
         assert torch.equal(result.isnan(), expected)

@@ -1,10 +1,124 @@
 """torch.distributed.pipelining over the layers: backwards that are split into input and weight gradients."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from support import pipeline, pipeline_fsdp
+from parallel_ops.layers import ParallelTransformerLayer
+from support import pipeline
 from support.distributed import ranks
+from support.layers import mesh_of, whole
+from support.pipeline import LAYERS, Stage
+
+SCHEDULES: dict[str, Any] = {"interleaved": ScheduleInterleavedZeroBubble, "v": ScheduleZBVZeroBubble}
+
+
+HIDDEN, HEADS, LENGTH, BATCH, MICRO_BATCHES = 16, 4, 6, 16, 8
+
+
+PIPELINE, DATA, STAGES = 2, 2, 4
+
+
+def stage_of(kind: str, index: int) -> Stage:
+    """The layer of a stage, with norms and biases that do something."""
+    torch.manual_seed(index)
+    layer = ParallelTransformerLayer(HIDDEN, HEADS, mesh=None, **LAYERS[kind])
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    return Stage(layer)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, target = torch.randn(2, DATA, BATCH, LENGTH, HIDDEN, generator=generator).unbind()
+    return x, target
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def one_process(kind: str) -> tuple[dict[str, Tensor], list[float]]:
+    """(gradients of the mean loss over all data, losses of the first data-parallel rank's micro-batches)."""
+    model = nn.Sequential(*(stage_of(kind, index) for index in range(STAGES)))
+    losses = []
+    for x, target in zip(*data(), strict=True):
+        for part, expected in zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
+            losses.append(loss(model(part), expected))
+            (losses[-1] / (MICRO_BATCHES * DATA)).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads, [value.item() for value in losses[:MICRO_BATCHES]]
+
+
+def step(rank: int, kind: str, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
+    """The same, of this rank's stages under a schedule: two pipeline-parallel by two data-parallel ranks.
+
+    With reshard_after_forward=True torch's schedules drop gradients without an error: they look for parameters in the
+    graph while FSDP2 shows the sharded ones.
+    """
+    mesh = mesh_of(pp=PIPELINE, dp_shard=DATA)
+    pp = mesh.rank("pp")
+    mine = (pp, 2 * PIPELINE - 1 - pp) if schedule == "v" else (pp, PIPELINE + pp)
+    stages = []
+    for index in mine:
+        stage = stage_of(kind, index)
+        for module in (stage.layer, stage):
+            fully_shard(module, mesh=mesh["fsdp"], reshard_after_forward=False)
+        stages.append(PipelineStage(stage, index, STAGES, torch.device("cpu"), group=mesh.group("pp")))
+    run = SCHEDULES[schedule](stages, n_microbatches=MICRO_BATCHES, loss_fn=loss)
+    x, target = (t[mesh.rank("dp")] for t in data())
+    losses: list[Tensor] = []
+    run.step(*((x,) if 0 in mine else ()), target=target, losses=losses)
+    grads = {
+        f"{stage.stage_index}.{name}": whole(p.grad)
+        for stage in stages
+        for name, p in stage.submod.named_parameters()
+        if p.grad is not None
+    }
+    return grads, [value.item() for value in losses]
+
+
+def halves(rank: int, kind: str, reshard: bool) -> dict[str, Tensor]:
+    """The gradients of one layer over two data-parallel ranks, both halves of each backward run by hand.
+
+    FSDP2 frees the gathered parameters at the end of each input half; the weight halves run after all of them.
+    """
+    mesh = mesh_of(dp_shard=DATA)
+    stage = stage_of(kind, 0)
+    fully_shard(stage, mesh=mesh["fsdp"], reshard_after_forward=reshard)
+    stage.set_requires_gradient_sync(False)
+    x, target = (t[rank].chunk(MICRO_BATCHES)[:2] for t in data())
+    started = []
+    for part, expected in zip(x, target, strict=True):
+        started.append((loss(stage(part.requires_grad_()), expected), part))
+    groups: list[Any] = []
+    for value, part in started:
+        stage.unshard()
+        parameters = list(stage.parameters())
+        groups.append(stage_backward_input([value], None, [part], iter(parameters))[1])
+        assert all(p.untyped_storage().nbytes() == 0 for p in parameters)
+    for group in groups:
+        stage_backward_weight(iter(parameters), group)
+    # What torch's schedules do after the last half: FSDP2 reduces the gradients.
+    PipelineStage.perform_reduce_grad(SimpleNamespace(submod=stage), 1)  # type: ignore[arg-type]
+    return {name: whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None}
+
+
+def halves_of_one_process(kind: str) -> dict[str, Tensor]:
+    """The same on one process, in whole backwards."""
+    stage = stage_of(kind, 0)
+    for x, target in zip(*data(), strict=True):
+        for part, expected in zip(x.chunk(MICRO_BATCHES)[:2], target.chunk(MICRO_BATCHES)[:2], strict=True):
+            (loss(stage(part), expected) / DATA).backward()
+    return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
@@ -41,14 +155,14 @@ def test_weight_gradients_that_a_queue_computes(schedule):
             torch.testing.assert_close(queued[0][name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("schedule", pipeline_fsdp.SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
 def test_zero_bubble_schedules_over_fsdp_equal_one_process(kind, schedule):
-    grads, losses = pipeline_fsdp.one_process(kind)
-    results = ranks(4).run(pipeline_fsdp.step, kind, schedule)
+    grads, losses = one_process(kind)
+    results = ranks(4).run(step, kind, schedule)
     for name, grad in grads.items():
         held = [own[name] for own, _ in results if name in own]
-        assert len(held) == pipeline_fsdp.DATA, name
+        assert len(held) == DATA, name
         for own in held:
             torch.testing.assert_close(own, grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     reported = [own for _, own in results if own]
@@ -59,8 +173,8 @@ def test_zero_bubble_schedules_over_fsdp_equal_one_process(kind, schedule):
 @pytest.mark.parametrize("reshard_after_forward", [False, True])
 @pytest.mark.parametrize("kind", pipeline.LAYERS)
 def test_weight_halves_read_no_parameter_that_fsdp_has_freed(kind, reshard_after_forward):
-    grads = pipeline_fsdp.halves_of_one_process(kind)
-    for own in ranks(2).run(pipeline_fsdp.halves, kind, reshard_after_forward):
+    grads = halves_of_one_process(kind)
+    for own in ranks(2).run(halves, kind, reshard_after_forward):
         assert own.keys() == grads.keys()
         for name, grad in grads.items():
             torch.testing.assert_close(own[name], grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,12 +1,108 @@
 """The transformer over ranks that share each sequence."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
+from torch import Tensor
 
+from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.layers.core_attention import unfused
-from parallel_ops.models import Transformer
-from support import context
+from parallel_ops.models import Transformer, TransformerConfig
 from support.distributed import Raised, ranks
+from support.layers import mesh_of
+
+CONFIG = TransformerConfig(
+    vocab_size=31,
+    seq_length=16,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    positions="rotary",
+    norm="rms_norm",
+)
+
+
+def model_of(context, layout="zigzag", **options):
+    torch.manual_seed(0)
+    return Transformer(dataclasses.replace(CONFIG, **options), context=context, layout=layout)
+
+
+def text(length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, of which the first half of the second sequence has none."""
+    tokens, targets = torch.randint(31, (2, length, 2), generator=torch.Generator().manual_seed(length)).unbind()
+    targets[: length // 2, 1] = -100
+    return tokens, targets
+
+
+def compare(rank: int, layout: str, length: int, ranks: int, documents: list[int] | None, options: dict) -> None:
+    """Loss, gradients and logits over ``ranks`` ranks are those of one."""
+    mesh = mesh_of(dp_replicate=4 // ranks, cp=ranks)
+    alone, shared = model_of(None, **options), model_of(mesh["cp"], layout, **options)
+    tokens, targets = text(length)
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    if documents is not None:  # sdpa knows no documents: one at a time
+        parts = [slice(a, b) for a, b in itertools.pairwise(documents) if b > a]
+        places = torch.arange(length)
+        logits = torch.cat([alone(tokens[part], positions=places[part]) for part in parts])
+    else:
+        logits = alone(tokens)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = shared(tokens, targets, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    loss.backward()
+    group = mesh["cp"].get_group()
+    for (name, wanted), got in zip(alone.named_parameters(), shared.parameters(), strict=True):
+        torch.distributed.all_reduce(got.grad, group=group)
+        torch.testing.assert_close(
+            got.grad / ranks, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    places = SequenceLayout(length, ranks, layout).positions(mesh.rank("cp"))
+    torch.testing.assert_close(shared(tokens, cu_seqlens=cu_seqlens), logits[places], rtol=1e-4, atol=1e-5)
+
+
+def compare_dropout(rank: int, layout: str, length: int, sizes: dict[str, int], options: dict) -> None:
+    """Losses in training, and the gradient of the embedding, are those of one process: it drops the same elements."""
+    mesh = mesh_of(**sizes)
+    options = {"dropout": 0.4, "attention_dropout": 0.3, **options}
+    alone = model_of(None, **options)
+    torch.manual_seed(0)
+    config, shards = alone.config, {"mesh": mesh["tp"], "sequence_parallel": True}
+    shared = Transformer(config, context=mesh["cp"], layout=layout, **(shards if mesh["tp"] is not None else {}))
+    tokens, targets = text(length)
+    losses = []
+    for model in (alone, shared):
+        torch.manual_seed(5)
+        losses.append(model(tokens, targets))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    if mesh["tp"] is None:
+        for wanted, got in zip(alone.parameters(), shared.parameters(), strict=True):
+            torch.distributed.all_reduce(got.grad, group=mesh["cp"].get_group())
+            torch.testing.assert_close(got.grad / mesh["cp"].size(), wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def dropout(rank: int) -> tuple[float, float]:
+    """How many elements of the embedding are dropped where the other rank drops them too, and by chance would be."""
+    mesh = mesh_of(dp_replicate=2, cp=2)
+    model = model_of(mesh["cp"], dropout=0.5, positions="learned")
+    tokens = torch.zeros(16, 1, dtype=torch.int64)
+    torch.manual_seed(1)
+    kept = []
+    model.layers["0"].register_forward_pre_hook(lambda _, args: kept.append(args[0] != 0))
+    model(tokens)
+    others = [torch.empty_like(kept[0]) for _ in range(2)]
+    torch.distributed.all_gather(others, kept[0], group=mesh["cp"].get_group())
+    return (others[0] == others[1]).float().mean().item(), kept[0].float().mean().item()
+
+
+def wrong_length(rank: int) -> None:
+    mesh = mesh_of(cp=2, tp=2)
+    model = Transformer(CONFIG, mesh=mesh["tp"], context=mesh["cp"], sequence_parallel=True)
+    model(torch.zeros(14, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +121,7 @@ from support.distributed import Raised, ranks
     ],
 )
 def test_losses_gradients_and_logits_are_those_of_one_process(layout, length, size, documents, options):
-    ranks(4).run(context.compare, layout, length, size, documents, options)
+    ranks(4).run(compare, layout, length, size, documents, options)
 
 
 @pytest.mark.parametrize(
@@ -40,24 +136,24 @@ def test_losses_gradients_and_logits_are_those_of_one_process(layout, length, si
 )
 def test_dropout_is_that_of_one_process(layout, length, sizes, options):
     """Of the embedding, of probabilities and of what is added to the residual stream."""
-    ranks(4).run(context.compare_dropout, layout, length, sizes, options)
+    ranks(4).run(compare_dropout, layout, length, sizes, options)
 
 
 def test_ranks_drop_independently():
-    for same, kept in ranks(4).run(context.dropout):
+    for same, kept in ranks(4).run(dropout):
         assert same == pytest.approx(0.5, abs=0.15) and kept == pytest.approx(0.5, abs=0.15)
 
 
 def test_a_length_that_tensor_parallel_ranks_cannot_split():
-    for outcome in ranks(4).outcomes(context.wrong_length):
+    for outcome in ranks(4).outcomes(wrong_length):
         assert isinstance(outcome, Raised) and outcome.type == "ValueError"
         assert "2 ranks can split evenly in each of 2 shares, got 14" in outcome.message
 
 
 def test_wrong_options():
     with pytest.raises(ValueError, match="kind must be one of zigzag"):
-        Transformer(context.CONFIG, layout="spiral")
+        Transformer(CONFIG, layout="spiral")
     with pytest.raises(TypeError, match="cu_seqlens must be None for this core"):
-        Transformer(context.CONFIG, core_attention=unfused)(
+        Transformer(CONFIG, core_attention=unfused)(
             torch.zeros(4, 1, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])
         )

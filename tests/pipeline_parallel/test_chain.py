@@ -1,12 +1,73 @@
 """A model of a user's own through a pipeline."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from parallel_ops.pipeline_parallel import ModuleChain, Pipeline
 from parallel_ops.planner.plan import Plan
-from support import chains
+from parallel_ops.train import parallelize
 from support.distributed import Raised, ranks
+from support.layers import mesh_of
+from support.staged import whole
+
+VOCABULARY, WIDTH = 29, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+        self.final = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)})
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return loss(self.final["head"](self.final["norm"](x)), targets)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+NAMES = ("tokens", "layers.*", "final.norm", "final.head")
+
+
+def chain(model: nn.Module | None = None, names: tuple[str, ...] = NAMES, blocks: str = "layers.*") -> ModuleChain:
+    torch.manual_seed(0)
+    made = Model() if model is None else model
+    return ModuleChain(made, names, blocks=blocks, loss=loss, shape=lambda s, b: (s, b, WIDTH))
+
+
+def batches(count: int, replica: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(replica)
+    texts = torch.randint(VOCABULARY, (count, 9, 2), generator=generator)
+    return [{"tokens": text[:-1], "targets": text[1:]} for text in texts]
+
+
+def step(rank: int, text: str) -> tuple[dict[str, Tensor], list[str]]:
+    """(whole gradients, names of all parameters) of this rank after a step."""
+    plan = Plan.parse(text)
+    mesh = mesh_of(pp=plan.pp, dp_shard=plan.dp)
+    model = parallelize(chain(), mesh, plan)
+    pipeline = Pipeline(model, mesh, plan)
+    pipeline.step(batches(plan.micro_batches, mesh.rank("dp")), lambda _: 1 / plan.micro_batches)
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return grads, [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize(
@@ -21,13 +82,13 @@ from support.distributed import Raised, ranks
 def test_a_chain_equals_its_model(text):
     plan = Plan.parse(f"{text},dtype=fp32")
     torch.manual_seed(0)
-    model = chains.Model()
+    model = Model()
     for replica in range(plan.dp):
-        for given in chains.batches(plan.micro_batches, replica):
+        for given in batches(plan.micro_batches, replica):
             (model(**given) / (plan.micro_batches * plan.dp)).backward()
     want = {name: p.grad for name, p in model.named_parameters()}
     seen = set()
-    for grads, names in ranks(4).run(chains.step, f"{text},dtype=fp32"):
+    for grads, names in ranks(4).run(step, f"{text},dtype=fp32"):
         assert set(grads) == set(names)  # under the names of the model
         seen |= set(names)
         for name, grad in grads.items():
@@ -36,22 +97,22 @@ def test_a_chain_equals_its_model(text):
 
 
 def test_a_chain_without_a_pipeline_is_its_model():
-    chain = chains.chain()
+    whole = chain()
     torch.manual_seed(0)
-    model = chains.Model()
-    given = chains.batches(1)[0]
-    assert torch.equal(chain(**given), model(**given))
-    assert list(chain.state_dict()) == list(model.state_dict())
-    chain.load_state_dict(model.state_dict())
+    model = Model()
+    given = batches(1)[0]
+    assert torch.equal(whole(**given), model(**given))
+    assert list(whole.state_dict()) == list(model.state_dict())
+    whole.load_state_dict(model.state_dict())
 
 
 def test_schedules_that_need_the_packages_linears():
-    for outcome in ranks(4).outcomes(chains.step, "pp=4,schedule=zb-h1,global_batch=6,dtype=fp32"):
+    for outcome in ranks(4).outcomes(step, "pp=4,schedule=zb-h1,global_batch=6,dtype=fp32"):
         assert isinstance(outcome, Raised)
         assert "models without the package's linears cannot; take '1f1b'" in outcome.message
 
 
-class Beside(chains.Model):
+class Beside(Model):
     """Has a parameter that no module of the chain has."""
 
     def __init__(self):
@@ -71,10 +132,10 @@ class Beside(chains.Model):
 )
 def test_models_that_are_no_chain(arguments, message):
     with pytest.raises(ValueError, match=message):
-        chains.chain(**arguments)
+        chain(**arguments)
 
 
 def test_what_a_chain_does_not_take():
-    chain = chains.chain()
+    whole = chain()
     with pytest.raises(ValueError, match="takes tokens and targets alone, got cu_seqlens"):
-        chain(**chains.batches(1)[0], positions=None, cu_seqlens=torch.tensor([0, 8]))
+        whole(**batches(1)[0], positions=None, cu_seqlens=torch.tensor([0, 8]))

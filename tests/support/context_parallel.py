@@ -127,3 +127,12 @@ def joined(case: Case, results: list[list[Tensor]]) -> list[Tensor]:
     layout = SequenceLayout(case.length, len(results), case.layout)
     columns = list(zip(*results, strict=True))
     return [*(layout.join(column) for column in columns[:4]), *(torch.stack(column).sum(0) for column in columns[4:])]
+
+
+def inputs(
+    rank: int, s: int = 4, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, d_v: int = 6
+) -> list[Tensor]:
+    """Leaves q, k and v of one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(s, 2, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, d_v))]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]

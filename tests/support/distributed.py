@@ -40,7 +40,10 @@ class NotFormed(RuntimeError):
 
 
 class Ranks:
-    """A gloo group of ``size`` processes, each with one thread. Functions must be importable from ``support``."""
+    """A gloo group of ``size`` processes, each with one thread.
+
+    Each rank imports the file that a function is in: a test file, or one of ``support``.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -121,7 +124,9 @@ class Ranks:
 def _context() -> Any:
     """Processes start as forks of one that has imported what they need, which takes each of them seconds."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["parallel_ops.models", "parallel_ops.train", "torch._inductor.compile_fx"])
+    context.set_forkserver_preload(
+        ["parallel_ops.models", "parallel_ops.train", "torch._inductor.compile_fx", "pytest", "hypothesis"]
+    )
     return context
 
 

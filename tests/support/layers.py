@@ -2,7 +2,6 @@
 
 import functools
 import math
-import weakref
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_ops import layers
 from parallel_ops.comm import ParallelMesh, shard_sizes
@@ -152,49 +150,9 @@ def _join(parts: list[Tensor], *, features: bool, tokens: bool) -> Tensor:
     return parts[0]
 
 
-def weights(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The state dict of a layer, made whole."""
-    return {k: whole(v) for k, v in build(kind, seed=3, dtype=dtype).state_dict().items()}
-
-
-def bad_token(rank: int) -> Tensor:
-    return build("embedding")(torch.tensor([[1], [VOCAB]]))
-
-
-def too_many_ranks(rank: int, kind: str) -> nn.Module:
-    """A module that the four ranks cannot share, or not by this mesh."""
-    build = {
-        "kv_heads": lambda: layers.ParallelSelfAttention(24, 12, num_kv_heads=3, mesh=tp_mesh()),
-        "heads": lambda: layers.ParallelSelfAttention(12, 6, mesh=tp_mesh()),
-        "embedding": lambda: layers.VocabParallelEmbedding(5, 4, mesh=tp_mesh()),
-        "column": lambda: layers.ColumnParallelLinear(4, 6, mesh=tp_mesh()),
-        "row": lambda: layers.RowParallelLinear(6, 4, mesh=tp_mesh()),
-        "mesh": lambda: layers.RowParallelLinear(6, 4, mesh=mesh_of(dp_shard=2, tp=2).root),
-        "group": lambda: layers.RowParallelLinear(6, 4, mesh=dist.group.WORLD),
-    }
-    return build[kind]()
-
-
 def close(got: Tensor, want: Tensor, eps: float) -> bool:
     """Equal but for rounding, in units of the largest value."""
     return bool((got - want).abs().max() <= eps * max(want.abs().max().item(), math.ulp(1.0)))
-
-
-def with_handles(rank: int, sequence_parallel: bool, main: bool, defer: bool) -> tuple[dict[str, Tensor], int]:
-    """(gradients of a transformer layer whose linears' go elsewhere, how many were put off)."""
-    module = build("llama", sequence_parallel=sequence_parallel)
-    queue = DeferredWeightGradients()
-    linears = set_handles(module, queue if defer else None, main)
-    x, grad = inputs("llama", 8, torch.float32)
-    if sequence_parallel:
-        x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
-    module(x, angles(8, "llama")).backward(grad)
-    pending = len(queue)
-    queue.compute()
-    grads = {name: None if p.grad is None else local(p.grad) for name, p in module.named_parameters()}
-    if main:
-        grads |= {f"{name}.weight": linear.main_grad for name, linear in linears.items()}
-    return grads, pending
 
 
 def set_handles(module: nn.Module, queue: DeferredWeightGradients | None, main: bool) -> dict[str, nn.Module]:
@@ -204,56 +162,3 @@ def set_handles(module: nn.Module, queue: DeferredWeightGradients | None, main: 
         linear.main_grad = torch.zeros_like(local(linear.weight)) if main else None
         linear.deferred = queue
     return linears
-
-
-def embeds_nan(rank: int) -> tuple[Tensor, Tensor]:
-    """Which outputs are NaN when the first row of every rank's part is, and which may be."""
-    layer = layers.VocabParallelEmbedding(10, 4, mesh=tp_mesh())
-    with torch.no_grad():
-        local(layer.weight)[0] = torch.nan
-    tokens = torch.arange(10)[:, None]
-    return layer(tokens).detach(), (tokens % 5 == 0).unsqueeze(-1).expand(10, 1, 4)
-
-
-def drawing_peak(rank: int) -> tuple[int, int]:
-    """Bytes of this rank's part of a weight, and the most that tensors made while it was drawn held at once."""
-    live = LiveBytes()
-    with live:
-        layer = layers.RowParallelLinear(2048, 512, mesh=tp_mesh(), bias=False)
-    return local(layer.weight).nbytes, live.peak
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made under it that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and func is torch.ops.aten.empty.memory_format and not out.is_meta:
-            self.now += out.nbytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(out.untyped_storage(), self._freed, out.nbytes)
-        return out
-
-    def _freed(self, size: int) -> None:
-        self.now -= size
-
-
-def from_meta(rank: int) -> list[dict[str, Tensor]]:
-    """The state of a layer that was made here, and of one that was made on the meta device and drawn later."""
-    states = []
-    for device in ("cpu", "meta"):
-        torch.manual_seed(3)
-        module = layers.ParallelTransformerLayer(HIDDEN, HEADS, mesh=tp_mesh(), sequence_parallel=True, device=device)
-        if device == "meta":
-            assert all(local(p).is_meta for p in module.parameters())
-            module.to_empty(device="cpu")
-            torch.manual_seed(3)
-            for part in module.modules():
-                if hasattr(part, "reset_parameters"):
-                    part.reset_parameters()
-        states.append({k: whole(v) for k, v in module.state_dict().items()})
-    return states

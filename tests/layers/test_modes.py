@@ -1,11 +1,13 @@
-"""What each rank does in the tests of layers that are compiled, checkpointed, frozen in part or under autocast."""
+"""Layers that are compiled, checkpointed, frozen in part, under autocast, or whose weight gradients go elsewhere."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from parallel_ops.tensor_parallel import DeferredWeightGradients
+from support.distributed import ranks
 from support.layers import FEATURES_IN, angles, build, inputs, local, set_handles, whole
 
 
@@ -81,3 +83,69 @@ def compiled_embedding(rank: int, sequence_parallel: bool) -> list[Tensor]:
     module = build("embedding", sequence_parallel=sequence_parallel)
     tokens, _ = inputs("embedding", 8, torch.float32)
     return [module(tokens), torch.compile(module, fullgraph=True, backend="aot_eager")(tokens)]
+
+
+def with_handles(rank: int, sequence_parallel: bool, main: bool, defer: bool) -> tuple[dict[str, Tensor], int]:
+    """(gradients of a transformer layer whose linears' go elsewhere, how many were put off)."""
+    module = build("llama", sequence_parallel=sequence_parallel)
+    queue = DeferredWeightGradients()
+    linears = set_handles(module, queue if defer else None, main)
+    x, grad = inputs("llama", 8, torch.float32)
+    if sequence_parallel:
+        x, grad = (t.chunk(dist.get_world_size())[rank] for t in (x, grad))
+    module(x, angles(8, "llama")).backward(grad)
+    pending = len(queue)
+    queue.compute()
+    grads = {name: None if p.grad is None else local(p.grad) for name, p in module.named_parameters()}
+    if main:
+        grads |= {f"{name}.weight": linear.main_grad for name, linear in linears.items()}
+    return grads, pending
+
+
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("layer", True), ("llama", False)])
+def test_compiles_to_one_graph(kind, sequence_parallel):
+    for eager, one_graph in ranks(2).run(compiled, kind, sequence_parallel, "aot_eager"):
+        torch.testing.assert_close(one_graph, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weight_gradients_go_where_the_layer_is_told(sequence_parallel):
+    plain = ranks(2).run(with_handles, sequence_parallel, False, False)
+    for main, defer in ((True, False), (False, True), (True, True)):
+        outcomes = ranks(2).run(with_handles, sequence_parallel, main, defer)
+        for (grads, pending), (want, _) in zip(outcomes, plain, strict=True):
+            assert pending == (4 if defer else 0)  # q, k, v; out; gate, up; down
+            torch.testing.assert_close(grads, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("main", "defer"), [(False, False), (True, False), (False, True), (True, True)])
+def test_activation_checkpointing(main, defer):
+    for sequence_parallel in (False, True):
+        for reentrant in (False, True):
+            for plain, again in ranks(2).run(checkpointed, "llama", sequence_parallel, main, defer, reentrant):
+                assert len(plain) == len(again) > 6
+                assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["row", "swiglu", "attention", "llama"])
+def test_autocast_gives_the_dtypes_of_one_process(kind):
+    want, dtypes = under_autocast(0, kind, False)
+    for sequence_parallel in (False, True):
+        parts = ranks(2).run(under_autocast, kind, sequence_parallel)
+        y = torch.cat([y for y, _ in parts]) if sequence_parallel else parts[0][0]
+        assert y.dtype is want.dtype
+        torch.testing.assert_close(y, want, rtol=5e-2, atol=2e-2)
+        assert all(got == dtypes for _, got in parts)
+
+
+def test_parameters_that_are_frozen_leave_the_gradients_of_the_others_alone():
+    for every, some in ranks(2).run(frozen_norms):
+        for name, grad in some.items():
+            wanted = not name.startswith(("norm_mlp", "attention"))
+            assert torch.equal(grad, every[name]) if wanted else grad is None
+
+
+def test_an_embedding_compiles_to_one_graph():
+    for sequence_parallel in (False, True):
+        for eager, one_graph in ranks(2).run(compiled_embedding, sequence_parallel):
+            assert torch.equal(eager, one_graph)
