@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 # With fewer young objects, walking over them once takes no longer than counting those of a process that froze many.
 _MANY = 50_000
 
