@@ -7,7 +7,8 @@ A layer of Qwen3-MoE, forward and backward, of 2,048 tokens with hidden size 512
 experts, gate and up projection, SwiGLU, down projection, weighted sum; gradients of tokens, router and experts. The
 products alone are those of both projections, of their inputs' and of their weights' gradients: ``torch.mm`` an expert
 into memory that is there already, for the same rows of each expert, and nothing else. All arms get the same weights and
-take turns in each round, so a slow spell of the machine falls on all alike.
+take turns in each round, so a slow spell of the machine falls on all alike. glibc returns freed memory to the system,
+and each step faults in pages anew; with ``--keep-memory`` all arms keep it, as the trainer does.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.timing import Call, HostTimer, Timer, take_turns
+from benchmarks.timing import Call, take_turns
 from parallel_ops import bias_swiglu, grouped_linear, permute, route, sort_by_expert, unpermute
 from parallel_ops._internal.command_line import fail
 from parallel_ops.train.malloc import keep_freed_memory
@@ -152,17 +153,24 @@ def arms(case: Case, layer: Layer, missing: list[str]) -> dict[str, Call]:
     return calls
 
 
-class _ThreadTimer:
-    """CPU time of this thread, one call a sample."""
+class _StepTimer:
+    """One call a sample, after one that is not timed.
+
+    In training a step follows one of its own kind, whose memory it finds. After another arm it would find that arm's.
+    """
 
     repeat = 1
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
 
     def round(self, batches: Sequence[Sequence[Call]]) -> list[float]:
         seconds = []
         for (call,) in batches:
-            start = time.thread_time()
             call()
-            seconds.append(time.thread_time() - start)
+            start = self._clock()
+            call()
+            seconds.append(self._clock() - start)
         return seconds
 
 
@@ -187,7 +195,7 @@ def main(
         keep_freed_memory()
     if cpu_time:
         torch.set_num_threads(1)
-    timer: Timer = _ThreadTimer() if cpu_time else HostTimer(torch.device("cpu"))
+    timer = _StepTimer(time.thread_time if cpu_time else time.perf_counter)
     missing: list[str] = []
     table = Table(box=SIMPLE_HEAD)
     for column in ("dtype", "experts", "arm", "ms", "quartiles", "/ products", "/ ours"):
