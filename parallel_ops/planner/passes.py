@@ -89,6 +89,7 @@ def chunk_costs(
     if last:
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
         compute += launched(head_passes(model, gpu, constants, work), exposed, constants.host, 1)
+        compute += Passes(constants.serial, constants.serial, 0.0)
         waits += exposed
     return compute, waits
 
@@ -110,8 +111,9 @@ def layer_costs(
     if paired and routed:
         total = exposed.total
         exposed = exposed.times((total - routed + beside(constants, routed, passes.total)) / total)
-    if sparse and work.dropless:
-        passes += Passes(constants.expert_sync, backward * constants.expert_sync, 0.0)
+    waits = constants.serial + (constants.expert_sync if sparse and work.dropless else 0.0)
+    if waits:
+        passes += Passes(waits, backward * waits, 0.0)
     host = constants.host + (constants.expert_host if sparse else 0.0)
     host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
     return launched(passes, exposed, host, backward), exposed

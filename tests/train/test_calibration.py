@@ -7,12 +7,13 @@ import pytest
 
 from parallel_ops.planner import Plan, estimate, presets
 from parallel_ops.planner.cli import inputs
-from parallel_ops.planner.cluster import GPU, Interconnect
+from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
 from parallel_ops.planner.communication.network import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from parallel_ops.planner.compute.compute import attention_seconds, layer_passes, work_of
+from parallel_ops.planner.compute.compute import attention_seconds, work_of
 from parallel_ops.planner.compute.software import constants_of, efficiency
+from parallel_ops.planner.passes import layer_costs
 from parallel_ops.train.calibration.command import calibrate
-from parallel_ops.train.calibration.fit import OPTIMIZER_BYTES, Measured, cluster_of, link
+from parallel_ops.train.calibration.fit import MORE, OPTIMIZER_BYTES, Measured, cluster_of, link
 
 LINK = Interconnect(name="truth", latency=2e-5, bandwidth=3e9)
 TINY = {
@@ -50,13 +51,21 @@ def test_link_refuses_what_makes_no_sense():
 def as_if_measured(gpu, constants, dtype):
     """What a machine with these constants would measure."""
     model = replace(presets.model("llama2-7b"), num_layers=1)
-    work = work_of(Plan(dtype=dtype, fused_loss=True))
+    plan = Plan(dtype=dtype, fused_loss=True)
+    machine = Cluster(name="truth", gpu=gpu, gpus=2, gpus_per_node=2, intra=LINK, inter=LINK)
+
+    def layer(changed: Plan) -> float:
+        return sum(each.total for each in layer_costs(model, machine, gpu, constants, work_of(changed), False))
+
+    work = work_of(plan)
     rate = gpu.peak(dtype) * constants.matmul
     attention = attention_seconds(model, gpu, constants, work, model.seq_length)
     return Measured(
         products=((1024, 1024, 1024, 2 * 1024**3 / rate), (512, 4096, 512, 2 * 512 * 4096 * 512 / rate)),
         attention=attention,
-        layer=layer_passes(model, gpu, constants, work, False).total,
+        layer=layer(plan),
+        layer_of_more=layer(replace(plan, micro_batch=MORE, global_batch=MORE)),
+        layer_over_ranks=layer(replace(plan, tp=2, sequence_parallel=True)),
         update=(10**6, OPTIMIZER_BYTES * 10**6 / (gpu.bandwidth * constants.memory)),
         collectives=tuple(collectives(2, (2**14, 2**24))),
         product_beside=1.0,
@@ -72,13 +81,14 @@ def as_if_measured(gpu, constants, dtype):
 def test_constants_of_a_known_machine_are_found_again():
     gpu = GPU(name="cpu", generation="cpu", memory=2**34, bandwidth=2e10, fp32=1e11, fp16=0, bf16=0, fp8=0, watts=0)
     truth = replace(efficiency("ampere", "parallel_ops"), matmul=1.0, memory=1.0, flash_forward=0.7, flash_backward=0.6)
-    truth = replace(truth, elementwise=3.0)
+    truth = replace(truth, elementwise=3.0, serial=2e-2, collective=5e-3, host=0.0, links=1.0, interference=0.4)
+    truth = replace(truth, tp_overlap=min(truth.tp_overlap, 0.6))  # what overlap costs is not hidden
     unknown = replace(gpu, fp32=0.0, bandwidth=1.0)
     found = cluster_of(as_if_measured(gpu, truth, "fp32"), unknown, 2, "gloo")
     assert found.gpu.fp32 == pytest.approx(gpu.fp32)
     assert found.gpu.bandwidth == pytest.approx(gpu.bandwidth)
     constants = constants_of(found)
-    for name in ("flash_forward", "flash_backward", "elementwise"):
+    for name in ("flash_forward", "flash_backward", "elementwise", "serial", "collective"):
         # A launch between products is part of a layer, not of the rate of large products.
         assert getattr(constants, name) == pytest.approx(getattr(truth, name), rel=0.01)
     assert constants.interference == pytest.approx(0.4)
@@ -87,7 +97,7 @@ def test_constants_of_a_known_machine_are_found_again():
 
 def test_measured_machine_is_read_by_the_planner(tmp_path):
     path = tmp_path / "machine.json"
-    cluster, measured = calibrate(path, 2, 1.0, TINY)
+    cluster, measured = calibrate(path, 2, 0.3, TINY)
     assert inputs.cluster(str(path)) == replace(cluster, name=cluster.name)
     assert cluster.gpus == 2 and cluster.gpu.fp32 > 0 and cluster.intra.bandwidth > 0
     assert {kind for kind, _, _ in measured.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}

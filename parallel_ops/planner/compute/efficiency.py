@@ -36,6 +36,8 @@ class Efficiency:
             ``Plan.fused_ops``.
         host_memory: bytes/s of host memory that the optimizer reaches per GPU, if it is offloaded.
         host: seconds that the host takes to launch the forward pass of one layer; the same for a backward pass.
+        serial: seconds of each pass of a layer in which the host works and the device waits for it. On CPUs, where one
+            processor does both, all of the host's work.
         collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
             for the last rank.
         expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
@@ -60,6 +62,7 @@ class Efficiency:
     elementwise: float = 1.0
     host_memory: float = HOST_MEMORY
     host: float = 0.0
+    serial: float = 0.0
     collective: float = 0.0
     expert_host: float = 0.0
     expert_sync: float = 0.0
@@ -75,10 +78,10 @@ class Efficiency:
 
 OPTIONAL = ("dispatch", "tp_overlap")  # shares that may be 0
 RATES = ("elementwise", "host_memory")
-SECONDS = ("host", "collective", "expert_host", "expert_sync")
+SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, "grouped", "expert_host", "expert_sync")
+SOFTWARE = (*OPTIONAL, *RATES, "grouped", "serial", "expert_host", "expert_sync")
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 

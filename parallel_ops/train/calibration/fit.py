@@ -11,18 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
-from parallel_ops.planner.compute.compute import attention_seconds, engine_of, layer_passes, work_of
+from parallel_ops.planner.compute.compute import attention_seconds, engine_of, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.products import product
 from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
+from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.plan import Plan
 
 # Bytes that AdamW with fp32 states moves for each fp32 parameter (``planner.step.StepTime.optimizer``).
 OPTIMIZER_BYTES = 2 * 4 + 24 + 4
+# Times the sequences of ``Measured.layer`` that ``Measured.layer_of_more`` has.
+MORE = 4
 # The least elementwise traffic relative to the planner's count, where noise leaves less for it.
 _LEAST = 0.05
+# Seconds of a start of a collective with which its share of a layer is looked up; any would do.
+_START = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,9 @@ class Measured:
     Attributes:
         products: rows, columns, inner size and seconds of matrix products.
         attention: seconds of causal attention of ``model``, forward and backward, of ``sequences`` sequences.
-        layer: seconds of one layer of ``model``, forward and backward together.
+        layer: seconds of one layer of ``model``, forward and backward together, of ``sequences`` sequences.
+        layer_of_more: the same of ``MORE`` times as many.
+        layer_over_ranks: the same as ``layer`` of a layer and sequences that all ranks share; 0 where they cannot.
         update: parameters, and seconds of their norm, clipping and AdamW.
         collectives: kind, bytes of the whole tensor, and seconds.
         product_beside, collective_beside, both: seconds of some products, of a collective, and of the two together.
@@ -43,6 +50,8 @@ class Measured:
     products: tuple[tuple[int, int, int, float], ...]
     attention: tuple[float, float]
     layer: float
+    layer_of_more: float
+    layer_over_ranks: float
     update: tuple[int, float]
     collectives: tuple[tuple[str, int, float], ...]
     product_beside: float
@@ -129,10 +138,34 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
         # What overlap gains nothing for is not hidden.
         found["tp_overlap"] = min(known.tp_overlap, 1 - found["interference"])
     constants = replace(known, **found)
-    one, two = (
-        layer_passes(model, gpu, replace(constants, elementwise=times), work, False).total for times in (1.0, 2.0)
-    )
-    found["elementwise"] = max(_LEAST, 1 + (measured.layer - one) / (two - one))
+
+    def layer(factor: int, elementwise: float) -> float:
+        many = work._replace(micro_batch=factor * work.micro_batch)
+        changed = replace(constants, elementwise=elementwise)
+        return layer_costs(model, cluster, gpu, changed, many, False)[0].total
+
+    # Seconds without elementwise traffic, and those of it, which are linear in it.
+    moves = [layer(factor, 2.0) - layer(factor, 1.0) for factor in (1, MORE)]
+    rest = [
+        seconds - layer(factor, 1.0) + moved
+        for factor, seconds, moved in zip((1, MORE), (measured.layer, measured.layer_of_more), moves, strict=True)
+    ]
+    elementwise = rest[0] / moves[0]
+    if not measured.launch:
+        # On CPUs a layer takes some time however few tokens it has, half of it in each pass.
+        steep = max(_LEAST, (rest[1] - rest[0]) / (moves[1] - moves[0]))
+        elementwise = min(elementwise, steep)
+        found["serial"] = max(0.0, rest[0] - elementwise * moves[0]) / 2
+    found["elementwise"] = max(_LEAST, elementwise)
+    if measured.layer_over_ranks:
+        constants, shared = replace(known, **found), work_of(replace(plan, tp=cluster.gpus, sequence_parallel=True))
+        none, some = (
+            sum(
+                each.total for each in layer_costs(model, cluster, gpu, replace(constants, collective=c), shared, False)
+            )
+            for c in (0.0, _START)
+        )
+        found["collective"] = max(0.0, _START * (measured.layer_over_ranks - none) / (some - none))
     return found
 
 

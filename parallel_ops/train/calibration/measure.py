@@ -3,17 +3,19 @@ compute in training: processes that share cores, memory or a bus slow each other
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.compat import all_gather_single, reduce_scatter_single
+from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention
-from parallel_ops.train.calibration.fit import Measured
+from parallel_ops.train.calibration.fit import MORE, Measured
 from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.optimizer import optimizer_of, update
 from parallel_ops.train.planner_model import planner_model
@@ -38,33 +40,39 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 # Parts of the time that the measurements share, of which there are this many.
 _PARTS = 32
+# Seconds of calls without a pause, at least three calls.
+_WINDOW = 0.05
 
 
 class Clock:
-    """Times calls on all ranks at once, as often as fits in ``seconds``: the median of a GPU, averaged over ranks.
+    """Times calls that all ranks make at once, one after another, in windows that fill ``seconds``.
 
-    Of CPUs it is the fastest repetition: other programs delay the others, on a machine in use most of them.
+    A window is long beside the time slice of a scheduler: ranks that share cores wait for each other in it, as they do
+    in training. Of the windows it is the median of a GPU, and the fastest of CPUs, where other programs delay the rest.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.seconds = device, seconds
 
     def __call__(self, call: Callable[[], object], *, parts: int = 1) -> float:
-        self._once(call)
-        # The ranks take as many repetitions as the first has time for.
-        first = self._mean(self._once(call))
-        count = min(200, max(5, int(self.seconds * parts / max(first, 1e-6))))
+        self._window(call, 1)
+        # All ranks make as many calls.
+        one = self._mean(self._window(call, 3))
+        seconds = self.seconds * parts
+        count = max(3, int(min(_WINDOW, seconds / 3) / max(one, 1e-6)))
+        windows = max(3, int(seconds / (count * one)))
         usual = min if self.device.type == "cpu" else statistics.median
-        return self._mean(usual([self._once(call) for _ in range(count)]))
+        return usual([self._mean(self._window(call, count)) for _ in range(windows)])
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def _window(self, call: Callable[[], object], count: int) -> float:
         if dist.is_initialized():
             dist.barrier()
         self._wait()
         start = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         self._wait()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / count
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -90,19 +98,21 @@ def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None =
     shape, sequences = sizes["layer"], sizes["sequences"]
     attention = _attention(clock, shape, sequences, device, dtype)
     layer, launch = _layer(clock, shape, sequences, device, dtype)
+    more = _layer(clock, shape, MORE * sequences, device, dtype)[0]
     collectives: tuple[tuple[str, int, float], ...] = ()
-    beside = 0.0, 0.0, 0.0
+    beside, shared = (0.0, 0.0, 0.0), 0.0
     if dist.is_initialized() and dist.get_world_size() > 1:
-        collectives = tuple(
-            (kind, size, clock(call))
-            for size in sizes["collectives"]
-            for kind, call in _collectives(size, device).items()
-        )
+        collectives = tuple(_collectives(clock, sizes, device, dtype))
         beside = _beside(clock, sizes, device, dtype)
+        ranks = dist.get_world_size()
+        if shape["num_heads"] % ranks == 0:
+            shared, _ = _layer(clock, shape, sequences, device, dtype, ParallelMesh(tp=ranks)["tp"])
     return Measured(
         products=products,
         attention=attention,
         layer=layer,
+        layer_of_more=more,
+        layer_over_ranks=shared,
         update=(sizes["update"], _update(clock, sizes["update"], device)),
         collectives=collectives,
         product_beside=beside[0],
@@ -137,13 +147,18 @@ def _attention(
 
 
 def _layer(
-    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float]:
-    """Seconds of one layer, forward and backward, and of the launch of its forward pass: what two more layers take."""
+    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds of one layer, forward and backward, and of the launch of its forward pass: what two more layers take.
+
+    ``mesh``: ranks that share the layer and its sequence.
+    """
     tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
     seconds, launches = [], []
     for layers in (1, 3):
-        model = Transformer(TransformerConfig(num_layers=layers, **shape)).to(device=device, dtype=dtype)
+        config = TransformerConfig(num_layers=layers, **shape)
+        model = Transformer(config, mesh=mesh, sequence_parallel=mesh is not None).to(device=device, dtype=dtype)
         seconds.append(clock(lambda model=model: model(tokens, tokens).backward(), parts=4))  # type: ignore[misc]
         launches.append(_launch(model, tokens, clock))
     return (seconds[1] - seconds[0]) / 2, max(0.0, (launches[1] - launches[0]) / 2)
@@ -176,18 +191,34 @@ def _update(clock: Clock, parameters: int, device: torch.device) -> float:
     return clock(step, parts=2)
 
 
-def _collectives(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Collectives of a tensor of ``size`` bytes in all; of all-to-all, on each rank."""
+def _collectives(
+    clock: Clock, sizes: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, int, float]]:
+    """Kind, bytes of the whole tensor (of all-to-all, on each rank) and seconds, each between products.
+
+    So ranks arrive at different times, as they do in training: one after another collectives take a half of that on
+    CPUs, where a rank that waits for long goes to sleep.
+    """
     ranks = dist.get_world_size()
-    part = max(1, size // 4 // ranks)
-    whole, shard = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
-    out = torch.zeros_like(whole)
-    return {
-        "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: all_gather_single(whole, shard),
-        "reduce-scatter": lambda: reduce_scatter_single(shard, whole),
-        "all-to-all": lambda: dist.all_to_all_single(out, whole),
-    }
+    m, n, k = sizes["products"][0]
+    product = _product(m, n, k, device, dtype)
+    alone = clock(product)
+
+    def between(collective: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (product(), collective())
+
+    for size in sizes["collectives"]:
+        part = max(1, size // 4 // ranks)
+        whole, shard = torch.zeros(part * ranks, device=device), torch.zeros(part, device=device)
+        out = torch.zeros_like(whole)
+        calls: dict[str, Callable[[], object]] = {
+            "all-reduce": lambda whole=whole: dist.all_reduce(whole),  # type: ignore[misc]
+            "all-gather": lambda whole=whole, shard=shard: all_gather_single(whole, shard),  # type: ignore[misc]
+            "reduce-scatter": lambda whole=whole, shard=shard: reduce_scatter_single(shard, whole),  # type: ignore[misc]
+            "all-to-all": lambda whole=whole, out=out: dist.all_to_all_single(out, whole),  # type: ignore[misc]
+        }
+        for kind, call in calls.items():
+            yield kind, size, max(1e-6, clock(between(call)) - alone)
 
 
 def _beside(
