@@ -13,7 +13,7 @@ from parallel_ops.planner.compute.compute import attention_seconds, work_of
 from parallel_ops.planner.compute.software import constants_of, efficiency
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.train.calibration.command import calibrate
-from parallel_ops.train.calibration.fit import MORE, OPTIMIZER_BYTES, Measured, cluster_of, link
+from parallel_ops.train.calibration.fit import MORE, OPTIMIZER_BYTES, Measured, cluster_of, link, scatter_share
 
 LINK = Interconnect(name="truth", latency=2e-5, bandwidth=3e9)
 TINY = {
@@ -28,7 +28,7 @@ TINY = {
 def collectives(ranks, sizes):
     for size in sizes:
         yield "all-gather", size, all_gather_seconds(ranks, size, LINK)
-        yield "reduce-scatter", size, all_gather_seconds(ranks, size, LINK)
+        yield "reduce-scatter", size, all_gather_seconds(ranks, size, replace(LINK, bandwidth=LINK.bandwidth / 4))
         yield "all-reduce", size, 2 * all_gather_seconds(ranks, size, LINK)
         yield "all-to-all", size, all_to_all_seconds(ranks, size, LINK)
 
@@ -39,6 +39,7 @@ def test_link_of_known_collectives(ranks):
     assert found.latency == pytest.approx(LINK.latency)
     assert found.bandwidth == pytest.approx(LINK.bandwidth)
     assert all_reduce_seconds(ranks, 2**22, found)[1] == pytest.approx(all_reduce_seconds(ranks, 2**22, LINK)[1])
+    assert scatter_share(collectives(ranks, (2**14, 2**24)), ranks, found) == pytest.approx(0.25)
 
 
 def test_link_refuses_what_makes_no_sense():
@@ -82,13 +83,14 @@ def test_constants_of_a_known_machine_are_found_again():
     gpu = GPU(name="cpu", generation="cpu", memory=2**34, bandwidth=2e10, fp32=1e11, fp16=0, bf16=0, fp8=0, watts=0)
     truth = replace(efficiency("ampere", "parallel_ops"), matmul=1.0, memory=1.0, flash_forward=0.7, flash_backward=0.6)
     truth = replace(truth, elementwise=3.0, serial=2e-2, collective=5e-3, host=0.0, links=1.0, interference=0.4)
+    truth = replace(truth, reduce_scatter=0.25)
     truth = replace(truth, tp_overlap=min(truth.tp_overlap, 0.6))  # what overlap costs is not hidden
     unknown = replace(gpu, fp32=0.0, bandwidth=1.0)
     found = cluster_of(as_if_measured(gpu, truth, "fp32"), unknown, 2, "gloo")
     assert found.gpu.fp32 == pytest.approx(gpu.fp32)
     assert found.gpu.bandwidth == pytest.approx(gpu.bandwidth)
     constants = constants_of(found)
-    for name in ("flash_forward", "flash_backward", "elementwise", "serial", "collective"):
+    for name in ("flash_forward", "flash_backward", "elementwise", "serial", "collective", "reduce_scatter"):
         # A launch between products is part of a layer, not of the rate of large products.
         assert getattr(constants, name) == pytest.approx(getattr(truth, name), rel=0.01)
     assert constants.interference == pytest.approx(0.4)

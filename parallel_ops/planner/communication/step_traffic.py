@@ -70,7 +70,9 @@ class StepTraffic:
             layers * start_seconds(efficiency, max(2, ranks)),
         )
         shared = ((dense, ranks), (expert, expert_replicas(plan))) if expert else ((dense, ranks),)
-        self._reductions = _reductions(plan, shared, self._width, gradient, self._link, self._launches)
+        self._scattering = replace(self._link, bandwidth=self._link.bandwidth * efficiency.reduce_scatter)
+        links = self._link, self._scattering
+        self._reductions = _reductions(plan, shared, self._width, gradient, links, self._launches)
         self.each, self.once = _by_pass(plan, self._reductions)
         self._summed = None
         if (replicas := group_size(plan, "dp_replicate")) > 1:
@@ -95,7 +97,8 @@ class StepTraffic:
             if kind == "all-reduce":
                 one = all_reduce_transfer("dp", ranks, size, self._link, start=self._launches)
             else:
-                one = ring_transfer("dp", kind, ranks, size, self._link, start=self._launches)
+                link = self._scattering if kind == "reduce-scatter" else self._link
+                one = ring_transfer("dp", kind, ranks, size, link, start=self._launches)
             found.append(repeat(one, count))
             if kind == "all-gather" and plan.zero == 3:
                 once_gathered = (ranks - 1) / ranks * min(ends, size / self._width) * self._width * plan.micro_batches
@@ -127,7 +130,7 @@ def _reductions(
     shared: tuple[tuple[float, int], ...],
     width: int,
     gradient: int,
-    link: Interconnect,
+    links: tuple[Interconnect, Interconnect],
     launches: float,
 ) -> list[_Reduction]:
     """The data-parallel collectives of a step.
@@ -135,9 +138,11 @@ def _reductions(
     Args:
         shared: numbers of parameters, and of the ranks that share them.
         width, gradient: bytes per parameter and per gradient.
+        links: of all collectives but reduce-scatters, and of those.
         launches: seconds to start one collective per layer.
     """
     found = []
+    link, scattering = links
     for parameters, ranks in shared:
         if not parameters or ranks == 1:
             continue
@@ -147,10 +152,10 @@ def _reductions(
             found.append(_Reduction("all-reduce", 1, size, ranks, seconds))
             continue
         gathers = 1 if plan.zero < 3 else 2 * plan.micro_batches
-        kinds = ("all-gather", gathers, width), ("reduce-scatter", _times_reduced(plan), gradient)
-        for kind, count, each in kinds:
+        kinds = ("all-gather", gathers, width, link), ("reduce-scatter", _times_reduced(plan), gradient, scattering)
+        for kind, count, each, used in kinds:
             size = parameters * each
-            seconds = all_gather_seconds(ranks, size, link) + launches
+            seconds = all_gather_seconds(ranks, size, used) + launches
             found.append(_Reduction(kind, count, size, ranks, seconds))
     return found
 

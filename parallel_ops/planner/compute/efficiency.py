@@ -32,6 +32,7 @@ class Efficiency:
             multiprocessors and memory.
         tp_overlap: share of tensor-parallel communication that products hide, if the plan overlaps them.
         grouped: rate of the products of experts, relative to others.
+        reduce_scatter: bandwidth of data-parallel reduce-scatters, relative to other collectives.
         elementwise: bytes that elementwise ops move, relative to the ops of this package: fused, or unfused without
             ``Plan.fused_ops``.
         host_memory: bytes/s of host memory that the optimizer reaches per GPU, if it is offloaded.
@@ -59,6 +60,7 @@ class Efficiency:
     dispatch: float = 0.0
     tp_overlap: float = 0.0
     grouped: float = 1.0
+    reduce_scatter: float = 1.0
     elementwise: float = 1.0
     host_memory: float = HOST_MEMORY
     host: float = 0.0
@@ -81,7 +83,7 @@ RATES = ("elementwise", "host_memory")
 SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, "grouped", "serial", "expert_host", "expert_sync")
+SOFTWARE = (*OPTIONAL, *RATES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 

@@ -1,8 +1,9 @@
 """A cluster from what was measured: rates as shares of a peak, and one line through the times of collectives.
 
 A collective of L hops and V bytes takes ``L alpha + V / B`` seconds (``planner/communication/network.py``). Latency
-alpha and bandwidth B are the least squares of relative errors over all collectives and sizes. The rate of elementwise
-ops is what is left of a layer's time beyond its products and attention.
+alpha and bandwidth B are the least squares of relative errors over all sizes of all collectives but reduce-scatters,
+which have a B of their own: gloo's is a third of that of the others. The rate of elementwise ops is what is left of a
+layer's time beyond its products and attention; what each collective takes besides, of a layer that ranks share.
 """
 
 import warnings
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel_ops.planner.cluster import GPU, Cluster, Interconnect
+from parallel_ops.planner.communication.network import all_gather_seconds
 from parallel_ops.planner.compute.compute import attention_seconds, engine_of, work_of
 from parallel_ops.planner.compute.efficiency import Efficiency
 from parallel_ops.planner.compute.products import product
@@ -22,6 +24,8 @@ from parallel_ops.planner.plan import Plan
 
 # Bytes that AdamW with fp32 states moves for each fp32 parameter (``planner.step.StepTime.optimizer``).
 OPTIMIZER_BYTES = 2 * 4 + 24 + 4
+# Ranks of ``Measured.layer_over_ranks``: the smallest group, since the start of a collective counts by doublings.
+SHARED = 2
 # Times the sequences of ``Measured.layer`` that ``Measured.layer_of_more`` has.
 MORE = 4
 # The least elementwise traffic relative to the planner's count, where noise leaves less for it.
@@ -39,7 +43,7 @@ class Measured:
         attention: seconds of causal attention of ``model``, forward and backward, of ``sequences`` sequences.
         layer: seconds of one layer of ``model``, forward and backward together, of ``sequences`` sequences.
         layer_of_more: the same of ``MORE`` times as many.
-        layer_over_ranks: the same as ``layer`` of a layer and sequences that all ranks share; 0 where they cannot.
+        layer_over_ranks: the same as ``layer`` where ``SHARED`` ranks share layer and sequences; 0 where they cannot.
         update: parameters, and seconds of their norm, clipping and AdamW.
         collectives: kind, bytes of the whole tensor, and seconds.
         product_beside, collective_beside, both: seconds of some products, of a collective, and of the two together.
@@ -72,7 +76,9 @@ def link(collectives: Iterable[tuple[str, int, float]], ranks: int, name: str) -
     # Normal equations of seconds / measured = 1 for the two unknowns.
     hh = hv = vv = h1 = v1 = 0.0
     for kind, size, seconds in collectives:
-        rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}.get(kind)
+        if kind == "reduce-scatter":
+            continue
+        rounds = {"all-reduce": 2, "all-gather": 1, "all-to-all": 1}.get(kind)
         if rounds is None:
             raise ValueError(f"link: unknown collective {kind!r}")
         hops = 1 if kind == "all-to-all" else rounds * (ranks - 1)
@@ -85,6 +91,13 @@ def link(collectives: Iterable[tuple[str, int, float]], ranks: int, name: str) -
     if inverse <= 0:
         raise ValueError("calibrate: large collectives took no longer than small ones; measure longer")
     return Interconnect(name=name, latency=latency, bandwidth=1 / inverse)
+
+
+def scatter_share(collectives: Iterable[tuple[str, int, float]], ranks: int, link: Interconnect) -> float:
+    """Bandwidth of reduce-scatters over that of ``link``, from the largest; at most 1."""
+    size, seconds = max((size, seconds) for kind, size, seconds in collectives if kind == "reduce-scatter")
+    sent = all_gather_seconds(ranks, size, replace(link, latency=0.0))
+    return min(1.0, sent / max(sent, seconds - (ranks - 1) * link.latency))
 
 
 def cluster_of(measured: Measured, gpu: GPU, ranks: int, link_name: str) -> Cluster:
@@ -132,6 +145,7 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
         "collective": 0.0,
     }
     if cluster.gpus > 1:
+        found["reduce_scatter"] = scatter_share(measured.collectives, cluster.gpus, cluster.intra)
         beside = measured.both - max(measured.product_beside, measured.collective_beside)
         shorter = min(measured.product_beside, measured.collective_beside)
         found["interference"] = min(1.0, max(0.01, beside / shorter))
@@ -158,7 +172,7 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
         found["serial"] = max(0.0, rest[0] - elementwise * moves[0]) / 2
     found["elementwise"] = max(_LEAST, elementwise)
     if measured.layer_over_ranks:
-        constants, shared = replace(known, **found), work_of(replace(plan, tp=cluster.gpus, sequence_parallel=True))
+        constants, shared = replace(known, **found), work_of(replace(plan, tp=SHARED, sequence_parallel=True))
         none, some = (
             sum(
                 each.total for each in layer_costs(model, cluster, gpu, replace(constants, collective=c), shared, False)

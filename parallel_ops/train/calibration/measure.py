@@ -15,7 +15,7 @@ from parallel_ops._internal.compat import all_gather_single, reduce_scatter_sing
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention
-from parallel_ops.train.calibration.fit import MORE, Measured
+from parallel_ops.train.calibration.fit import MORE, SHARED, Measured
 from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.optimizer import optimizer_of, update
 from parallel_ops.train.planner_model import planner_model
@@ -105,8 +105,9 @@ def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None =
         collectives = tuple(_collectives(clock, sizes, device, dtype))
         beside = _beside(clock, sizes, device, dtype)
         ranks = dist.get_world_size()
-        if shape["num_heads"] % ranks == 0:
-            shared, _ = _layer(clock, shape, sequences, device, dtype, ParallelMesh(tp=ranks)["tp"])
+        if ranks % SHARED == shape["num_heads"] % SHARED == 0:
+            mesh = ParallelMesh(dp_shard=ranks // SHARED, tp=SHARED)["tp"]
+            shared, _ = _layer(clock, shape, sequences, device, dtype, mesh)
     return Measured(
         products=products,
         attention=attention,
