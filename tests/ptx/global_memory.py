@@ -32,6 +32,18 @@ class Buffer:
     thread: Array | None = None  # its thread and the number of barriers that it had passed
     atomic: Array | None = None  # what atomic instructions touched, which others must leave alone
 
+    def note_writer(self, first: int, end: int, program: int) -> None:
+        """Bytes that a program, before all barriers, has written."""
+        self._shadows()
+        assert self.program is not None and self.thread is not None
+        units = slice(first // self.unit, -(-end // self.unit))
+        self.program[units], self.thread[units] = 1 + program, 0
+
+    def _shadows(self) -> None:
+        if self.program is None:
+            count = -(-len(self.data) // self.unit)
+            self.program, self.thread = _zeros(count, np.int32), _zeros(count, np.int64)
+
 
 class GlobalMemory:
     """``unwritten``: by address of a storage, one flag a byte for what nobody wrote yet; updated by stores."""
@@ -224,9 +236,8 @@ def _check_threads(buffer: Buffer, units: Array, thread: Array, written: Array, 
 
 
 def store(buffer: Buffer, offsets: Array, size: int, data: Array, program: Array, thread: Array) -> None:
-    if buffer.program is None or buffer.thread is None:
-        count = -(-len(buffer.data) // buffer.unit)
-        buffer.program, buffer.thread = _zeros(count, np.int32), _zeros(count, np.int64)
+    buffer._shadows()
+    assert buffer.program is not None and buffer.thread is not None
     _check_atomic(buffer, offsets, size)
     units = _units(buffer, offsets, size)
     writer = buffer.program[units]

@@ -4,6 +4,7 @@ Threads that are at different places run in groups, the earliest place first, so
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -156,12 +157,18 @@ class Machine:
     # Control flow
 
     def run(self) -> None:
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[str]:  # noqa: PLR0912
+        """Runs the program; stops before each load that acquires ("look"), and where all threads sleep ("sleep")."""
         groups: dict[int, Array] = {0: self.live.copy()}
         asleep: dict[int, Array] = {}  # until no other thread can go on
         steps = alone = 0
         with np.errstate(all="ignore"):
             while groups or asleep:
                 if not groups:
+                    yield "sleep"
                     groups, asleep, alone = asleep, {}, alone + 1
                     if alone > _PATIENCE:
                         raise Fault("waits for what no program does")
@@ -193,6 +200,8 @@ class Machine:
                             self.live &= ~went
                         _join(groups, place, stay)
                         break
+                    if instruction.has("acquire"):
+                        yield "look"
                     try:
                         self._step(instruction, place - 1, taking)
                     except Fault as fault:
