@@ -34,9 +34,9 @@ from benchmarks.timing import Call, Stats, Timer, take_turns
 from parallel_ops._internal.overlap_model import OFF
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.autograd import multiply
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
 from parallel_ops.tensor_parallel.linear.overlap import gather_order, scatter_order, start_gather, start_scatter
+from parallel_ops.tensor_parallel.linear.products import multiply
 
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12

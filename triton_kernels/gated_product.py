@@ -44,6 +44,7 @@ def _wait(flag_ptr, ready):
 def _gated_kernel(
     rows_ptr, weight_ptr, bias_ptr, out_ptr, flags_ptr, ready, own, shards, shard_rows, columns, depth,
     row_stride, weight_stride, HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     depth, row_stride, weight_stride = aligned(depth, UNIT), aligned(row_stride, UNIT), aligned(weight_stride, UNIT)
@@ -65,7 +66,11 @@ def _gated_kernel(
         first_row = shard.to(tl.int64) * shard_rows
         inner = tl.arange(0, BLOCK_DEPTH)
         x_ptr = rows_ptr + (first_row + tl.where(row < shard_rows, row, 0))[:, None] * row_stride + inner[None, :]
-        w_ptr = weight_ptr + tl.where(col < columns, col, 0).to(tl.int64)[None, :] * weight_stride + inner[:, None]
+        inside = tl.where(col < columns, col, 0).to(tl.int64)[None, :]
+        if BY_COLUMNS:
+            w_ptr = weight_ptr + inside + inner[:, None].to(tl.int64) * weight_stride
+        else:
+            w_ptr = weight_ptr + inside * weight_stride + inner[:, None]
         total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
         for start in tl.range(0, depth, BLOCK_DEPTH):
             there = inner < depth - start
@@ -73,7 +78,7 @@ def _gated_kernel(
             w = tl.load(w_ptr, mask=there[:, None], other=0.0)
             total = tl.dot(x, w, total)
             x_ptr += BLOCK_DEPTH
-            w_ptr += BLOCK_DEPTH
+            w_ptr += BLOCK_DEPTH * weight_stride if BY_COLUMNS else BLOCK_DEPTH
         if HAS_BIAS:
             total += tl.load(bias_ptr + col, mask=col < columns).to(tl.float32)[None, :]
         at = (first_row + row)[:, None] * columns + col[None, :]
@@ -88,22 +93,27 @@ def gated_product(
     """``out = rows weight^T + bias``.
 
     Args:
-        rows: ``[shards * s, K]``, 16-bit, each row contiguous. weight: ``[N, K]``, the same. out: ``[shards * s, N]``.
+        rows: ``[shards * s, K]``, 16-bit, each row contiguous. weight: ``[N, K]``, rows or columns contiguous.
+        out: ``[shards * s, N]``, contiguous.
         flags: int32 ``[shards]``; ``None`` if all rows are there. ready: what they reach.
         own: the shard to begin with.
     """
     if out.numel() == 0:
         return
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    by_columns = weight.stride(1) != 1 and weight.stride(0) == 1
+    weight = weight if by_columns or weight.stride(1) == 1 else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    weight_stride = weight.stride(1 if by_columns else 0)
     shard_rows, (columns, depth) = rows.shape[0] // shards, weight.shape
-    unit = unit_of(depth, rows.stride(0), weight.stride(0))
+    unit = unit_of(depth, rows.stride(0), weight_stride)
     block_rows, block_cols, block_depth, warps, stages = tile_of(shard_rows, columns, unit)
     tiles = cdiv(shard_rows, block_rows) * cdiv(columns, block_cols) * shards
     launch(
         _gated_kernel, (min(tiles, multiprocessors(out.device)),),
         rows, weight, bias, out, flags, ready, own, shards, shard_rows, columns, depth,
-        rows.stride(0), weight.stride(0),
+        rows.stride(0), weight_stride,
         HAS_BIAS=bias is not None, UNIT=unit, GATED=flags is not None,
+        BY_COLUMNS=by_columns,
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, BLOCK_DEPTH=block_depth, GROUP=GROUP_ROWS,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -8,6 +8,10 @@
     plain   T_g + T_c + T_r                                         one collective, one product (cuBLAS) beside nothing
     gather  T_s + max(parts T_g', T_c' + T_g')                      the last piece arrives, then is multiplied
     scatter max(parts T_g' + T_c' / messages, T_g' + T_c') + T_r    the first piece is computed, then sent
+    gated   T_s + T_b + max(T_g'', T_c' + T_g'' / P)                shards are pulled, one product waits for their flags
+
+``gated`` has the waves of the whole product, on all processors, at the rate of our own product (``gated_share`` of a
+library's); T_b are two barriers.
 
 Pieces cost: T_g' > T_g, since a piece has fewer tiles than the device has processors, whose waves are not full, and
 since a transport that copies by kernels takes processors; a latency for each message; and the host, which cannot
@@ -26,6 +30,8 @@ Phase = Literal["gather", "scatter"]
 # Codes of the ways, as in the ops' schemas; positive numbers are pieces of a rank's shard.
 OFF = 0
 CANDIDATES = (OFF, 1, 2, 4)
+# Gathers over symmetric memory: a product that waits for flags, and torch's own op, which the model does not know.
+GATED, FUSED = -3, -4
 
 # Largest ratio to the time without overlap at which overlap is chosen.
 MARGIN = 0.98
@@ -47,6 +53,9 @@ class Rates:
         taken: processors that a transport which copies by kernels keeps from the products beside it. Assumed.
         host_product, host_message: seconds in which the host enqueues a product, and a message. Of the latter 25 us
             were measured (Python and torch without a backend, AMD EPYC, 2026-11); the rest is assumed for NCCL.
+        gated_share: rate of the product that waits for flags over that of a library's. Assumed: its loop has the
+            tensor-core instructions of a plain product of the same tiles, but no copies by descriptors.
+        host_pull: seconds in which the host enqueues a copy and its flag. Assumed.
     """
 
     flops: float
@@ -58,6 +67,8 @@ class Rates:
     taken: int = 16
     host_product: float = 8e-6
     host_message: float = 40e-6
+    gated_share: float = 0.9
+    host_pull: float = 10e-6
 
 
 def rates_of_sheet(flops: float, processors: int, link: float, memory_bandwidth: float) -> Rates:
@@ -82,6 +93,7 @@ class Work:
         itemsize: bytes of an element.
         exact: sums are in rank order in fp32, also without pieces.
         takes_processors: messages are copied by kernels.
+        pulled: ranks may read each other's memory, so ``GATED`` is a way.
     """
 
     phase: Phase
@@ -93,6 +105,7 @@ class Work:
     itemsize: int = 2
     exact: bool = True
     takes_processors: bool = True
+    pulled: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Times:
     """A way to do the work, in seconds.
 
     Attributes:
-        pieces: of each rank's shard; ``OFF`` for none.
+        pieces: of each rank's shard; ``OFF`` for none, or ``GATED``.
         tiles, waves: of each product. products: how many there are.
         product: one product. communication: all messages. staging, reduction: see the module.
         host: in which the host enqueues everything. total: what the way takes.
@@ -137,6 +150,8 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
         total = seconds + communication + reduction
         # Two calls: the host is ahead of the device.
         return Times(OFF, tiles, waves, 1, seconds, communication, 0.0, reduction, 0.0, total)
+    if pieces == GATED:
+        return _gated(work, rates)
     parts, messages = work.size * pieces, (work.size - 1) * pieces
     # At least one is left, so that products end.
     free = max(1, rates.processors - rates.taken) if work.takes_processors else rates.processors
@@ -151,17 +166,34 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
     return Times(pieces, tiles, waves, parts, seconds, communication, staging, reduction, host, max(device, host))
 
 
+def _gated(work: Work, rates: Rates) -> Times:
+    own, messages = math.ceil(work.rows / work.size), work.size - 1
+    tiles, waves, seconds = product(rates, work.rows, work.columns, work.inner)
+    seconds = rates.launch + (seconds - rates.launch) / rates.gated_share
+    communication = messages * rates.latency + work.sent / rates.bandwidth
+    # Rows are copied to the workspace and to their place.
+    staging = 2 * (rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth) + 2 * rates.latency
+    total = staging + max(seconds, communication + seconds / work.size)
+    host = rates.host_product + (messages + 4) * rates.host_pull
+    return Times(GATED, tiles, waves, 1, seconds, communication, staging, 0.0, host, max(total, host))
+
+
+def candidates(work: Work) -> tuple[int, ...]:
+    """The ways to do the work that the model knows, ``OFF`` first."""
+    return (*CANDIDATES, GATED) if work.pulled and work.phase == "gather" else CANDIDATES
+
+
 def choose(work: Work, rates: Rates) -> int:
-    """The number of pieces that beats ``OFF`` by more than the margin and all others; else ``OFF``."""
-    seconds = {pieces: times(work, rates, pieces).total for pieces in CANDIDATES}
-    best = min(CANDIDATES, key=seconds.__getitem__)
+    """The way that beats ``OFF`` by more than the margin and all others; else ``OFF``."""
+    seconds = {way: times(work, rates, way).total for way in candidates(work)}
+    best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < MARGIN * seconds[OFF] else OFF
 
 
 def reason(work: Work, rates: Rates) -> str:
     """Why ``choose`` chooses so: what pieces save, or what they cost."""
     whole, chosen = times(work, rates, OFF), choose(work, rates)
-    best = min((times(work, rates, n) for n in CANDIDATES if n != OFF), key=lambda way: way.total)
+    best = min((times(work, rates, way) for way in candidates(work) if way != OFF), key=lambda way: way.total)
     if chosen != OFF:
         hidden = whole.total - best.total
         return f"hides {1e6 * hidden:,.0f} of {1e6 * whole.communication:,.0f} us of communication"

@@ -30,11 +30,12 @@ def test_every_launch_is_one_of_these():
     assert kernels.tile_of(4096, 1024, 8) == kernels.SMALL_TILE
 
 
-def launches(rows, columns, depth, gated, bias=True, dtype=BF16):
+def launches(rows, columns, depth, gated, transposed):
+    weight = meta(depth, columns, dtype=BF16).t() if transposed else meta(columns, depth, dtype=BF16)
     with aot.recorded() as recorded:
         kernels.gated_product(
-            meta(SHARDS * rows, depth, dtype=dtype), meta(columns, depth, dtype=dtype),
-            meta(columns, dtype=dtype) if bias else None, meta(SHARDS * rows, columns, dtype=dtype),
+            meta(SHARDS * rows, depth, dtype=BF16), weight,
+            meta(columns, dtype=BF16), meta(SHARDS * rows, columns, dtype=BF16),
             meta(SHARDS, dtype=torch.int32) if gated else None, READY, OWN, SHARDS,
         )  # fmt: skip
     return recorded
@@ -42,14 +43,17 @@ def launches(rows, columns, depth, gated, bias=True, dtype=BF16):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("rows", "columns", "depth", "capability"),
-    [(1024, 4096, 8192, 90), (1024, 384, 8192, 90), (1000, 520, 1032, 90), (1024, 4096, 8192, 100)],
-)
-def test_the_loop_multiplies_as_much_as_a_product_that_does_not_wait(rows, columns, depth, capability):
+    ("rows", "columns", "depth", "capability", "transposed"),
+    [
+        (1024, 4096, 8192, 90, False), (1024, 384, 8192, 90, False), (1000, 520, 1032, 90, False),
+        (1024, 4096, 8192, 100, False), (1024, 4096, 8192, 90, True), (1000, 520, 1032, 90, True),
+    ],
+)  # fmt: skip
+def test_the_loop_multiplies_as_much_as_a_product_that_does_not_wait(rows, columns, depth, capability, transposed):
     """As many tensor-core instructions a loop, and at least 90 % of their share of its instructions."""
     shares = []
     for gated in (True, False):
-        (launch,) = launches(rows, columns, depth, gated)
+        (launch,) = launches(rows, columns, depth, gated, transposed)
         code = aot.compile_for(launch, capability)
         assert not code.spills, code
         assert code.shared_bytes <= aot.SHARED_MEMORY_LIMIT[capability], code
@@ -167,17 +171,18 @@ def test_a_flag_that_is_not_set_is_waited_for_for_ever(order, value, monkeypatch
 
 @pytest.mark.executed
 @pytest.mark.parametrize(
-    ("rows", "columns", "depth", "bias", "dtype"),
+    ("rows", "columns", "depth", "bias", "dtype", "transposed"),
     [
-        (200, 264, 136, True, BF16), (64, 40, 24, False, torch.float16), (1, 8, 8, True, BF16),
-        (130, 520, 64, False, BF16),
+        (200, 264, 136, True, BF16, False), (64, 40, 24, False, torch.float16, True), (1, 8, 8, True, BF16, False),
+        (130, 520, 64, False, BF16, True),
     ],
 )  # fmt: skip
-def test_sizes_that_tiles_do_not_divide(rows, columns, depth, bias, dtype, monkeypatch):
+def test_sizes_that_tiles_do_not_divide(rows, columns, depth, bias, dtype, transposed, monkeypatch):
     """Rows of a tensor whose storage has more, on three multiprocessors, against fp64."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     x = randn(SHARDS * rows, depth + 8, dtype=dtype, seed=3).detach()[:, :depth]
     weight = randn(columns, depth, dtype=dtype, seed=4).detach()
+    weight = weight.t().contiguous().t() if transposed else weight
     b = randn(columns, dtype=dtype, seed=5).detach() if bias else None
     with executed(90):
         out = unwritten((SHARDS * rows, columns), dtype)

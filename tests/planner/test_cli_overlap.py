@@ -20,14 +20,16 @@ def linears(run, *more):
     return {row["name"]: row for row in data["linears"]}, model.Rates(**data["rates"])
 
 
-def test_the_table_has_every_number_of_the_choice(run):
-    found, rates = linears(run)
-    code, out, err = run(*LAYER)
+@pytest.mark.parametrize("pulls", [False, True])
+def test_the_table_has_every_number_of_the_choice(run, pulls):
+    options = ["--pulls"] if pulls else []
+    found, rates = linears(run, *options)
+    code, out, err = run(*LAYER, *options)
     assert (code, err) == (0, "")
     flat = " ".join(out.split())
     assert list(found) == ["qkv", "proj", "fc1", "fc2", "proj, dx", "fc2, dx"]
     for row in found.values():
-        assert [way["pieces"] for way in row["ways"]] == list(model.CANDIDATES)
+        assert [way["pieces"] for way in row["ways"]] == list(model.candidates(model.Work(**row["work"])))
         for way in row["ways"]:
             numbers = [f"{way[name]:,}" for name in ("products", "tiles", "waves")]
             parts = "product", "communication", "staging", "reduction", "host", "total"
@@ -39,18 +41,20 @@ def test_the_table_has_every_number_of_the_choice(run):
         assert f" {1e6 * assumed:g} us " in flat
     assert "NVLink data sheet, 450 GB/s; messages reach 0.80 360 GB/s" in flat
     assert f"multiprocessors taken assumed {rates.taken}" in flat
+    assert ("rate of a gated product of a plain one, assumed 0.9" in flat) == pulls
+    assert any(row["chosen"] == model.GATED for row in found.values()) == pulls
     assert "No figure is measured on a GPU." in flat
 
 
 @pytest.mark.parametrize("gpu", ["a100-80", "h100", "h200", "b200"])
 @pytest.mark.parametrize("reduction", ["backend", "exact"])
-@pytest.mark.parametrize("transport", ["c10d", "symmetric"])
-def test_no_row_is_below_the_plain_way(run, gpu, reduction, transport):
+@pytest.mark.parametrize("pulls", [(), ("--pulls",)])
+def test_no_row_is_below_the_plain_way(run, gpu, reduction, pulls):
     for hidden in (1024, 4096, 8192, 16384):
         for tokens in (1024, 8192, 65536):
             code, out, _ = run(
                 "overlap", "--hidden", hidden, "--tp", 8, "--gpu", gpu, "--tokens", tokens, "--reduction", reduction,
-                "--transport", transport, "--json",
+                *pulls, "--json",
             )  # fmt: skip
             assert code == 0
             for row in json.loads(out)["linears"]:
@@ -63,11 +67,11 @@ def test_no_row_is_below_the_plain_way(run, gpu, reduction, transport):
 
 
 def test_what_changes_a_choice(run):
-    """Copy engines leave multiprocessors to the products; few tokens, and few tiles, are not worth pieces."""
+    """Pulled shards leave the waves of a product whole; few tokens, and few tiles, are not worth pieces."""
     by_kernels, _ = linears(run)
-    by_engines, _ = linears(run, "--transport", "symmetric")
-    assert by_kernels["fc2"]["chosen"] == 0 and by_engines["fc2"]["chosen"] > 0
-    assert all(by_engines[name]["ways"][1]["total"] <= row["ways"][1]["total"] for name, row in by_kernels.items())
+    by_engines, _ = linears(run, "--pulls")
+    assert by_kernels["qkv"]["chosen"] == 0 and by_engines["qkv"]["chosen"] == model.GATED
+    assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
     few, _ = linears(run, "--tokens", 512)
     assert {row["chosen"] for row in few.values()} == {0}
     assert "plain" in by_kernels["qkv"]["reason"] and by_kernels["qkv"]["speedup"] == 1.0
@@ -87,7 +91,6 @@ def test_the_figures_are_those_of_the_presets(run):
         (["--hidden", 8192, "--tp", 8, "--tokens", 100], "overlap: --tokens must be a multiple of --tp 8, got 100"),
         (["--hidden", 8192, "--tp", 8, "--gpu", "tpu-v4"], "overlap: --gpu tpu-v4 has no known number of multiproc"),
         (["--hidden", 8192, "--tp", 8, "--gpu", "h10"], "h100"),
-        (["--hidden", 8192, "--tp", 8, "--transport", "nccl"], "--transport must be c10d or symmetric, got nccl"),
         (["--hidden", 8192, "--tp", 8, "--reduction", "fp32"], "--reduction must be backend or exact, got fp32"),
         (["--hidden", 8192, "--tp", 1], "'--tp'"),
     ],

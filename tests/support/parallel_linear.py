@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter
+from parallel_ops._internal.overlap_model import CANDIDATES
 from parallel_ops._internal.weight_gradients import GradientOf
 from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.c10d import C10dTransport
@@ -235,7 +236,7 @@ def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
     def fastest(run: Any, pieces: int, device: torch.device) -> float:
         run(pieces)
         timed.append(pieces)
-        return seconds[plan.CANDIDATES.index(pieces)]
+        return seconds[CANDIDATES.index(pieces)]
 
     tensors = [integers(8, 6, seed=1), integers(4, 6, seed=2), None, integers(8, 4, seed=3)]
     want = sharded_linear(rank, kind, tensors, [4, 4], {"overlap": "off"})

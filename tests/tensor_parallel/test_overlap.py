@@ -285,9 +285,9 @@ class TestModel:
         assert [plan._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]
 
     def test_the_measured_choice_wants_a_margin(self):
-        assert plan.pick([1.0, 0.99, 0.985, 1.2]) == plan.OFF
-        assert plan.pick([1.0, 0.99, 0.9, 1.2]) == 2
-        assert plan.pick([1.0, 1.5, 1.5, 1.5]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.985, 1.2]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.9, 1.2]) == 2
+        assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5]) == plan.OFF
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])

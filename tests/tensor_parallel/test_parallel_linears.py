@@ -309,7 +309,7 @@ class TestOneRank:
             ({"weight": torch.randn(3, 7)}, ValueError, r"weight must have shape \[N, 8\]"),
             ({"weight": torch.randn(3, 8).double()}, TypeError, "weight is torch.float64, but x is torch.float32"),
             ({"bias": torch.randn(4)}, ValueError, r"bias must have shape \[3\]"),
-            ({"overlap": 0}, ValueError, "overlap must be 'auto', 'off', 'bulk' or a number of pieces"),
+            ({"overlap": 0}, ValueError, "overlap must be one of 'off', 'bulk', 'auto', 'gated', 'fused' or a number"),
             ({"overlap": "on"}, ValueError, "overlap must be .* got 'on'"),
             ({"overlap": 1.5}, TypeError, "overlap must be .* got 1.5"),
             ({"sizes": [3]}, ValueError, r"3, but x"),

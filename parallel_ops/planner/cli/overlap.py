@@ -10,20 +10,30 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallel_ops._internal.overlap_model import CANDIDATES, OFF, Phase, Rates, Times, Work, choose, reason, times
+from parallel_ops._internal.overlap_model import (
+    GATED,
+    OFF,
+    Phase,
+    Rates,
+    Times,
+    Work,
+    candidates,
+    choose,
+    reason,
+    times,
+)
 from parallel_ops._internal.overlap_model import rates_of_sheet as of_sheet
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli.app import app
 
 _ITEMSIZE = 2  # bf16
 
-_TRANSPORTS = ("c10d", "symmetric")
 _REDUCTIONS = ("backend", "exact")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A linear, the ways to do it in the order of ``CANDIDATES``, and which of them ``"auto"`` takes.
+    """A linear, the ways to do it in the order of ``candidates``, and which of them ``"auto"`` takes.
 
     Attributes:
         work: product and communication of one rank.
@@ -39,7 +49,7 @@ class Row:
 
 
 def linears(
-    hidden: int, ffn: int, kv: int, tokens: int, tp: int, *, transport: str = "c10d", exact: bool = False
+    hidden: int, ffn: int, kv: int, tokens: int, tp: int, *, pulls: bool = False, exact: bool = False
 ) -> dict[str, Work]:
     """The products whose communication ``"auto"`` may cut: of a layer's forward and backward, by name.
 
@@ -47,6 +57,7 @@ def linears(
         hidden, ffn, kv: widths of the layer, of the gated MLP between its linears, and of all keys.
         tokens: rows of a sequence-parallel batch on all ranks together.
         tp: ranks.
+        pulls: ranks may read each other's memory (``allow_pulls``).
         exact: sums in rank order, also where nothing is cut.
 
     Raises:
@@ -58,7 +69,7 @@ def linears(
 
     def work(phase: Phase, columns: int, inner: int) -> Work:
         sent = (tokens - tokens // tp) * (inner if phase == "gather" else columns) * _ITEMSIZE
-        return Work(phase, tokens, columns, inner, sent, tp, _ITEMSIZE, exact, transport == "c10d")
+        return Work(phase, tokens, columns, inner, sent, tp, _ITEMSIZE, exact, pulled=pulls)
 
     return {
         "qkv": work("gather", (hidden + 2 * kv) // tp, hidden),
@@ -85,7 +96,7 @@ def rates_of(gpu: str) -> Rates:
 def rows(works: dict[str, Work], rates: Rates) -> list[Row]:
     found = []
     for name, work in works.items():
-        ways, chosen = tuple(times(work, rates, pieces) for pieces in CANDIDATES), choose(work, rates)
+        ways, chosen = tuple(times(work, rates, way) for way in candidates(work)), choose(work, rates)
         total = {way.pieces: way.total for way in ways}
         found.append(Row(name, work, ways, chosen, total[OFF] / total[chosen], reason(work, rates)))
     return found
@@ -103,7 +114,9 @@ def overlap_command(
     kv: Annotated[
         int | None, typer.Option(min=1, help="Width of all keys.", show_default="an eighth of --hidden")
     ] = None,
-    transport: Annotated[str, typer.Option(help="c10d, or symmetric, which takes no multiprocessors.")] = "c10d",
+    pulls: Annotated[
+        bool, typer.Option("--pulls", help="Ranks may read each other's memory (allow_pulls): a gather may be gated.")
+    ] = False,
     reduction: Annotated[
         str,
         typer.Option(help="backend: NCCL's reduce-scatter where nothing is cut; exact: an exchange and one kernel."),
@@ -115,13 +128,12 @@ def overlap_command(
     No row is slower than NCCL's collective and cuBLAS' product one after the other: that is what is chosen where pieces
     do not pay. All figures are the model's; on a GPU the first call of a kind measures the ways and decides.
     """
-    for name, value, known in (("transport", transport, _TRANSPORTS), ("reduction", reduction, _REDUCTIONS)):
-        if value not in known:
-            raise ValueError(f"overlap: --{name} must be {' or '.join(known)}, got {value}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"overlap: --reduction must be {' or '.join(_REDUCTIONS)}, got {reduction}")
     rates = rates_of(gpu)
     works = linears(
         hidden, 7 * hidden // 2 if ffn is None else ffn, hidden // 8 if kv is None else kv, tokens, tp,
-        transport=transport, exact=reduction == "exact",
+        pulls=pulls, exact=reduction == "exact",
     )  # fmt: skip
     found = rows(works, rates)
     if json:
@@ -129,8 +141,8 @@ def overlap_command(
         return
     console = Console(width=132)  # the widest row
     sheet, link = presets.gpu(gpu), presets.cluster(gpu).intra
-    console.print(f"bf16, {tokens:,} tokens, {tp} ranks of {gpu}, transport {transport}, reduction {reduction}\n")
-    console.print(_assumptions(rates, sheet.peak("bf16"), link.name, link.bandwidth, sheet.bandwidth, transport))
+    console.print(f"bf16, {tokens:,} tokens, {tp} ranks of {gpu}, reduction {reduction}\n")
+    console.print(_assumptions(rates, sheet.peak("bf16"), link.name, link.bandwidth, sheet.bandwidth, pulls))
     console.print(_ways(found))
     console.print(_choices(found))
     console.print(
@@ -146,7 +158,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory: float, transport: str) -> Table:
+def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory: float, pulls: bool) -> Table:
     table = _table("What the model believes", "", "from", "value")
     share = rates.flops * rates.processors / flops
     lines: list[tuple[str, str, str]] = [
@@ -160,9 +172,11 @@ def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory
         ("between two kernels", "assumed", f"{1e6 * rates.launch:g} us"),
         ("host, a product", "assumed", f"{1e6 * rates.host_product:g} us"),
         ("host, a message", "25 us measured without NCCL, 15 assumed for it", f"{1e6 * rates.host_message:g} us"),
-        ("multiprocessors taken", "assumed" if transport == "c10d" else "copy engines",
-         str(rates.taken if transport == "c10d" else 0)),
+        ("multiprocessors taken", "assumed", str(rates.taken)),
     ]  # fmt: skip
+    if pulls:
+        lines.append(("rate of a gated product", "of a plain one, assumed", f"{rates.gated_share:g}"))
+        lines.append(("host, a pull and its flag", "assumed", f"{1e6 * rates.host_pull:g} us"))
     for line in lines:
         table.add_row(*line)
     return table
@@ -200,4 +214,4 @@ def _choices(found: list[Row]) -> Table:
 
 
 def _way(pieces: int) -> str:
-    return "plain" if pieces == OFF else f"{pieces} a shard"
+    return {OFF: "plain", GATED: "gated"}.get(pieces, f"{pieces} a shard")

@@ -24,15 +24,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.overlap_model import OFF
+from parallel_ops._internal.overlap_model import FUSED, GATED, OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix, multiply
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.products import matrix, multiply
+from parallel_ops.tensor_parallel.linear.pulled import gather_and_multiply
 
 _NAME = "all_gather_linear"
 
@@ -90,8 +92,12 @@ def all_gather_linear(
             ``"off"``: gather, then multiply.
             ``"bulk"``: the same in the forward; in the backward, whole collectives beside whole products.
             A number: each shard is sent in that many pieces in the forward; bulk in the backward.
+            ``"gated"``: copy engines pull the shards, and one product waits for them tile by tile; ``"fused"``: torch's
+            ``fused_all_gather_matmul``, without bias; bulk in the backward. Both for GPUs of one node, 16 bits, equal
+            shards.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
-            (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+            (``overlap_plan.py``); the weights must then have the same shapes on every rank. ``"gated"`` and ``"fused"``
+            are among them in groups that ``allow_pulls`` names.
         reduction: how the partial sums of the ranks are added.
             ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
@@ -147,8 +153,12 @@ def column_forward(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     pieces: int,
+    group: ProcessGroup | None = None,
 ) -> list[Tensor]:
-    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``pieces`` pieces, with ``OFF`` all before the products."""
+    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``pieces`` pieces, with ``OFF`` all before the products.
+
+    ``group``: that of ``transport``, for ``GATED`` and ``FUSED``.
+    """
     outputs = [x.new_empty((sum(sizes), *x.shape[1:-1], weight.shape[0])) for weight in weights]
     matrices, h, rows = [y.flatten(0, -2) for y in outputs], matrix(x), rows_of(sizes, x)
 
@@ -159,6 +169,8 @@ def column_forward(
 
     if transport is None:
         consume((0, h.shape[0]), h)
+    elif pieces in (GATED, FUSED) and group is not None:
+        gather_and_multiply(pieces, group, h, weights, biases, matrices)
     elif pieces == OFF:
         whole, arriving = start_gather(_NAME, transport, h, rows)
         arriving.wait()
@@ -220,15 +232,16 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
     transport = call.transport()
 
     def run(pieces: int) -> list[Tensor]:
-        return column_forward(transport, x, call.sizes, weights, each, pieces)
+        return column_forward(transport, x, call.sizes, weights, each, pieces, call.process_group())
 
     if transport is None:
         return run(OFF)
     call.check_consistency(
         transport, x, (x.shape[1:], len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
     )
+    call.check_pulls(x, bias=bool(biases))
     columns = sum(w.shape[0] for w in weights)
-    return run(call.pieces("gather", transport, x, columns, x.shape[-1], run))
+    return run(call.pieces("gather", transport, x, columns, x.shape[-1], run, bias=bool(biases)))
 
 
 def _gradients(

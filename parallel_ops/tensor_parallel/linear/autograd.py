@@ -38,6 +38,7 @@ from parallel_ops._internal.weight_gradients import (
 from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall
+from parallel_ops.tensor_parallel.linear.products import matrix
 
 
 class Factors(Protocol):
@@ -60,18 +61,6 @@ T = TypeVar("T")
 
 def as_list(one_or_several: T | Sequence[T]) -> list[T]:
     return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
-
-
-def matrix(t: Tensor) -> Tensor:
-    """``[..., N]`` as a contiguous matrix."""
-    return t.flatten(0, -2).contiguous()
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """``x W^T + b``."""
-    if bias is None:
-        return torch.mm(x, weight.t()) if out is None else torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t()) if out is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 class LinearOp:

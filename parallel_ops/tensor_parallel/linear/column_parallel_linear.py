@@ -30,10 +30,11 @@ from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list, matrix
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.products import matrix
 
 _NAME = "column_parallel_linear"
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_ops._internal import overlap_model
 from parallel_ops._internal.groups import resolve_group
+from parallel_ops._internal.overlap_model import FUSED, GATED
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.pulled import check, may_pull
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +66,23 @@ class GroupCall:
 
         check_consistency(group, CallSignature(self.op, (x.dtype, *same, *options, *measured), text), x.device)
 
+    def check_pulls(self, rows: Tensor, *, bias: bool) -> None:
+        """Raises on all ranks if the call asks for pulled shards, and shards like ``rows`` cannot be.
+
+        ``bias``: whether the product behind the gather has one.
+        """
+        if self.overlap in (GATED, FUSED) and self.group is not None:
+            check(self.op, self.overlap, resolve_group(self.group), rows, self.sizes, bias=bias)
+
+    def process_group(self) -> ProcessGroup | None:
+        return None if self.group is None else resolve_group(self.group)
+
     def transport(self) -> Transport | None:
         return None if self.group is None else transport_of(resolve_group(self.group))
 
     def pieces(
         self, phase: overlap_model.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
-        run: Callable[[int], object],
+        run: Callable[[int], object], *, bias: bool = False,
     ) -> int:  # fmt: skip
         """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
 
@@ -76,7 +90,10 @@ class GroupCall:
             phase: whether the input is gathered or the output scattered.
             like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
             run: runs the op with a number of pieces, for timing.
+            bias: whether a product behind a gather has one.
         """
+        if self.overlap in (GATED, FUSED):
+            return self.overlap if phase == "gather" else overlap_model.OFF
         if self.overlap > 0:
             return self.overlap
         if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
@@ -93,8 +110,10 @@ class GroupCall:
             itemsize=like.itemsize,
             exact=self.exact,
             takes_processors=transport.capabilities.uses_compute_units,
+            pulled=may_pull(resolve_group(self.group), like, rows),
             dtype=like.dtype,
             transport=transport.capabilities.name,
+            bias=bias,
         )
         return plan.choose(task, like.device, resolve_group(self.group), run)
 

@@ -24,16 +24,18 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank, resolve_group
-from parallel_ops._internal.overlap_model import OFF
+from parallel_ops._internal.overlap_model import FUSED, GATED, OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, matrix, multiply
+from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp
 from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
 from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.products import matrix, multiply
+from parallel_ops.tensor_parallel.linear.pulled import gather_and_multiply
 
 _NAME = "linear_reduce_scatter"
 
@@ -61,6 +63,7 @@ def linear_reduce_scatter(
         overlap: how communication overlaps with the products.
             ``"off"`` and ``"bulk"``: multiply, then reduce (no second product could run beside the collective).
             A number: each shard is sent in that many pieces, forward and backward.
+            ``"gated"``, ``"fused"``: as ``"bulk"``; the backward gathers as ``all_gather_linear`` does with these.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
             (``overlap_plan.py``); the weight must then have the same shape on every rank.
         reduction: how the partial sums of the ranks are added.
@@ -142,9 +145,19 @@ def row_forward(
 
 
 def row_backward(
-    transport: Transport | None, grad: Tensor, sizes: Sequence[int], weight: Tensor, pieces: int, *, needs_x: bool
+    transport: Transport | None,
+    grad: Tensor,
+    sizes: Sequence[int],
+    weight: Tensor,
+    pieces: int,
+    *,
+    needs_x: bool,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first is ``None`` unless ``needs_x``."""
+    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first is ``None`` unless ``needs_x``.
+
+    ``group``: that of ``transport``, for ``GATED`` and ``FUSED``.
+    """
     dx = grad.new_empty((sum(sizes), *grad.shape[1:-1], weight.shape[1])) if needs_x else None
     dy, rows = matrix(grad), rows_of(sizes, grad)
 
@@ -159,6 +172,8 @@ def row_backward(
         whole, arriving = start_gather(_NAME, transport, dy, rows)
         arriving.wait()
         consume((0, sum(rows)), whole)
+    elif pieces in (GATED, FUSED) and group is not None:
+        whole = gather_and_multiply(pieces, group, dy, [weight.t()], [None], [dx.flatten(0, -2)])
     else:
         whole = gather(_NAME, transport, dy, rows, pieces, consume)
     return dx, whole
@@ -179,6 +194,7 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
         return [run(OFF)]
     same = (x.shape[:-1], weight.shape[0], len(biases))
     call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
+    call.check_pulls(x.new_empty((0, weight.shape[0])), bias=False)  # gathered in the backward
     return [run(call.pieces("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
 
 
@@ -190,7 +206,9 @@ def _gradients(
         return None, []
 
     def run(pieces: int) -> tuple[Tensor | None, Tensor]:
-        return row_backward(transport, grad, call.sizes, weight, pieces, needs_x=call.needs[0])
+        return row_backward(
+            transport, grad, call.sizes, weight, pieces, needs_x=call.needs[0], group=call.process_group()
+        )
 
     pieces = OFF
     if transport is not None and call.needs[0]:

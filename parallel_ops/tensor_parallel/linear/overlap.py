@@ -8,9 +8,9 @@ exchange is one grouped call that cannot deadlock. A shard is sent in ``pieces``
 rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent.
 
 Producers are enqueued before consumers: one host thread posts an exchange, waits for it, then reads its rows. No kernel
-spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one queue
-an exchange that waits for the one before it blocks every product that was enqueued after it; then the next exchange is
-posted only when a piece has arrived.
+here spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one
+queue an exchange that waits for the one before it blocks every product that was enqueued after it; then the next
+exchange is posted only when a piece has arrived.
 
 No sums are formed in transit: every partial is sent once, to the rank that owns its rows, and that rank adds them in
 rank order in fp32 (fp64 for fp64). The result does not depend on the order of arrival, so it has the same bits as the

@@ -10,7 +10,7 @@ messages, so nothing overlaps.
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal import overlap_model
-from parallel_ops._internal.overlap_model import CANDIDATES, MARGIN, OFF, Rates, Work
+from parallel_ops._internal.overlap_model import FUSED, GATED, MARGIN, OFF, Rates, Work, candidates
 from parallel_ops.comm.device_rates import rates_of
 
-Overlap = Literal["auto", "off", "bulk"] | int
+Overlap = Literal["auto", "off", "bulk", "gated", "fused"] | int
 Reduction = Literal["exact", "backend"]
 
 # Codes in the ops' schemas; positive numbers are pieces.
 BULK, AUTO = -1, -2
-_WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO}
+_WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO, "gated": GATED, "fused": FUSED}
 
 
 def encode(op: str, overlap: Overlap) -> int:
@@ -36,13 +36,14 @@ def encode(op: str, overlap: Overlap) -> int:
         return _WORDS[overlap]
     if isinstance(overlap, int) and not isinstance(overlap, bool) and overlap >= 1:
         return overlap
-    message = f"{op}: overlap must be 'auto', 'off', 'bulk' or a number of pieces of at least 1, got {overlap!r}"
+    words = ", ".join(map(repr, _WORDS))
+    message = f"{op}: overlap must be one of {words} or a number of pieces of at least 1, got {overlap!r}"
     raise ValueError(message) if isinstance(overlap, int | str) else TypeError(message)
 
 
 def decode(pieces: int) -> Overlap:
     """The inverse of ``encode``."""
-    words: dict[int, Overlap] = {OFF: "off", BULK: "bulk", AUTO: "auto"}
+    words: dict[int, Overlap] = {OFF: "off", BULK: "bulk", AUTO: "auto", GATED: "gated", FUSED: "fused"}
     return words.get(pieces, pieces)
 
 
@@ -60,10 +61,12 @@ class Task(Work):
     Attributes:
         dtype: of the product.
         transport: its name.
+        bias: whether the product behind a gather has one.
     """
 
     dtype: torch.dtype = torch.bfloat16
     transport: str = ""
+    bias: bool = False
 
 
 def modelled(task: Work, rates: Rates | None) -> int:
@@ -93,9 +96,10 @@ def choose(task: Task, device: torch.device, group: ProcessGroup, run: Callable[
         return known[key]
     if not may_measure(device):
         return modelled(task, rates_of(device, task.dtype, group))
-    seconds = torch.tensor([_fastest(run, pieces, device) for pieces in CANDIDATES], device=device)
+    ways = (*candidates(task), *([FUSED] if GATED in candidates(task) and not task.bias else []))
+    seconds = torch.tensor([_fastest(run, way, device) for way in ways], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-    known[key] = pick(seconds.tolist())
+    known[key] = pick(ways, seconds.tolist())
     return known[key]
 
 
@@ -110,10 +114,10 @@ def _roughly(n: int) -> int:
     return n >> shift << shift
 
 
-def pick(seconds: list[float]) -> int:
-    """The fastest candidate if it beats the first, ``OFF``, by more than the margin; otherwise ``OFF``."""
+def pick(ways: Sequence[int], seconds: Sequence[float]) -> int:
+    """The fastest way if it beats the first, ``OFF``, by more than the margin; otherwise ``OFF``."""
     best = min(range(len(seconds)), key=seconds.__getitem__)
-    return CANDIDATES[best] if seconds[best] < MARGIN * seconds[0] else OFF
+    return ways[best] if seconds[best] < MARGIN * seconds[0] else OFF
 
 
 def _fastest(run: Callable[[int], object], pieces: int, device: torch.device, repeats: int = 3) -> float:
