@@ -212,7 +212,7 @@ class Experts(ShardedModule):
 
     def _targets(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Where the gradient of a weight goes if it is deferred."""
-        if self.deferred is None or self.copies:
+        if self.deferred is None or self.copies or not parameter.requires_grad:
             return {}
         return {"main_grad": GradientOf(parameter), "deferred": self.deferred}
 

@@ -111,7 +111,7 @@ class ParallelLinear(ShardedModule):
         Raises:
             ValueError: FSDP has replaced the parameter for which ``main_grad`` or ``deferred`` was set.
         """
-        if self._main_grad is None and self._deferred is None:
+        if self._main_grad is None and (self._deferred is None or not self.weight.requires_grad):
             return None
         # The parameter that FSDP2 shows now is bound to this call, and is there whenever the queue is computed.
         bound = self._main_grad is None and self._deferred is not None and self._deferred.fsdp

@@ -28,8 +28,13 @@ from parallel_ops.models.transformer import Transformer
 
 
 def linears_of(model: nn.Module) -> dict[str, ParallelLinear]:
-    """The linears of a model that can have adapters, by plain name."""
+    """The linears that a model has, and that can have adapters, by plain name."""
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+
+
+def linear_names(config: TransformerConfig) -> list[str]:
+    """The names of all linears of a model of this configuration, whatever stages a rank has."""
+    return list(linears_of(Transformer(config, device="meta")))
 
 
 def chosen(config: TransformerConfig, names: Sequence[str], targets: Sequence[str]) -> list[str]:
@@ -58,25 +63,29 @@ def chosen(config: TransformerConfig, names: Sequence[str], targets: Sequence[st
 def add_adapters(model: Transformer, lora: Lora) -> None:
     """Adds adapters to a model, before it is sharded, and freezes all its other parameters.
 
+    Targets are of the whole model: a pipeline stage may have none of the linears that they select.
+
     Raises:
-        ValueError: see ``chosen``; the model has pipeline stages, or adapters.
+        ValueError: see ``chosen``; the model has adapters.
     """
-    if model.stages is not None:
-        raise ValueError("add_adapters: the model must not have pipeline stages")
     if model.lora is not None:
         raise ValueError("add_adapters: the model has adapters")
     linears = linears_of(model)
+    every = list(linears) if model.stages is None else linear_names(model.config)
     with torch.random.fork_rng(devices=[]):  # so that the model is initialised as it is without adapters
-        for name in chosen(model.config, list(linears), lora.targets):
-            linears[name].add_lora(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+        for name in chosen(model.config, every, lora.targets):
+            if name in linears:
+                linears[name].add_lora(rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     model.lora = lora
 
 
-def adapted_linears(model: nn.Module) -> list[str]:
-    """The names of the linears that have adapters."""
-    return [name for name, linear in linears_of(model).items() if linear.lora is not None]
+def adapted_linears(model: Transformer) -> list[str]:
+    """The names of the linears that have adapters, in all stages."""
+    if model.stages is None:
+        return [name for name, linear in linears_of(model).items() if linear.lora is not None]
+    return [] if model.lora is None else chosen(model.config, linear_names(model.config), model.lora.targets)
 
 
 def save_adapters(
@@ -89,11 +98,15 @@ def save_adapters(
         dtype: of the tensors; ``None`` for that of the parameters.
 
     Raises:
-        ValueError: the model has no adapters. OSError: the folder cannot be written; on rank 0.
+        ValueError: the model has no adapters, or pipeline stages. OSError: the folder cannot be written; on rank 0.
     """
     lora = model.lora
     if lora is None:
         raise ValueError("save_adapters: the model has no adapters; add them with add_adapters")
+    if model.stages is not None:
+        raise ValueError(
+            "save_adapters: the model has pipeline stages, of which a rank has a part; save a checkpoint and export it"
+        )
     given = {plain_name(name): t for name, t in model.state_dict().items() if is_adapter(name)}
     whole: dict[str, Tensor] = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in given.items()}
     if dist.is_initialized() and dist.get_rank() != 0:

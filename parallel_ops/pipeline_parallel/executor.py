@@ -82,7 +82,8 @@ class Executor:
         # The last action of each stage that computes weight gradients.
         self._last = {action.stage: n for n, action in enumerate(self.order) if action.kind in "WB"}
         # Of a stage that is not the last, only where the gradient enters: its output is needed no more once it is sent.
-        self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        # None for a first stage that is frozen as a whole.
+        self._live: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge | None]] = {}
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
 
     def step(
@@ -181,7 +182,7 @@ class Executor:
             self._live[stage, micro_batch] = x, y
         else:
             self.messages.send(key, y.detach())
-            self._live[stage, micro_batch] = x, get_gradient_edge(y)
+            self._live[stage, micro_batch] = x, get_gradient_edge(y) if y.requires_grad else None
         self.peak_live = max(self.peak_live, len(self._live) + len(self._later))
 
     def _backward(self, action: Action, scale: Callable[[int], Tensor | float]) -> None:
@@ -198,8 +199,11 @@ class Executor:
         return self.messages.receive(Key("B", action.stage, action.micro_batch))
 
     def _run_backward(
-        self, action: Action, y: Tensor | GradientEdge, grad: Tensor | None, scale: Callable[[int], Tensor | float]
-    ) -> None:
+        self, action: Action, y: Tensor | GradientEdge | None, grad: Tensor | None,
+        scale: Callable[[int], Tensor | float],
+    ) -> None:  # fmt: skip
+        if y is None:
+            return
         if self.queue is not None:
             # B computes them at once. Until W, shards take less memory.
             self.queue.keep_gathered = action.kind == "B"

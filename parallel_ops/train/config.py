@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
-from parallel_ops.models.lora import chosen, linears_of
+from parallel_ops.models import TransformerConfig, config_from_pretrained
+from parallel_ops.models.lora import chosen, linear_names
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
 from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
@@ -124,8 +124,6 @@ class Settings(Section):
             )
         yield from self._fp8_problems()
         yield from self._evaluation_problems()
-        if self.model.freeze and plan.pp > 1:
-            yield ("model", "freeze"), f"needs parallel.pp of 1, got {plan.pp}: a stage may have nothing to train"
         yield from self._lora_problems()
         if self.checkpoint.interval and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.interval"
@@ -133,18 +131,17 @@ class Settings(Section):
     def _lora_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         if self.lora is None:
             return
-        for name in ("pp", "cp"):
-            size = getattr(self.plan, name)
-            if name == "pp" and size > 1:
-                yield ("parallel", name), f"must be 1 with lora, got {size}: stages with adapters are not supported"
-            if name == "cp" and size > 1 and self.lora.dropout:
-                yield ("lora", "dropout"), f"needs parallel.cp of 1, got {size}: masks would differ from one rank's"
+        if self.plan.cp > 1 and self.lora.dropout:
+            yield (
+                ("lora", "dropout"),
+                f"needs parallel.cp of 1, got {self.plan.cp}: masks would differ from one rank's",
+            )
         if self.precision.fp8 != "none":
             yield ("precision", "fp8"), 'must be "none" with lora: adapters are in 16 bits'
         if self.model.freeze:
             yield ("model", "freeze"), "must be left out with lora, which freezes all parameters but the adapters"
         try:
-            chosen(self.config, list(linears_of(Transformer(self.config, device="meta"))), self.lora.targets)
+            chosen(self.config, linear_names(self.config), self.lora.targets)
         except ValueError as error:
             yield ("lora", "targets"), str(error)
 

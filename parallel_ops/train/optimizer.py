@@ -45,6 +45,8 @@ def optimizer_of(model: nn.Module, settings: "OptimizerSettings") -> torch.optim
         {"params": some, "weight_decay": decay, "lr_ratio": ratio, "momentum": momentum}
         for (decay, ratio, momentum, _), some in by_kind.items()
     ]
+    # A pipeline stage may have nothing to train, and torch refuses an optimizer without groups.
+    groups = groups or [{"params": [], "weight_decay": 0.0, "lr_ratio": 1.0, "momentum": None}]
     # With a rate of 0 and gradients of 0 parameters stay what they are.
     kind = MuonAndAdamW if settings.kind == "muon" else torch.optim.AdamW
     optimizer = kind(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)

@@ -34,7 +34,7 @@ def settings_of(data, **sections):
 
 PLANS = [
     {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2},
-    {"tp": 2, "dp": 2, "zero": 3},
+    {"tp": 2, "dp": 2, "zero": 3}, {"pp": 2}, {"pp": 2, "tp": 2, "schedule": "zb-h1"},
 ]  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_any_plan_takes_the_steps_of_one_process(data, kind):
     want = runs.steps_of(0, settings_of(data, **plain), steps=4)
     assert want[-1][0] < want[0][0]
     for plan in PLANS:
-        processes = plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1)
+        processes = plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1) * plan.get("pp", 1)
         got = ranks(processes).run(runs.steps_of, settings_of(data, **plain, parallel=plan), None, 4)
         np.testing.assert_allclose(got[0], want, rtol=1e-4, err_msg=str(plan))
 
@@ -62,9 +62,10 @@ def test_shared_key_heads_dropout_and_recomputation(data, heads, recompute):
         np.testing.assert_allclose(got[0], want, rtol=1e-4)
 
 
-def test_adapters_alone_are_trained_saved_and_resumed(data, tmp_path):
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_adapters_alone_are_trained_saved_and_resumed(data, tmp_path, plan):
     want = runs.steps_of(0, settings_of(data))
-    sections = {"parallel": {"tp": 2}, "checkpoint": {"dir": str(tmp_path / "a")}}
+    sections = {"parallel": plan, "checkpoint": {"dir": str(tmp_path / "a")}}
     ranks(2).run(runs.steps_of, settings_of(data, **sections), None, 3)
     got = runs.steps_of(0, settings_of(data), tmp_path / "a")
     np.testing.assert_allclose(got, want[3:], rtol=1e-3)
@@ -80,6 +81,26 @@ def test_adapters_alone_are_trained_saved_and_resumed(data, tmp_path):
             runs.trainer_of(settings_of(data, lora=changed)).resume(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"of a model with lora \{.*\}, not None"):
         runs.trainer_of(runs.settings_of(data, model=LLAMA)).resume(tmp_path / "a")
+
+
+def test_a_stage_without_adapters_saves_the_files_of_one_process(data, tmp_path):
+    """With dropout, whose masks are those of the layers. Only the last layer has an adapter."""
+    files = []
+    for plan in ({}, {"pp": 2, "schedule": "zb-h1"}):
+        folder = tmp_path / str(len(files))
+        settings = settings_of(
+            data, lora={"targets": ["layers.1.attention.*"], "dropout": 0.2}, parallel=plan,
+            checkpoint={"dir": str(folder)}, run={"steps": 2},
+        )  # fmt: skip
+        ranks(plan.get("pp", 1)).run(runs.steps_of, settings)
+        export(folder, folder / "out")
+        files.append(safetensors.torch.load_file(folder / "out" / "adapter_model.safetensors"))
+    assert files[0].keys() == files[1].keys() and len(files[0]) == 2 * 4
+    for name, tensor in files[0].items():
+        torch.testing.assert_close(files[1][name], tensor, msg=name)
+    assert any(tensor.abs().max() > 0 for name, tensor in files[1].items() if "lora_B" in name)
+    for outcome in ranks(2).outcomes(runs.tuned, settings_of(data, parallel={"pp": 2}, run={"steps": 2}), tmp_path):
+        assert outcome.message.startswith("save_adapters: the model has pipeline stages")
 
 
 def huggingface_model(kind, folder):
@@ -185,7 +206,6 @@ LLAMA_FFN = Transformer.global_shapes(runs.settings_of("", model=LLAMA).config)[
         ({"lora": {"targets": ["qproj"]}}, r"'qproj' matches no linear; their names are like layers\.0\.attention\.q "),
         ({"lora": {"targets": []}}, "at least 1 item"),
         ({"lora": {"rank": 0}}, "greater than or equal to 1"),
-        ({"parallel": {"pp": 2}}, "must be 1 with lora, got 2"),
         ({"parallel": {"cp": 2}, "lora": {"dropout": 0.1}}, r"needs parallel\.cp of 1, got 2"),
         ({"model": {**LLAMA, "freeze": ["tokens.*"]}}, "must be left out with lora"),
         ({"model": runs.MODELS["experts"]}, "adapters of a model with experts are not supported"),
