@@ -264,21 +264,42 @@ def test_a_rank_that_fails_is_named_by_those_that_lose_it(folder):
 
 
 PIPELINE = ("--set", "parallel=pp=3,schedule=zb-h1,global_batch=4", "--set", "model.num_layers=3")
-RAISES = """
-import os
+PLANTED = """
+import os, signal, time
 
 from parallel_ops.models import Transformer
 
 forward, calls = Transformer.forward, []
 
-def raising(self, *args, **options):
+def planted(self, *args, **options):
     calls.append(1)
     if os.environ.get("RANK") == "1" and len(calls) == 10:  # of four micro-batches a step
-        raise FloatingPointError("a planted error")
+        {what}
     return forward(self, *args, **options)
 
-Transformer.forward = raising
+Transformer.forward = planted
 """
+RAISES = 'raise FloatingPointError("a planted error")'
+# As soon as the record of this rank, which is written once a second, has the micro-batch.
+DIES = """
+        from parallel_ops.train.launch.watch import Watch
+        write = Watch._write
+
+        def last(self, *args, **options):
+            text = self.activity.now[1]
+            write(self, *args, **options)
+            if "micro-batch 2" in text:
+                os.kill(os.getpid(), signal.{name})
+
+        Watch._write = last
+        time.sleep(100)
+"""
+
+
+def planted(folder, what):
+    """The environment of a pipeline whose rank 1 does this in the second micro-batch of step 3."""
+    (folder / "sitecustomize.py").write_text(PLANTED.format(what=what))
+    return {"PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
 
 
 def last_line(log):
@@ -289,26 +310,25 @@ def last_line(log):
 def test_a_stage_of_a_pipeline_is_stopped_or_killed(folder):
     for number, said in ((signal.SIGSTOP, "rank 1 did not respond for"), (signal.SIGKILL, "rank 1")):
         log = folder / number.name
-        run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none")
+        environment = planted(folder, DIES.format(name=number.name))
+        run = processes.start(
+            folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none", **environment
+        )
         try:
-            wait_for_step(3, log)
+            wait_for("step 2/", [log])
             workers = processes.ranks_of(run.pid)
-            os.kill(workers[1], number)
-            assert run.wait(120) == 1
+            assert run.wait(240) == 1
         finally:
             run.kill()
         assert last_line(log).startswith(f"error: {said}"), log.read_text()
-        assert ", stage 1, micro-batch" in last_line(log), log.read_text()
+        assert "step 3, stage 1, micro-batch 2, forward" in last_line(log), log.read_text()
         assert not any(map(processes.alive, workers))
 
 
 @pytest.mark.runs
 def test_a_stage_of_a_pipeline_raises(folder):
-    (folder / "sitecustomize.py").write_text(RAISES)
     log = folder / "log"
-    run = processes.start(
-        folder, log, "run.toml", *STEPS, *PIPELINE, PYTHONPATH=os.pathsep.join((str(folder), *sys.path))
-    )
+    run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, **planted(folder, RAISES))
     try:
         assert run.wait(240) == 1
     finally:
