@@ -311,9 +311,7 @@ def test_a_stage_of_a_pipeline_is_stopped_or_killed(folder):
     for number, said in ((signal.SIGSTOP, "rank 1 did not respond for"), (signal.SIGKILL, "rank 1")):
         log = folder / number.name
         environment = planted(folder, DIES.format(name=number.name))
-        run = processes.start(
-            folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none", **environment
-        )
+        run = processes.start(folder, log, "run.toml", *STEPS, *PIPELINE, "--set", "checkpoint.dir=none", **environment)
         try:
             wait_for("step 2/", [log])
             workers = processes.ranks_of(run.pid)
