@@ -228,8 +228,8 @@ class OptimizerSettings(Section):
     """AdamW or Muon, and the learning rate.
 
     Attributes:
-        kind: ``"adamw"``, fused; ``"muon"`` for the matrices of the layers' linears, with AdamW for the others; see
-            ``train.muon``.
+        kind: ``"adamw"``, fused; ``"muon"`` for the matrices of the layers' linears and experts, with AdamW for the
+            others; see ``train.muon``.
         lr: Peak learning rate.
         betas, eps: Coefficients of AdamW. momentum: Of Muon.
         weight_decay: Weight decay of matrices; biases and norms have none.

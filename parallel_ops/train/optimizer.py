@@ -40,13 +40,15 @@ def optimizer_of(model: nn.Module, settings: "OptimizerSettings") -> torch.optim
         decay = decay if own is None or own.weight_decay is None else own.weight_decay
         momentum = settings.momentum if settings.kind == "muon" and is_weight and _is_matrix(name, parameter) else None
         ratio = 1.0 if own is None else own.lr_ratio
-        by_kind.setdefault((decay, ratio, momentum, mesh_of(parameter)), []).append(parameter)
+        # Gates and ups of experts are one parameter.
+        joined = 2 if momentum is not None and name.endswith(".gate_up") else 1
+        by_kind.setdefault((decay, ratio, momentum, joined, mesh_of(parameter)), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": decay, "lr_ratio": ratio, "momentum": momentum}
-        for (decay, ratio, momentum, _), some in by_kind.items()
+        {"params": some, "weight_decay": decay, "lr_ratio": ratio, "momentum": momentum, "joined": joined}
+        for (decay, ratio, momentum, joined, _), some in by_kind.items()
     ]
     # A pipeline stage may have nothing to train, and torch refuses an optimizer without groups.
-    groups = groups or [{"params": [], "weight_decay": 0.0, "lr_ratio": 1.0, "momentum": None}]
+    groups = groups or [{"params": [], "weight_decay": 0.0, "lr_ratio": 1.0, "momentum": None, "joined": 1}]
     # With a rate of 0 and gradients of 0 parameters stay what they are.
     kind = MuonAndAdamW if settings.kind == "muon" else torch.optim.AdamW
     optimizer = kind(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
@@ -61,8 +63,9 @@ def optimizer_of(model: nn.Module, settings: "OptimizerSettings") -> torch.optim
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    """Of the layers' linears: not of embeddings, the output layer, routers, and experts, which are stacked."""
-    return parameter.dim() == 2 and name.startswith("layers.") and ".router." not in name
+    """Of the layers' linears and experts: not of embeddings, the output layer and routers."""
+    stacked = parameter.dim() == 3 and ".experts." in name
+    return (parameter.dim() == 2 or stacked) and name.startswith("layers.") and ".router." not in name
 
 
 def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float:

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 pytest.importorskip("pydantic")
 
 from parallel_ops.models import Transformer
 from parallel_ops.train import CheckpointError
 from parallel_ops.train.config_sections import GroupSettings, OptimizerSettings
-from parallel_ops.train.muon import newton_schulz
+from parallel_ops.train.muon import _each, _orthogonal, newton_schulz
 from parallel_ops.train.optimizer import optimizer_of, update
 from support import trainer as runs
 from support.distributed import ranks
@@ -122,19 +124,77 @@ class TestMuon:
         np.testing.assert_allclose(resumed, want[3:], rtol=2e-2)
         assert want[-1][0] < want[0][0] - 0.2
 
-    def test_experts_stay_with_adamw(self, data):
-        trainer = runs.trainer_of(runs.settings_of(data, model=runs.MODELS["experts"], optimizer=MUON))
+    def test_experts_are_matrices_of_their_own(self, data):
+        """Each expert's gate, up and down as ``torch.optim.Muon`` updates them, routers and biases by AdamW."""
+        trainer = runs.trainer_of(runs.settings_of(data, model=runs.MODELS["gpt-oss"], optimizer=MUON))
         of = {id(p): g["momentum"] for g in trainer.optimizer.param_groups for p in g["params"]}
-        found = {name: of[id(p)] for name, p in trainer.model.named_parameters()}
-        assert found["layers.1.mlp.experts.down"] is None and found["tokens.weight"] is None
-        assert {name for name, momentum in found.items() if momentum} >= {"layers.0.attention.q.weight"}
-        assert all(momentum is None for name, momentum in found.items() if "router" in name or "norm" in name)
+        named = dict(trainer.model.named_parameters())
+        assert {name for name, p in named.items() if of[id(p)]} == {
+            f"layers.{n}.{rest}"
+            for n in range(2)
+            for rest in ("attention.q.weight", "attention.k.weight", "attention.v.weight", "attention.out.weight",
+                         "mlp.experts.gate_up", "mlp.experts.down")
+        }  # fmt: skip
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.02
+        for name, pieces in (("gate_up", 2), ("down", 1)):
+            own = named[f"layers.1.mlp.experts.{name}"]
+            own.grad = torch.randn_like(own)
+            parts = [nn.Parameter(m.clone()) for expert in own.detach() for m in expert.chunk(pieces)]
+            for part, gradient in zip(parts, (m for e in own.grad for m in e.chunk(pieces)), strict=True):
+                part.grad = gradient.clone()
+            theirs = torch.optim.Muon(
+                parts, lr=0.02, weight_decay=0.1, momentum=MUON["momentum"], adjust_lr_fn="match_rms_adamw"
+            )
+            theirs.step()
+            trainer.optimizer.step()
+            torch.testing.assert_close(own, torch.cat([p.detach() for p in parts]).view(own.shape), rtol=0, atol=1e-5)
+            assert len({round(float(p.grad.norm()), 3) for p in parts}) > 1
+
+    @pytest.mark.parametrize(
+        "plan",
+        [
+            {"dp": 4, "ep": 2, "zero": 3},
+            {"dp": 4, "ep": 1, "zero": 2},
+            {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True},
+            {"tp": 2, "dp": 2, "ep": 4, "zero": 1},
+            {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zb-h1"},
+        ],
+        ids=str,
+    )
+    def test_any_plan_updates_experts_alike(self, data, tmp_path, plan):
+        sections = {"model": runs.MODELS["experts"], "optimizer": MUON}
+        want = runs.steps_of(0, runs.settings_of(data, **sections))
+        settings = runs.settings_of(data, **sections, parallel=plan, checkpoint={"dir": str(tmp_path)})
+        got = ranks(4).run(runs.steps_of, settings, None, 3)
+        np.testing.assert_allclose(got[0], want[:3], rtol=5e-3)
+        resumed = runs.steps_of(0, runs.settings_of(data, **sections), tmp_path)
+        np.testing.assert_allclose(resumed, want[3:], rtol=2e-2)
+
+    @pytest.mark.parametrize("experts", [1, 3, 6])
+    def test_rows_or_columns_of_experts_are_sharded_too(self, experts):
+        """Of experts that the ranks do not divide, FSDP2 shards rows or columns, or has uneven shards."""
+        for found in ranks(4).run(stacked_updates, experts):
+            for own, whole in found:
+                torch.testing.assert_close(own, whole, rtol=0, atol=0)
 
     def test_a_checkpoint_of_the_other_optimizer_is_refused(self, data, tmp_path):
         runs.steps_of(0, runs.settings_of(data, checkpoint={"dir": str(tmp_path)}), steps=1)
         trainer = runs.trainer_of(runs.settings_of(data, optimizer=MUON, checkpoint={"dir": str(tmp_path)}))
         with pytest.raises(CheckpointError, match=r"has the state of adamw, but optimizer\.kind is 'muon': set it"):
             trainer.resume()
+
+
+def stacked_updates(rank, experts):
+    """This rank's part of an update of stacked matrices over two mesh dimensions, and of that of one process."""
+    mesh, found = init_device_mesh("cpu", (2, 2)), []
+    torch.manual_seed(0)
+    update = torch.randn(experts, 6, 4)
+    for placements in ([Shard(0), Shard(1)], [Shard(2), Shard(0)], [Replicate(), Shard(0)], [Shard(2), Shard(1)]):
+        whole = distribute_tensor(_each(update.bfloat16(), 2), mesh, placements)
+        part = distribute_tensor(update, mesh, placements)
+        found.append((_orthogonal(part, part.to_local().bfloat16(), 2), whole.to_local()))
+    return found
 
 
 def momenta(optimizer):
