@@ -14,6 +14,7 @@ from parallel_ops.models.config import plain_name
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_linear import device_problem
 from parallel_ops.train import patterns
+from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.data.mixture import Mixture
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.split import split
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 _SEEDS = 0x1E3779B97F4A7C15
 
 
-def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Samples | Mixture, Samples | None]:
+def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[AnySamples, Samples | None]:
     """The samples of ``stream``, or of ``settings.data``, and those to evaluate on, if any.
+
+    Those of growing folders have no parts yet.
 
     Raises:
         ValueError, OSError: The data cannot be read.
@@ -41,6 +44,8 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
 
     if stream is not None:
         streams = [stream]
+    elif data.growing:
+        streams = []
     else:
         given = [data.paths] if data.paths else [source.paths for source in data.sources]
         streams = [opened(paths) for paths in given]
@@ -59,6 +64,9 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Sam
             held_out = Samples(other, seed=None, **options)
         except ValueError as error:
             raise ValueError(f"evaluation.{'paths' if own.paths else 'share'}: {error}") from error
+    if data.growing and stream is None:
+        options["shuffle"] = data.shuffle
+        return Growing(data.paths, data.dtype, opened, seed=settings.run.seed, **options), held_out
     found: list[Samples] = []
     for number, each in enumerate(streams):
         # The first source has the order that it would have alone.

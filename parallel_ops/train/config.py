@@ -103,6 +103,10 @@ class Settings(Section):
             yield ("data", "paths"), "is missing"
         if self.data.paths and self.data.sources:
             yield ("data", "sources"), "must be left out with data.paths: give one of them"
+        if self.data.growing and self.data.sources:
+            yield ("data", "growing"), "needs data.paths: a mixture by weight has sources of a known size"
+        if self.data.growing and self.evaluation.share:
+            yield ("evaluation", "share"), "must be 0 with data.growing, whose end is not known: give evaluation.paths"
         for name, (values, has) in find_target("parallel_ops").limits.items():
             if (value := getattr(plan, name)) not in values:
                 yield ("parallel", name), f"must be {' or '.join(map(str, values))}, got {value}: {has}"

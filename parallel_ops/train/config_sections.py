@@ -180,6 +180,7 @@ class DataSettings(Section):
         packing: ``"concatenate"`` cuts the concatenated documents into sequences; ``"best_fit"`` cuts only documents
             that are longer than a sequence, and fills up sequences with padding.
         prompt_loss: Count all tokens in the loss, those too that a file's mask leaves out, as of prompts.
+        growing: Files are added to the folders of ``paths`` while the run goes on; see ``train.data.growing``.
     """
 
     paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)] = ()
@@ -192,6 +193,7 @@ class DataSettings(Section):
     shuffle: bool = True
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     prompt_loss: bool = False
+    growing: bool = False
 
 
 class EvaluationSettings(Section):

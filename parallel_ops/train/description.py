@@ -10,11 +10,13 @@ import torch
 
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
+from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
     from parallel_ops.train.config_sections import LoggingSettings
+    from parallel_ops.train.data.growing import AnySamples
     from parallel_ops.train.data.packing import Samples
     from parallel_ops.train.data.tokens import TokenStream
     from parallel_ops.train.results import Result
@@ -79,6 +81,7 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
         *_packed(samples, left * batch),
+        *_growing(samples),
     ]
     if trainer.evaluation is not None:
         held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
@@ -91,7 +94,14 @@ def start_lines(trainer: "RunState") -> list[Line]:
     return lines + _logs(settings.logging)
 
 
-def _packed(samples: "Samples | Mixture", taken: int) -> list[Line]:
+def _growing(samples: "AnySamples") -> list[Line]:
+    if not isinstance(samples, Growing):
+        return []
+    parts = _count(len(samples.parts), "part")
+    return [("", f"files that come are read after sample {len(samples):,}; {parts} so far")]
+
+
+def _packed(samples: "AnySamples", taken: int) -> list[Line]:
     """The sources of a mixture, or how full sequences of best fit are. ``taken``: Samples of the run."""
     if isinstance(samples, Mixture):
         lines = []

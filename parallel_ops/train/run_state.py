@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from parallel_ops.comm import ParallelMesh
-from parallel_ops.train.data.mixture import Mixture
+from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.launch.watch import Activity
 from parallel_ops.train.optimizer import LossScale
@@ -50,7 +50,7 @@ class RunState(Protocol):
     @property
     def mesh(self) -> ParallelMesh: ...
     @property
-    def samples(self) -> Samples | Mixture: ...
+    def samples(self) -> AnySamples: ...
     @property
     def evaluation(self) -> Evaluated | None: ...
     @property

@@ -1,6 +1,7 @@
 """The parts of a step that concern all ranks: random seed, number of targets, results."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.batches import Batch
 from parallel_ops.train.launch.signals import SIGNALS
+
+T = TypeVar("T")
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int, mesh: ParallelMesh) -> int:
@@ -58,3 +61,24 @@ def reduce_results(
     stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
     # Tensor- and context-parallel ranks have the same loss.
     return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, stop, *others
+
+
+def of_first_rank(compute: Callable[[], T]) -> T:
+    """What ``compute`` returns on rank 0, on every rank; all ranks call it.
+
+    Raises:
+        ValueError, OSError, ImportError: Rank 0 raised it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    given: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            given = [compute(), None]
+        except (ValueError, OSError, ImportError) as error:
+            given = [None, error]
+    dist.broadcast_object_list(given)
+    found, problem = given
+    if problem is not None:
+        raise problem
+    return found

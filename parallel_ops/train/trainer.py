@@ -23,6 +23,7 @@ from parallel_ops.train.build import build_model, build_samples
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
+from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.evaluation import Evaluation
@@ -36,7 +37,7 @@ from parallel_ops.train.optimizer import LossScale, learning_rate, optimizer_of,
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.passes import passes_of
 from parallel_ops.train.results import NotFinite, Result, Step
-from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, reduce_results
+from parallel_ops.train.step_reductions import count_targets, micro_batch_seed, of_first_rank, reduce_results
 
 if TYPE_CHECKING:
     from parallel_ops.train.config import Settings
@@ -81,10 +82,9 @@ class Trainer:
         with comparison_of_world(longest(settings.run.timeout)) as compare:
             self.mesh = ParallelMesh() if mesh is None else mesh
             self.device, (self.samples, held_out) = self._checked_device(), build_samples(settings, stream)
-            own: dict[str, Any] = {
-                "data.tokens": len(self.samples.stream),
-                "data.documents": self.samples.stream.documents,
-            }
+            own: dict[str, Any] = {}
+            if not isinstance(self.samples, Growing):
+                own |= {"data.tokens": len(self.samples.stream), "data.documents": self.samples.stream.documents}
             own |= {"model": None if model is None else type(model).__name__, "device": self.device.type}
             # All ranks of a pipeline measure, so of the logs this one is compared.
             own |= {"logging.trace": settings.logging.trace is not None}
@@ -114,6 +114,7 @@ class Trainer:
         is_half = dtype is torch.float16
         self.scale = LossScale(precision.initial_scale, precision.growth_interval) if is_half else LossScale()
         self.global_step = self.samples_seen = 0
+        self._reach()
         self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
         self.evaluation_loss: float | None = None
         self.origin: str | None = None
@@ -151,6 +152,7 @@ class Trainer:
         settings, scale = self.settings, self._gradient_scale
         what, slow = f"step {self.global_step + 1}", not self._stepped  # the first compiles
         self.activity(f"{what}, reading data", slow=True)
+        self._reach()
         batches = self.loader.step(self.samples_seen)
         seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
@@ -179,6 +181,11 @@ class Trainer:
             stop=stop,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )
+
+    def _reach(self) -> None:
+        """Lists growing folders where the next two steps, of which one is read ahead, need it."""
+        if isinstance(self.samples, Growing):
+            self.samples.reach(self.samples_seen + 2 * self.settings.plan.global_batch, of_first_rank)
 
     def evaluate(self) -> float:
         """The mean loss on the evaluation data, in nats; all ranks call it. See ``train.evaluation``.
@@ -226,7 +233,7 @@ class Trainer:
         self.activity(f"resuming from {folder}", slow=True)
         with comparison_of_world(longest(self.settings.run.timeout)) as compare:
             source = checkpoints.newest(folder)
-            compare({"checkpoint": source.name})
+            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
         source = resuming.resume(self, folder)
         self.saved_step = self.global_step
         return source

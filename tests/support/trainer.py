@@ -84,6 +84,13 @@ def data_file(folder: Path) -> Path:
     return path
 
 
+def write_tokens(path: Path, *, seed: int, count: int) -> None:
+    """A token file that is there as a whole."""
+    part = path.with_name(f".{path.name}")
+    np.random.default_rng(seed).integers(1, VOCABULARY, count).astype("uint16").tofile(part)
+    part.rename(path)
+
+
 def settings_of(data: Path, /, **sections: Any) -> Settings:
     """Of a small run; ``sections`` go over it key by key."""
     base: dict[str, Any] = {

@@ -169,7 +169,8 @@ class TestMixture:
             assert 3 <= int((batch.tokens[0] >= 1000).sum()) <= 5
         for number in range(4):
             token = int(mixture.samples(range(number, number + 1))[0].tokens[2])
-            assert mixture.document_of(number, token) == token // 1000
+            file, document = mixture.file_of(number, token)
+            assert file is mixture.stream.files[token // 1000] and document == 0
 
     def test_as_settings(self, tmp_path):
         tables = [{"paths": [str(path)], "weight": weight} for path, weight in zip(

@@ -70,13 +70,16 @@ def described(found: dict[str, Any]) -> list[tuple[str, str]]:
             ("path", f"{found['path']}, a Hugging Face folder of {found['model_type']}"), ("size", size),
             ("model", parameters + shape),
         ]  # fmt: skip
+    data = dict(found["data"])
+    if isinstance(parts := data.pop("growing", None), list):
+        data["growing"] = f"{sum(len(part) for part in parts)} files in {len(parts)} parts"
     lines = [
         ("path", f"{found['path']}, a checkpoint of the trainer"),
         ("step", f"{found['step']:,}, {found['samples_seen']:,} samples seen"),
         ("size", f"{size}{', checksums right' if found['verified'] else ''}"),
         ("model", parameters + shape),
         ("plan", f"{found['plan']}, any other resumes from it"),
-        ("data", ", ".join(f"{name} {_plain(value)}" for name, value in found["data"].items())),
+        ("data", ", ".join(f"{name} {_plain(value)}" for name, value in data.items())),
     ]
     if found["evaluation_loss"] is not None:
         lines += [("evaluation", f"loss {found['evaluation_loss']:.4f}")]

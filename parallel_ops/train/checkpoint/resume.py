@@ -12,6 +12,7 @@ from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
+from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -90,7 +91,11 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     groups = state["optimizer"].pop("param_groups")
     checkpoints.load(state, source, trainer.writers)
     state["optimizer"]["param_groups"] = groups
-    samples_seen = saved.samples_seen if saved.data == _data_of(trainer) else 0
+    samples_seen = 0
+    if not changes_of_data(trainer, source):
+        samples_seen = saved.samples_seen
+        if isinstance(trainer.samples, Growing):
+            trainer.samples.restore(saved.data["growing"])
     load_state_dict(
         trainer, {**state, "progress": {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}}
     )
@@ -112,7 +117,12 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
 
 def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
     """The differences between a trainer's data and a checkpoint's; empty if the next sample follows the last."""
-    saved, own = checkpoints.describe(source).data, _data_of(trainer)
+    saved, own = dict(checkpoints.describe(source).data), _data_of(trainer)
+    if isinstance(trainer.samples, Growing) and isinstance(saved.get("growing"), list):
+        # Files may have come since.
+        if problem := trainer.samples.problem(saved.pop("growing")):
+            return [problem]
+        del own["growing"]
     return [f"{name} {saved.get(name)} -> {own.get(name)}" for name in own | saved if saved.get(name) != own.get(name)]
 
 
@@ -145,13 +155,15 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
     samples, data = trainer.samples, trainer.settings.data
     # Of others than the default, so that checkpoints from before these keys have the same data.
     more: dict[str, Any] = {} if data.packing == "concatenate" else {"packing": data.packing}
+    if isinstance(samples, Growing):
+        more["growing"] = samples.parts
+    else:
+        more |= {"tokens": len(samples.stream), "documents": samples.stream.documents}
     if isinstance(samples, Mixture):
         sizes = [[len(source.stream), source.stream.documents] for source in samples.sources]
         more["sources"] = [[weight, *size] for weight, size in zip(samples.weights, sizes, strict=True)]
     return {
         **more,
-        "tokens": len(samples.stream),
-        "documents": samples.stream.documents,
         "seq_length": samples.seq_length,
         "seed": samples.seed,
         "document_mask": samples.document_mask,

@@ -3,8 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from parallel_ops.train.data.batches import Batch, shares
-from parallel_ops.train.data.mixture import Mixture
-from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.data.growing import AnySamples
 from parallel_ops.train.data.vocabulary import outside
 
 
@@ -17,7 +16,7 @@ class Loader:
     """
 
     def __init__(
-        self, samples: Samples | Mixture, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
+        self, samples: AnySamples, *, global_batch: int, micro_batch: int, replicas: int, replica: int,
         vocabulary: int | None = None, pinned: bool = False,
     ) -> None:  # fmt: skip
         self.samples, self.global_batch, self.vocabulary, self.pinned = samples, global_batch, vocabulary, pinned
@@ -55,7 +54,7 @@ class Loader:
 
     def _unknown(self, token: int, numbers: range) -> str:
         number = next(n for n in numbers if token in self.samples.samples(range(n, n + 1))[0].tokens)
-        file, document = self.samples.stream.place(self.samples.document_of(number, token))
+        file, document = self.samples.file_of(number, token)
         return f"data: {file.path} has token {token}, in its document {document}, {outside(self.vocabulary or 0)}"
 
     def read(self, numbers: range) -> Batch:

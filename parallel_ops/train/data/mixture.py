@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from parallel_ops.train.data.batches import Batch, Sequence, batch_of
 from parallel_ops.train.data.packing import Samples
-from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.data.tokens import Documents, TokenStream
 
 # Weights of four decimals are exact.
 _CYCLE = 10_000
@@ -59,11 +59,10 @@ class Mixture:
         """The samples ``numbers`` as one micro-batch."""
         return batch_of(self.samples(numbers), document_mask=self.document_mask)
 
-    def document_of(self, number: int, token: int) -> int:
-        """The number of the document from which a sample has a token, in ``stream``."""
+    def file_of(self, number: int, token: int) -> tuple[Documents, int]:
+        """The file from which a sample has a token, and the document's number there."""
         source, own = self.place(number)
-        before = sum(other.stream.documents for other in self.sources[:source])
-        return before + self.sources[source].document_of(own, token)
+        return self.sources[source].file_of(own, token)
 
 
 def _cycle(weights: Several[float]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from parallel_ops.train.data.batches import Batch, Sequence, batch_of
 from parallel_ops.train.data.best_fit import Packing
 from parallel_ops.train.data.permutation import Permutation
-from parallel_ops.train.data.tokens import TokenStream
+from parallel_ops.train.data.tokens import Documents, TokenStream
 
 
 class Samples:
@@ -71,13 +71,14 @@ class Samples:
         """The samples ``numbers`` as one micro-batch."""
         return batch_of(self.samples(numbers), document_mask=self.document_mask)
 
-    def document_of(self, number: int, token: int) -> int:
-        """The number of the document from which a sample has a token."""
+    def file_of(self, number: int, token: int) -> tuple[Documents, int]:
+        """The file from which a sample has a token, and the document's number there."""
         epoch, own = divmod(number, self.in_epoch)
         self._draw(epoch)
         sequence = int(self._order_of(np.array([own]))[0])
         pieces = self._pieces(sequence)
-        return next(document for document, *place in pieces if token in self.stream.document(document, *place))
+        document = next(document for document, *place in pieces if token in self.stream.document(document, *place))
+        return self.stream.place(document)
 
     def _order_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sequences at these positions of the current epoch."""

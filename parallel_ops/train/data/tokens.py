@@ -119,7 +119,7 @@ class TokenStream:
             if datasets.is_dataset(path):
                 self.files.append(datasets.Dataset(path, column))
             else:
-                self.files += [_open(file, dtype, eos_id) for file in _files(path, dtype)]
+                self.files += [_open(file, dtype, eos_id) for file in files_of(path, dtype)]
                 self.skipped += _skipped(path)
         if not self.files:
             raise ValueError(
@@ -172,7 +172,14 @@ class TokenStream:
         return self.files[which], number - int(self._firsts[which])
 
 
-def _files(path: Path, dtype: str) -> list[Path]:
+def files_of(path: Path, dtype: str) -> list[Path]:
+    """The token files of a path; that of a dataset is one.
+
+    Raises:
+        FileNotFoundError: It does not exist. ValueError: It has another suffix, or several datasets.
+    """
+    if datasets.is_dataset(path):
+        return [path]
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     if not path.exists():

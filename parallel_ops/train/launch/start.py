@@ -18,6 +18,7 @@ from parallel_ops.train import outputs, patterns
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
+from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
@@ -70,7 +71,11 @@ def check(settings: Settings, start: Start) -> float:
     uses_cuda(settings)
     if settings.model.freeze or settings.optimizer.groups:
         patterns.check(settings, patterns.names_of(settings))
-    found = [samples.stream for samples in build_samples(settings, None) if samples is not None]
+    built = [samples for samples in build_samples(settings, None) if samples is not None]
+    for samples in built:
+        if isinstance(samples, Growing):
+            samples.reach(1, lambda found: found())
+    found = [samples.stream for samples in built]
     resuming.check(settings, start)
     outputs.check(settings)
     if not first_rank():

@@ -1,0 +1,171 @@
+"""Samples of folders to which files are added while a run goes on.
+
+    part 0      the files that are there when the run begins
+    part k      at the end of part k - 1: the files that have come since; if there are none, or too few tokens for a
+                sequence, all files once more
+    a part      its documents once, packed and shuffled as an epoch of ``Samples``, by the run's seed and k
+
+Which files a part has depends on when they came, so rank 0 lists the folders and the other ranks take its list. The
+parts are in each checkpoint: a resumed run takes the same samples up to the end of its last part, on any ranks.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallel_ops.train.data.batches import Batch, batch_of
+from parallel_ops.train.data.batches import Sequence as Row
+from parallel_ops.train.data.mixture import Mixture
+from parallel_ops.train.data.packing import Samples
+from parallel_ops.train.data.tokens import Documents, TokenStream, files_of
+
+# Between the seeds of two parts; odd and large, as that between sources.
+_SEEDS = 0x2545F4914F6CDD1D
+
+# Of a file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens.
+File = tuple[int, str, int]
+# Returns what rank 0 has found, on every rank.
+Agree = Callable[[Callable[[], list[File]]], list[File]]
+
+
+class Open(Protocol):
+    """Opens files, as ``TokenStream`` with the options of a run."""
+
+    def __call__(self, paths: Sequence[Path], /) -> TokenStream: ...
+
+
+class Growing:
+    """Has the interface of ``Samples``, up to the end of the last part; ``reach`` adds parts.
+
+    Args:
+        paths: As ``data.paths``; files of folders that begin with a dot are not read.
+        dtype: Of raw tokens. opened: Opens files.
+        seed: Of the run. options: Others of ``Samples``.
+
+    Attributes:
+        parts: The files of each part; none for one that has all files once more.
+        in_epoch: Sequences of all files, in the parts that have them first.
+
+    Raises:
+        ValueError, FileNotFoundError: No path is a folder, or one does not exist.
+    """
+
+    packing = None
+    ignores = True  # files with a mask may come
+
+    def __init__(self, paths: Sequence[Path], dtype: str, opened: Open, *, seed: int, **options: Any) -> None:
+        if not any(path.is_dir() for path in paths):
+            raise ValueError(f"data.growing: needs a folder in data.paths, got {', '.join(map(str, paths))}")
+        self._paths, self._dtype, self._open = list(paths), dtype, opened
+        self.seed, self._options, self.seq_length = seed, options, int(options["seq_length"])
+        self.document_mask, self.shuffle = bool(options["document_mask"]), bool(options["shuffle"])
+        self.parts: list[list[File]] = []
+        self._samples: list[Samples] = []
+        self._firsts = [0]
+        self._opened: dict[tuple[int, str], TokenStream] = {}
+
+    def __len__(self) -> int:
+        """Samples of all parts."""
+        return self._firsts[-1]
+
+    @property
+    def stream(self) -> TokenStream:
+        """The documents of all files that are known."""
+        return self._joined(file for part in self.parts for file in part)
+
+    @property
+    def in_epoch(self) -> int:
+        return sum(part.in_epoch for part, files in zip(self._samples, self.parts, strict=True) if files)
+
+    def reach(self, samples: int, agree: Agree) -> None:
+        """Adds parts until there are as many samples; all ranks call it with the same number.
+
+        Raises:
+            ValueError: A file cannot be read or has other tokens on this rank, or there are too few tokens for one
+                sequence. OSError: From the file system.
+        """
+        while len(self) < samples:
+            self._add(agree(self._found))
+
+    def problem(self, parts: Sequence[Sequence[Sequence[Any]]]) -> str | None:
+        """Why the parts of a checkpoint cannot be taken: a file is missing or has changed; ``None`` if they can."""
+        try:
+            for number, name, tokens in (file for part in parts for file in part):
+                self._check(number, name, tokens)
+        except (ValueError, OSError, IndexError, TypeError) as error:
+            return str(error)
+        return None
+
+    def restore(self, parts: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Replaces the parts by those of a checkpoint, which have no ``problem``."""
+        self.parts, self._samples, self._firsts = [], [], [0]
+        for part in parts:
+            self._add([(number, name, tokens) for number, name, tokens in part])
+
+    def _found(self) -> list[File]:
+        """The files that are new, if they make a sequence."""
+        known = {(number, name) for part in self.parts for number, name, _ in part}
+        there = [
+            (number, "" if file == path else file.name)
+            for number, path in enumerate(self._paths)
+            for file in files_of(path, self._dtype)
+            if file == path or not file.name.startswith(".")
+        ]
+        new = [(*place, len(self._stream(*place))) for place in there if place not in known]
+        tokens = sum(size for *_, size in new)
+        if tokens <= self.seq_length:
+            if not self.parts:
+                raise ValueError(f"the data has {tokens} tokens, but a sequence needs {self.seq_length + 1}")
+            return []
+        return new
+
+    def _stream(self, number: int, name: str) -> TokenStream:
+        if (number, name) not in self._opened:
+            path = self._paths[number]
+            self._opened[number, name] = self._open([path / name if name else path])
+        return self._opened[number, name]
+
+    def _joined(self, files: Iterable[File]) -> TokenStream:
+        return TokenStream.of([file for number, name, _ in files for file in self._stream(number, name).files])
+
+    def _check(self, number: int, name: str, tokens: int) -> None:
+        if (now := len(self._stream(number, name))) != tokens:
+            raise ValueError(
+                f"data: {self._paths[number] / name} has {now:,} tokens, and had {tokens:,} when it was listed"
+            )
+
+    def _add(self, files: list[File]) -> None:
+        for file in files:
+            self._check(*file)
+        seed = (self.seed + len(self.parts) * _SEEDS) % 2**63
+        stream = self._joined(files) if files else self.stream
+        self._samples.append(Samples(stream, seed=seed, **self._options))
+        self.parts.append(files)
+        # Last: the loader's thread reads below it.
+        self._firsts.append(self._firsts[-1] + self._samples[-1].in_epoch)
+
+    def _place(self, number: int) -> tuple[Samples, int]:
+        part = bisect.bisect_right(self._firsts, number) - 1
+        return self._samples[part], number - self._firsts[part]
+
+    def samples(self, numbers: range) -> list[Row]:
+        """The sequences of these samples."""
+        found = []
+        for number in numbers:
+            part, own = self._place(number)
+            found += part.samples(range(own, own + 1))
+        return found
+
+    def batch(self, numbers: range) -> Batch:
+        """The samples ``numbers`` as one micro-batch."""
+        return batch_of(self.samples(numbers), document_mask=self.document_mask)
+
+    def file_of(self, number: int, token: int) -> tuple[Documents, int]:
+        """The file from which a sample has a token, and the document's number there."""
+        part, own = self._place(number)
+        return part.file_of(own, token)
+
+
+# What a run takes its samples from.
+AnySamples = Samples | Mixture | Growing
