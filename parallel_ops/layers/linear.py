@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank
-from parallel_ops.comm import reduce_from_group
+from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear
 from parallel_ops.layers.lora import column_adapters, row_adapter
@@ -63,6 +63,10 @@ def column_linears(
     if first.float8 != "none":
         for linear in linears:
             linear.check_float8()
+        if first.sequence_parallel:
+            x = all_gather(x, first.group, dim=0, sizes=sizes)
+        else:
+            x = copy_to_group(x, first.group, fp32_reduction=first.reduction == "exact")
         return float8_linear(x, weights, added, emulated=first.float8 == "emulated"), biases
     targets = [linear.weight_gradient() for linear in linears]
     if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
@@ -252,19 +256,24 @@ class RowParallelLinear(ParallelLinear):
         Sharding: x S(-1); the result (and residual) replicated, or S(0) with ``sequence_parallel``.
         """
         check_input("RowParallelLinear", x, self.weight, parts=self.ranks)
-        if self.sequence_parallel:
+        apart = not self.sequence_parallel or self.float8 != "none"
+        if not apart:
             weight, bias = to_local(self, self.weight, self.bias)
-        else:  # apart, since the bias is added behind the all-reduce (see to_local)
-            (weight,), (bias,) = to_local(self, self.weight), to_local(self, self.bias)
+        else:  # since the bias is added behind the reduction (see to_local)
+            (weight,) = to_local(self, self.weight)
+            (bias,) = to_local(self, self.bias, partial=(self.sequence_parallel,))
         assert weight is not None
         drops = residual is not None and dropout > 0.0 and self.training
         first = 0
         if self.sequence_parallel:
-            y = linear_reduce_scatter(
-                x, weight, bias, group=self.group, overlap=self.overlap, reduction=self.reduction, sizes=sizes,
-                main_grad=self.weight_gradient(), deferred=self.deferred,
-            )  # fmt: skip
-            bias = None
+            if apart:
+                y = reduce_scatter(self._local_linear(x, weight, None), self.group, dim=0, sizes=sizes)
+            else:
+                y = linear_reduce_scatter(
+                    x, weight, bias, group=self.group, overlap=self.overlap, reduction=self.reduction, sizes=sizes,
+                    main_grad=self.weight_gradient(), deferred=self.deferred,
+                )  # fmt: skip
+                bias = None
             if drops:
                 rows = check_sizes("RowParallelLinear", "sizes", sizes, self.group, 0, whole=x)
                 first = sum(rows[: group_rank(self.group)])

@@ -40,7 +40,9 @@ class ParallelLinear(ShardedModule):
         deferred: a queue that computes the weight's gradients later, for pipeline schedules; for the same weights, or
             with ``DeferredWeightGradients(fsdp=True)`` for all.
         float8: compute the products in float8, as ``ops.float8_linear``: ``"none"``, ``"current"``, or ``"emulated"``,
-            the same quantization with products in fp32. One rank only, without ``main_grad`` and ``deferred``.
+            the same quantization with products in fp32. Without ``main_grad`` and ``deferred``. On several ranks the
+            communication is apart from the products and in 16 bits; where ranks share the rows that a product sums
+            over, each scales its own part of a row.
     """
 
     float8: Float8 = "none"
@@ -126,8 +128,6 @@ class ParallelLinear(ShardedModule):
     def check_float8(self) -> None:
         """Raises ValueError where the products of this linear cannot be in float8."""
         name = type(self).__name__
-        if self.ranks > 1:
-            raise ValueError(f"{name}: float8 needs one rank, got {self.ranks}: overlapped products are in 16 bits")
         if self._main_grad is not None or self._deferred is not None:
             raise ValueError(
                 f"{name}: main_grad and deferred cannot be used with float8, whose weight gradients are rounded "

@@ -160,6 +160,11 @@ class Transformer(PretrainedModel):
         own = self.stages.on(self.pp_rank)
         return 0 in own, self.stages.count - 1 in own, self.stages.layers_on(self.pp_rank)
 
+    @property
+    def block_names(self) -> list[str]:
+        """The layers of the whole model."""
+        return [f"layers.{number}" for number in range(self.config.num_layers)]
+
     def stage_blocks(self, stage: int) -> list[nn.Module]:
         """The layers of a stage of this rank."""
         assert self.stages is not None

@@ -61,6 +61,11 @@ class ModuleChain(nn.Module):
         self.pp_rank = 0
 
     @property
+    def block_names(self) -> list[str]:
+        """The blocks of the whole model."""
+        return list(self._blocks)
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks, of the whole model."""
         return len(self._blocks)

@@ -37,6 +37,8 @@ from parallel_ops.train.planner_model import planner_model
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
 _KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}
+# Why compiled blocks and float8 do not go with a schedule.
+_APART = "it computes weight gradients apart, in 16 bits and eagerly"
 
 
 class Settings(Section):
@@ -157,12 +159,10 @@ class Settings(Section):
             return
         if own.dtype != "bf16":
             yield ("precision", "fp8"), f'needs precision.dtype = "bf16", got {own.dtype!r}'
-        if plan.tp > 1:
-            yield ("precision", "fp8"), f"needs parallel.tp of 1, got {plan.tp}: overlapped products are in 16 bits"
-        if plan.pp > 1:
+        if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
             yield (
                 ("precision", "fp8"),
-                f"needs parallel.pp of 1, got {plan.pp}: pipelines compute weight gradients apart, in 16 bits",
+                f"needs the schedule 1f1b, interleaved or gpipe, got {plan.schedule!r}: {_APART}",
             )
         if 2 * own.fp8_bf16_layers >= layers:
             yield (
@@ -229,11 +229,8 @@ class Settings(Section):
         for found in pipeline_problems(model, plan, plan.recompute):
             yield ("parallel", _KEYS.get(found.kind, "schedule")), found.reason
         if plan.pp > 1 and self.run.compile and plan.schedule in SPLIT_BACKWARD:
-            yield (
-                ("run", "compile"),
-                f"must be false with schedule {plan.schedule!r}, which computes weight gradients apart; or take the "
-                "schedule 1f1b, interleaved or gpipe",
-            )
+            other = "or take the schedule 1f1b, interleaved or gpipe"
+            yield ("run", "compile"), f"must be false with schedule {plan.schedule!r}, {other}: {_APART}"
 
     @cached_property
     def plan(self) -> Plan:
@@ -246,9 +243,13 @@ class Settings(Section):
             parallel["virtual_stages"] = 2
         if parallel["tp"] > 1 and not parallel["expert_tp"] and self._has_experts():
             parallel["expert_tp"] = 1
-        # Compiled blocks compute both gradients at once.
-        parallel["input_grad_first"] = parallel["input_grad_first"] and not self.run.compile
+        parallel["input_grad_first"] = parallel["input_grad_first"] and self.splits_backward
         return Plan(**parallel, dtype=self.precision.dtype, recompute=self.recompute.kind)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Pipelines send the gradient of an input first; compiled blocks and float8 compute both gradients at once."""
+        return not self.run.compile and self.precision.fp8 == "none"
 
     @cached_property
     def config(self) -> TransformerConfig:

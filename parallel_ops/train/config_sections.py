@@ -266,7 +266,7 @@ class PrecisionSettings(Section):
     Attributes:
         dtype: Dtype of activations and of parameters in use.
         fp8: ``"current"`` computes the products of the layers' linears in float8, scaled by the current values of each
-            row; with ``dtype="bf16"``, without ``tp`` and ``pp``. See ``ops.float8_linear``.
+            row; with ``dtype="bf16"``, and no schedule of ``pp`` that splits the backward. See ``ops.float8_linear``.
         fp8_bf16_layers: As many layers at the start, and at the end, whose linears stay in bf16.
         fp8_emulation: Quantize alike but multiply in fp32, on any device: slower than bf16, for tests.
         initial_scale, growth_interval: Initial loss scale of fp16, and the finite steps after which it doubles.

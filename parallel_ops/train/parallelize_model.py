@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
@@ -32,6 +32,7 @@ from parallel_ops.models import Transformer
 from parallel_ops.models.lora import add_adapters
 from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.pipeline_parallel import ModuleChain, cut
+from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.planner.plan import Plan
 from parallel_ops.train.recompute import KINDS, recompute
 
@@ -68,7 +69,8 @@ def parallelize(
         recompute_every: Recompute every n-th block.
         compile: Compile each block.
         float8: Compute the products of the blocks' ``ColumnParallelLinear`` and ``RowParallelLinear`` in float8:
-            ``"current"``, or ``"emulated"`` on any device. With the plan's ``dtype="bf16"``, without ``tp`` and ``pp``.
+            ``"current"``, or ``"emulated"`` on any device. With the plan's ``dtype="bf16"``, and a schedule of
+            ``pp`` that computes both gradients at once.
         float8_bf16_blocks: As many blocks at the start, and at the end, that keep bf16.
         blocks: Pattern of the blocks' names in ``model.named_modules()``.
 
@@ -80,7 +82,7 @@ def parallelize(
         ValueError: The plan's sizes are not the mesh's; it needs pipeline or expert parallelism, or an unknown kind of
             recomputation or dtype; ``recompute="experts"`` for a model without experts; ``offload`` without shards;
             ``tp`` or ``cp`` for a module that is not a ``Transformer`` or not on the meta device; no block matches
-            ``blocks``; ``float8`` with another dtype, with ``tp`` or ``pp``, or for no linear.
+            ``blocks``; ``float8`` with another dtype or schedule, or for no linear.
     """
     plan = _plan_of(mesh) if plan is None else plan
     _check(mesh, plan, recompute_every)
@@ -191,32 +193,39 @@ def _blocks(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _use_float8(model: nn.Module, names: list[str], plan: Plan, float8: Float8, at_the_ends: int) -> None:
-    """Sets ``float8`` of the linears of all blocks but the first and the last ``at_the_ends``."""
-    for name, size in (("tp", plan.tp), ("pp", plan.pp)):
-        if size > 1:
-            raise ValueError(f"parallelize: float8 needs {name} of 1, got {size}")
+    """Sets ``float8`` of the linears of all blocks of the whole model but the first and the last ``at_the_ends``."""
+    if plan.pp > 1 and plan.schedule in SPLIT_BACKWARD:
+        raise ValueError(
+            f"parallelize: float8 needs the schedule gpipe, 1f1b or interleaved, got {plan.schedule!r}, which computes "
+            "weight gradients apart"
+        )
     if plan.dtype != "bf16":
         raise ValueError(f"parallelize: float8 needs the plan's dtype to be 'bf16', got {plan.dtype!r}")
     if at_the_ends < 0:
         raise ValueError(f"parallelize: float8_bf16_blocks must be at least 0, got {at_the_ends}")
-    inner = names[at_the_ends : len(names) - at_the_ends]
+    every = names
+    if plan.pp > 1:  # a rank has some of them
+        every = model.block_names  # type: ignore[assignment]
+    inner = set(every[at_the_ends : len(every) - at_the_ends])
     found = [
         (f"{block}.{name}", module)
-        for block in inner
+        for block in names
+        if block in inner
         for name, module in model.get_submodule(block).named_modules()
         if isinstance(module, ParallelLinear)
     ]
-    if not found:
+    if not found and not (inner and plan.pp > 1):
         raise ValueError(
             f"parallelize: float8 has no linear of parallel_ops.layers in the blocks {at_the_ends} to "
-            f"{len(names) - at_the_ends - 1} of {len(names)}"
+            f"{len(every) - at_the_ends - 1} of {len(every)}"
         )
     for name, linear in found:
-        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
-            raise ValueError(
-                f"parallelize: float8 needs sizes that {MULTIPLE} divides, and {name} has "
-                f"{linear.in_features} and {linear.out_features}"
-            )
+        for size in linear.weight.to_local().shape if isinstance(linear.weight, DTensor) else linear.weight.shape:
+            if size % MULTIPLE:
+                raise ValueError(
+                    f"parallelize: float8 needs sizes that {MULTIPLE} divides, on each rank of tp, and {name} has "
+                    f"{linear.in_features} and {linear.out_features}"
+                )
         linear.float8 = float8
 
 

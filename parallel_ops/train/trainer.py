@@ -108,7 +108,7 @@ class Trainer:
         self._dtype = dtype = PRECISIONS[plan.dtype]
         self.passes = passes_of(
             self.model, self.mesh, plan, self.device, self.activity, documents=self.samples.document_mask,
-            split=not settings.run.compile,
+            split=settings.splits_backward,
         )  # fmt: skip
         precision = settings.precision
         is_half = dtype is torch.float16

@@ -51,6 +51,23 @@ def test_data_parallel_ranks_are_as_one(data, zero):
         assert [loss for loss, _ in steps] == pytest.approx(alone(data), rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "sequence_parallel": False}, {"pp": 2, "layers_per_chunk": [1, 2]},
+     {"pp": 3}, {"tp": 2, "pp": 2, "layers_per_chunk": [2, 1], "schedule": "gpipe"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_tensor_and_pipeline_parallel_ranks_are_as_one(data, plan, bias):
+    model = MODEL | {"bias": bias}
+    want = torch.tensor(runs.steps_of(0, settings_of(data, model=model)))
+    settings = settings_of(data, model=model, parallel=plan)
+    for steps in ranks(plan.get("tp", 1) * plan.get("pp", 1)).run(runs.steps_of, settings):
+        got = torch.tensor(steps)
+        torch.testing.assert_close(got[:, 0], want[:, 0], rtol=2e-3, atol=0)
+        torch.testing.assert_close(got[:2, 1], want[:2, 1], rtol=1e-2, atol=0)  # gradient norms
+
+
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_recomputation_changes_nothing(data, kind):
     assert losses(data, recompute={"kind": kind}) == alone(data)
@@ -80,8 +97,11 @@ def test_first_and_last_layers_stay_and_gradients_reach_all(data):
         ({"fp8_emulation": False}, {}, r"precision\.fp8: float8 products need a GPU.*precision\.fp8_emulation = true"),
         ({"dtype": "fp32"}, {}, "needs precision.dtype = \"bf16\", got 'fp32'"),
         ({"fp8": "none"}, {}, 'needs precision.fp8 = "current"'),
-        ({}, {"parallel": {"tp": 2}}, "needs parallel.tp of 1, got 2"),
-        ({}, {"parallel": {"pp": 3, "global_batch": 8}}, "needs parallel.pp of 1, got 3"),
+        (
+            {},
+            {"parallel": {"pp": 3, "schedule": "zb-h1"}},
+            "needs the schedule 1f1b, interleaved or gpipe, got 'zb-h1'",
+        ),
         ({"fp8_bf16_layers": 2}, {}, "is 2, at the start and at the end, which leaves none of the 3 layers"),
         ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp.* has 32 and 72"),
     ],
