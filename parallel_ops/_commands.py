@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from parallel_ops._internal.command_line import bytes_bar, fail, require
+from parallel_ops._internal.command_line import bytes_bar, fail, require, waiting
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
@@ -97,6 +97,8 @@ def train_command(
 
     Ctrl-C ends the step under way and saves a checkpoint, as SIGTERM does; a second one ends at once. Exit codes: 0
     done, or stopped by SIGTERM; 1 failed; 2 wrong settings or files; 130 stopped by Ctrl-C.
+
+    Example: parallel-ops train examples/train.toml --set parallel=dp=2,tp=2 --resume
     """
     require("train")
     if schema:
@@ -132,12 +134,21 @@ def calibrate_command(
         int | None, typer.Option(min=1, help="Ranks that measure.", show_default="one on each GPU, or two on CPUs")
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, as it is in the file.")] = False,
 ) -> None:
-    """Measures products, attention, a layer, updates and collectives here, and writes a cluster for `plan`."""
+    """Measures products, attention, a layer, updates and collectives here, and writes a cluster for `plan`.
+
+    Example: parallel-ops calibrate here.json --seconds 120
+    """
     require("train")
     from parallel_ops.train.calibration import command
 
-    command.report(file, *command.calibrate(file, processes, seconds))
+    with waiting(lambda: f"measuring for about {seconds:g} s"):
+        found = command.calibrate(file, processes, seconds)
+    if as_json:
+        print(file.read_text(encoding="utf-8"), end="")
+        return
+    command.report(file, *found)
 
 
 @app.command("export")
@@ -192,7 +203,8 @@ def inspect_command(
     from parallel_ops.train.description import text
 
     try:
-        found = inspect(checkpoint, verify=verify)
+        with waiting(lambda: f"reading {checkpoint}"):
+            found = inspect(checkpoint, verify=verify)
     except (CheckpointError, ImportError) as error:
         fail(error)
     print(dumps(found, default=str) if as_json else text(described(found)))

@@ -1,8 +1,11 @@
 """What all command lines share: the one line that bad input gets, exit codes, missing packages."""
 
 import importlib
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +89,67 @@ def test_a_mistake_of_the_program_has_its_traceback(monkeypatch, capsys):
 def test_success_is_0(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x"])
     assert end(capsys, app(lambda: "done"), "x") == (0, "", "")
+
+
+def commands():
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    return typer.main.get_command(importlib.import_module("parallel_ops._commands").app).commands
+
+
+def table():
+    """The rows of docs/commands.md by command."""
+    text = (Path(__file__).parents[1] / "docs" / "commands.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_the_table_of_commands():
+    """It has every command, which of them print JSON, and which have a result for exit code 1."""
+    found = commands()
+    assert list(table()) == list(found)
+    for name, (_, _, as_json, one) in table().items():
+        options = {option for parameter in found[name].params for option in parameter.opts}
+        assert ("--json" in options) == bool(as_json), name
+        assert ("exit code 1" in found[name].help.lower() or "1 failed" in found[name].help) == bool(one), name
+
+
+@pytest.mark.parametrize("name", table())
+def test_help_has_an_example_that_is_a_command(name):
+    command = commands()[name]
+    (line,) = [line for line in command.help.splitlines() if line.startswith("Example: ")]
+    _, program, given, *arguments = shlex.split(line)
+    assert (program, given) == ("parallel-ops", name)
+    command.make_context(name, list(arguments), resilient_parsing=False)  # raises where an option is not there
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ins"], ["inspect"]), (["train", "--dry"], ["--dry-run"]), (["plan", "--model", "llama3-4"], ["llama3-405b"]),
+        (["config", "--format", "mega"], ["megatron"]), (["schedule", "--kind", "dual"], ["dualpipe-v"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shells_complete(words, expected):
+    pytest.importorskip("rich")
+    environment = {
+        **os.environ, "_PARALLEL_OPS_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["parallel-ops", *words]),
+        "COMP_CWORD": str(len(words)),
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['parallel-ops']; from parallel_ops.__main__ import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (ended.returncode, ended.stdout.split(), ended.stderr) == (0, expected, "")
+
+
+def test_nothing_spins_but_on_a_terminal(capsys):
+    with command_line.waiting(lambda: "here"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    ours, theirs = os.openpty()
+    code = "from parallel_ops._internal.command_line import waiting\nwith waiting(lambda: 'at work'): pass"
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env={**os.environ, "TERM": "xterm"})
+    shown = os.read(ours, 10_000).decode()
+    assert "at work" in shown and "\x1b[?25l" not in shown  # the cursor stays

@@ -119,6 +119,8 @@ def command(
 
     The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
     processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
+
+    Example: python -m benchmarks.demo --steps 50 --tp 2
     """
     try:
         if text == "":  # the current folder for Path

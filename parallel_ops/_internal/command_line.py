@@ -85,3 +85,28 @@ def bytes_bar() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
+
+
+@contextlib.contextmanager
+def waiting(text: Callable[[], str]) -> Iterator[None]:
+    """A spinner on a terminal, with what is being done now and for how long, until the block ends or prints a bar."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class Terminal(Console):
+        """Does not hide the cursor, which a killed process could not restore."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    class Now(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(text())
+
+    with Progress(SpinnerColumn(), Now(), TimeElapsedColumn(), console=Terminal(stderr=True), transient=True) as bar:
+        bar.add_task("", total=None)
+        yield

@@ -46,6 +46,14 @@ def _observed(*observers: Trace | Profile) -> Iterator[None]:
         observer.end()
 
 
+def _finish(trainer: Run, store: Checkpoints | None, progress: Progress) -> None:
+    """Waits for what is written beside the steps."""
+    if store is not None:
+        trainer.activity("writing the last checkpoint", slow=True)
+        progress.says("writing the last checkpoint")
+        store.wait()
+
+
 def take_steps(trainer: Run, stopping: Stopping) -> Result:
     """Takes the remaining steps; see ``Trainer.train``."""
     settings, evaluation = trainer.settings, trainer.evaluation
@@ -71,6 +79,7 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
                     problem = trainer.problem(step)
                 is_best = False
                 if problem is None and step.stop is None and evaluation is not None and evaluation.due():
+                    progress.says("evaluation")
                     evaluated = trainer.evaluate()
                     step = dataclasses.replace(step, evaluation_loss=evaluated)
                     is_best = evaluation.is_best(evaluated)
@@ -83,14 +92,13 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
                     break
                 due = interval and trainer.global_step % interval == 0
                 if store is not None and (due or (is_best and keep_best)):
+                    progress.says("saving a checkpoint")
                     trainer.save_in(store)
             if store is not None and trainer.saved_step != trainer.global_step:
                 trainer.save_in(store)
         finally:
             trainer.loader.close()
-            if store is not None:
-                trainer.activity("writing the last checkpoint", slow=True)
-                store.wait()
+            _finish(trainer, store, progress)
         trainer.activity("writing what was measured", slow=True)
     found = {} if store is None else steps_in(store.folder)
     result = Result(

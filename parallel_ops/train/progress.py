@@ -76,6 +76,12 @@ class Progress:
         ):
             self._line(step, now, unusual, stops)
 
+    def says(self, what: str) -> None:
+        """Shows on the bar what comes between steps, such as a save."""
+        if self._bar is not None:
+            text = f"step {self.trainer.global_step}/{self.settings.run.steps}  {what}"
+            self._bar.update(0, completed=self.trainer.global_step, text=text, refresh=True)
+
     def end(self, result: "Result") -> None:
         """Prints the result, after the bar is gone and all files are written."""
         if self.trainer.rank == 0:

@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as PySequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from parallel_ops._internal.command_line import fail, run
+from parallel_ops._internal.command_line import fail, run, waiting
+from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, eras
@@ -36,16 +38,32 @@ from parallel_ops.planner.validation.published_runs import runs as read_runs
 NO = 1
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plans the parallel training of a language model. Every figure is an estimate; `validate` prints the errors.",
+    help="Plans and runs the parallel training of a language model. Every figure of a plan is an estimate; `validate` "
+    "prints the errors. `parallel-ops COMMAND --help` has an example.",
 )
 
-ModelName = Annotated[str, typer.Option("--model", help="Preset (llama3-70b) or JSON file with the fields of Model.")]
+
+def _completed(names: Callable[[], PySequence[str]]) -> Callable[[str], list[str]]:
+    """Completes a value in a shell."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Preset (llama3-70b) or JSON file with the fields of Model.",
+        autocompletion=_completed(presets.models),
+    ),
+]  # fmt: skip
 ClusterName = Annotated[
-    str, typer.Option("--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.")
-]
+    str,
+    typer.Option(
+        "--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.",
+        autocompletion=_completed(presets.clusters),
+    ),
+]  # fmt: skip
 Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", show_default="the model's")]
 Batch = Annotated[
     str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
@@ -58,7 +76,13 @@ PlanText = Annotated[
         show_default="the fastest",
     ),
 ]
-System = Annotated[str | None, typer.Option("--for", help=f"Only plans that one system can run: {', '.join(TARGETS)}.")]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--for", help=f"Only plans that one system can run: {', '.join(TARGETS)}.",
+        autocompletion=_completed(lambda: list(TARGETS)),
+    ),
+]  # fmt: skip
 Only = Annotated[
     str | None,
     typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
@@ -116,7 +140,10 @@ def plan_command(
     ] = None,
     launcher: Launcher = None,
 ) -> None:
-    """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits."""
+    """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits.
+
+    Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
+    """
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
     if output is not None and output.suffix == ".toml":
         system = system or TRAINER.name
@@ -165,7 +192,10 @@ def estimate_command(
     json: Json = False,
     html: Html = None,
 ) -> None:
-    """Time, memory and traffic of one plan; exit code 1 if it does not fit in memory."""
+    """Time, memory and traffic of one plan; exit code 1 if it does not fit in memory.
+
+    Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
+    """
     found = _estimate(model, cluster, batch, seq, plan, price, software)
     _save_page(html, [found])
     problem = memory_problem(found.cluster, found.plan, found.memory)
@@ -190,7 +220,7 @@ def estimate_command(
 def schedule_command(
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
-    kind: Annotated[str, typer.Option(help=", ".join(KINDS))] = "1f1b",
+    kind: Annotated[str, typer.Option(help=", ".join(KINDS), autocompletion=_completed(lambda: KINDS))] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
     times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
     link: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
@@ -201,7 +231,10 @@ def schedule_command(
     output: Annotated[Path | None, typer.Option(help="Save a picture, .svg or .png.")] = None,
     json: Json = False,
 ) -> None:
-    """Simulates a pipeline schedule and draws it."""
+    """Simulates a pipeline schedule and draws it.
+
+    Example: parallel-ops schedule --pp 4 --micro-batches 8 --kind zb-v --output schedule.svg
+    """
     durations = replace(_times(times, link), input_grad_first=input_grad_first)
     stages = virtual_stages or (2 if kind == "interleaved" else 1)
     options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
@@ -227,11 +260,19 @@ def validate_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compares the planner with published tables; exit code 1 if a promise does not hold."""
+    """Compares the planner with published tables; exit code 1 if a promise does not hold.
+
+    Example: parallel-ops validate --rows
+    """
     if runs is not None:
-        _console().print(tables.own_runs(list(read_runs(runs.name, runs.read_text(encoding="utf-8")))))
+        found = list(read_runs(runs.name, runs.read_text(encoding="utf-8")))
+        if json:
+            _print_json(tables.own_runs_data(found))
+        else:
+            _console().print(tables.own_runs(found))
         return
-    report = validate()
+    with waiting(lambda: "comparing with published runs"):
+        report = validate()
     if json:
         _print_json(tables.report_data(report))
     else:
@@ -249,7 +290,9 @@ def config_command(
     model: ModelName,
     cluster: ClusterName,
     batch: Batch,
-    format: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))],
+    format: Annotated[
+        str, typer.Option("--format", help=", ".join(FORMATS), autocompletion=_completed(lambda: FORMATS))
+    ],
     seq: Sequence = None,
     plan: PlanText = None,
     output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
@@ -260,6 +303,8 @@ def config_command(
     trainer, as arguments of Megatron-LM, or as a torchrun command.
 
     Exit code 1 if it does not fit in memory; it is written all the same.
+
+    Example: parallel-ops config --model llama3-8b --cluster h100x8 --batch 64 --format megatron
     """
     system = find_target(format)
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster)
@@ -303,7 +348,8 @@ def _search(
 ) -> SearchResult:
     """The search; exits with code 1 if no plan fits."""
     sequences, name = inputs.batch(batch, model.seq_length), era(software).name if software else ""
-    found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep)
+    with waiting(lambda: "searching plans"):
+        found = search(model, cluster, batch=sequences, options=options, software=name, keep=keep)
     if not found.plans:
         fail(found.nothing_fits(), NO)
     return found

@@ -127,6 +127,8 @@ def overlap_command(
 
     No row is slower than NCCL's collective and cuBLAS' product one after the other: that is what is chosen where pieces
     do not pay. All figures are the model's; on a GPU the first call of a kind measures the ways and decides.
+
+    Example: parallel-ops overlap --hidden 8192 --tp 8 --tokens 16384
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(f"overlap: --reduction must be {' or '.join(_REDUCTIONS)}, got {reduction}")

@@ -210,6 +210,17 @@ def own_runs(rows: Sequence[Measurement]) -> Table:
     return out
 
 
+def own_runs_data(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """What ``own_runs`` shows."""
+    return [
+        {
+            "table": row.table, "run": row.name, "measured": row.seconds, "predicted": row.predicted(),
+            "band": error_band(row.cluster, row.plan, software=row.software, experts=row.model.experts > 0).time,
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
 def left_out(report: Report) -> Table:
     """The errors of each table of step times with constants that were fitted without it."""
     out = _table("Step times of each table, fitted without it, and what that changes for the other tables")

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallel_ops._internal.command_line import fail
+from parallel_ops._internal.command_line import fail, waiting
 from parallel_ops.planner.results import DEVICE_MEMORY
 from parallel_ops.train import description
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
@@ -72,7 +72,8 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
     try:
         with launch.propagated():
             _check_memory(settings, Device.here(settings, ranks), strict)
-            share = launch.check(settings, start)
+            with waiting(lambda: "checking files and tokens"):
+                share = launch.check(settings, start)
             if under_torchrun():
                 given, settings = settings, launch.fitted(settings, int(os.environ["WORLD_SIZE"]), start)
                 if settings is not given and first_rank():

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from parallel_ops._internal.command_line import waiting
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.train.config import Settings
 from parallel_ops.train.config_sections import RunSettings
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.consistency import Comparison, values_of
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import meet, under_torchrun
+from parallel_ops.train.launch.rendezvous import first_rank, meet, under_torchrun
 from parallel_ops.train.launch.signals import Stopping
 from parallel_ops.train.launch.watch import Activity, Watch, group_timeout, longest
 from parallel_ops.train.malloc import keep_freed_memory
@@ -41,12 +42,13 @@ def run_rank(
     if not uses_cuda(settings):
         keep_freed_memory()
     with joined(settings, start, report, note) as (mesh, activity):
-        trainer = Trainer(settings, mesh, activity=activity)
-        # A restarted run without checkpoints starts from the beginning.
-        if start.resume and (start.path or settings.checkpoint.dir):
-            source = resuming.resume_trainer(trainer, start)
-            if trainer.global_step >= settings.run.steps:
-                return Result(trainer.global_step, math.nan, None, source)
+        with waiting(lambda: activity.now[1]) if first_rank() else contextlib.nullcontext():
+            trainer = Trainer(settings, mesh, activity=activity)
+            # A restarted run without checkpoints starts from the beginning.
+            if start.resume and (start.path or settings.checkpoint.dir):
+                source = resuming.resume_trainer(trainer, start)
+                if trainer.global_step >= settings.run.steps:
+                    return Result(trainer.global_step, math.nan, None, source)
         return trainer.train(stopping)
 
 
