@@ -125,6 +125,15 @@ class ParallelLinear(ShardedModule):
             )
         return GradientOf(self.weight) if self._main_grad is None else self._main_grad
 
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        """Output and input features of this rank's product."""
+        rows, columns = self.out_features, self.in_features
+        if self._placement == Shard(1):
+            return rows, columns // self.ranks
+        own: slice | None = getattr(self, "rows", None)
+        return (rows // self.ranks if own is None else len(range(rows)[own])), columns
+
     def check_float8(self) -> None:
         """Raises ValueError where the products of this linear cannot be in float8."""
         name = type(self).__name__

@@ -33,6 +33,7 @@ from parallel_ops.train.config_sections import (
     RunSettings,
     Section,
 )
+from parallel_ops.train.float8_sizes import size_problem
 from parallel_ops.train.planner_model import planner_model
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
@@ -170,6 +171,8 @@ class Settings(Section):
                 f"is {own.fp8_bf16_layers}, at the start and at the end, which leaves none of the {layers} layers in "
                 "float8; lower it",
             )
+        elif problem := size_problem(self.config, plan.tp, own.fp8_bf16_layers):
+            yield ("precision", "fp8"), problem
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         own, keep_best = self.evaluation, self.checkpoint.keep_best

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
@@ -220,12 +220,11 @@ def _use_float8(model: nn.Module, names: list[str], plan: Plan, float8: Float8, 
             f"{len(every) - at_the_ends - 1} of {len(every)}"
         )
     for name, linear in found:
-        for size in linear.weight.to_local().shape if isinstance(linear.weight, DTensor) else linear.weight.shape:
-            if size % MULTIPLE:
-                raise ValueError(
-                    f"parallelize: float8 needs sizes that {MULTIPLE} divides, on each rank of tp, and {name} has "
-                    f"{linear.in_features} and {linear.out_features}"
-                )
+        if any(size % MULTIPLE for size in linear.local_sizes):
+            raise ValueError(
+                f"parallelize: float8 needs sizes that {MULTIPLE} divides, and {name} has {linear.in_features} and "
+                f"{linear.out_features}, on {linear.ranks} ranks"
+            )
         linear.float8 = float8
 
 

@@ -103,7 +103,8 @@ def test_first_and_last_layers_stay_and_gradients_reach_all(data):
             "needs the schedule 1f1b, interleaved or gpipe, got 'zb-h1'",
         ),
         ({"fp8_bf16_layers": 2}, {}, "is 2, at the start and at the end, which leaves none of the 3 layers"),
-        ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp.* has 32 and 72"),
+        ({}, {"model": {**MODEL, "ffn_hidden_size": 72}}, r"layers\.1\.mlp\.gate has 32 x 72"),
+        ({}, {"parallel": {"tp": 4, "global_batch": 8}}, r"on each rank of tp: layers\.1\.attention\.q has 32 x 8"),
     ],
 )
 def test_refusals_name_the_key(data, precision, sections, message):

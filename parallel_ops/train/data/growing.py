@@ -55,6 +55,9 @@ class Growing:
     ignores = True  # files with a mask may come
 
     def __init__(self, paths: Sequence[Path], dtype: str, opened: Open, *, seed: int, **options: Any) -> None:
+        for path in paths:
+            if not path.exists():
+                raise FileNotFoundError(f"{path} does not exist")
         if not any(path.is_dir() for path in paths):
             raise ValueError(f"data.growing: needs a folder in data.paths, got {', '.join(map(str, paths))}")
         self._paths, self._dtype, self._open = list(paths), dtype, opened
