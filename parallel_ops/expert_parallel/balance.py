@@ -11,13 +11,30 @@ The losses are not added to anything: each layer attaches theirs to its output, 
 gradient. So they work in any stage of a pipeline, with recomputation, and do not change the loss that is reported.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_ops._internal.compat import in_backward
 from parallel_ops.ops.experts import Routing
+
+
+class Elsewhere(Protocol):
+    """Loads of layers in other stages, as ``pipeline_parallel.loads.Place``.
+
+    Attributes:
+        layers: Those that have experts, in all stages.
+        add: Takes the load of a layer in the forward. mean: Returns the mean over all layers in the backward.
+    """
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def add(self) -> Callable[[Tensor], None]: ...
+    @property
+    def mean(self) -> Callable[[], Tensor]: ...
 
 
 class AuxiliaryLosses:
@@ -28,12 +45,15 @@ class AuxiliaryLosses:
         over_model: see above.
         scale: the factor of their gradients; ``None`` for that of the loss, which ``follow`` takes.
         ranks: context-parallel ranks, whose gradients are averaged.
+        elsewhere: with ``over_model``, takes the loads of these layers, and has the mean over all in the backward;
+            ``None`` where these are all layers.
     """
 
     def __init__(
         self, aux: float, z: float = 0.0, *, over_model: bool = False, scale: Tensor | float | None = None,
-        ranks: int = 1,
+        ranks: int = 1, elsewhere: Elsewhere | None = None,
     ) -> None:  # fmt: skip
+        self.elsewhere = elsewhere
         self.aux, self.z, self.over_model, self.scale, self.ranks = aux, z, over_model, scale, ranks
         self.loads: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -49,6 +69,8 @@ class AuxiliaryLosses:
             return y
         if not in_backward():  # otherwise this is a recomputation
             self.loads.append(load)
+            if self.elsewhere is not None:
+                self.elsewhere.add(load)
             self._scores.append(routing.score_sums.detach())
             self._z_sums.append(routing.z_sum.detach())
         attached: Tensor = _Attach.apply(y, routing.score_sums, routing.z_sum, self, load, routing.experts.shape[1])
@@ -76,7 +98,9 @@ class AuxiliaryLosses:
         wanted = load.to(torch.float32)
         tokens, scale = wanted.sum() / top_k, self.scale * self.ranks
         tokens = tokens.clamp(min=1)
-        if self.over_model:
+        if self.elsewhere is not None:
+            wanted = self.elsewhere.mean() / self.elsewhere.layers
+        elif self.over_model:
             wanted = torch.stack(self.loads).to(torch.float32).mean(0) / len(self.loads)
         return scale * self.aux * load.shape[0] / tokens**2 * wanted, scale * self.z / tokens
 

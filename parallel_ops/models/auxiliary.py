@@ -11,6 +11,7 @@ from parallel_ops.expert_parallel import AuxiliaryLosses
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.context import Context
 from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.pipeline_parallel.loads import Place
 
 
 class Model(Protocol):
@@ -23,11 +24,11 @@ class Model(Protocol):
     training: bool
 
 
-def auxiliary_losses(model: Model, scale: Tensor | float | None) -> AuxiliaryLosses | None:
+def auxiliary_losses(model: Model, scale: Tensor | float | None, loads: Place | None = None) -> AuxiliaryLosses | None:
     """Where the layers with experts put their auxiliary losses in a forward; ``None`` if there are none.
 
     Args:
-        scale: see ``Transformer.forward``.
+        scale, loads: see ``Transformer.forward``.
 
     Raises:
         ValueError: there is none, but the model has stages.
@@ -37,9 +38,12 @@ def auxiliary_losses(model: Model, scale: Tensor | float | None) -> AuxiliaryLos
         return None
     if scale is None and model.stages is not None and torch.is_grad_enabled():
         raise ValueError("Transformer: aux_scale must be given for a model with stages and auxiliary losses")
+    over_model = experts.aux_loss_over == "model" and experts.aux_loss > 0
+    if over_model and loads is None and model.stages is not None and torch.is_grad_enabled():
+        raise ValueError("Transformer: aux_loads must be given for stages and an auxiliary loss over the whole model")
     return AuxiliaryLosses(
-        experts.aux_loss, experts.z_loss, over_model=experts.aux_loss_over == "model", scale=scale,
-        ranks=model.context.ranks,
+        experts.aux_loss, experts.z_loss, over_model=over_model, scale=scale,
+        ranks=model.context.ranks, elsewhere=loads,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from parallel_ops.models.layers import layer_of, normal
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
+from parallel_ops.pipeline_parallel.loads import ModelLoads, Place
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
@@ -165,6 +166,15 @@ class Transformer(PretrainedModel):
         """The layers of the whole model."""
         return [f"layers.{number}" for number in range(self.config.num_layers)]
 
+    def loads_of_model(self) -> ModelLoads | None:
+        """For the pipeline of a model whose auxiliary loss is over all its layers; ``None`` for others."""
+        experts = self.config.experts
+        if self.stages is None or experts is None or not experts.aux_loss or experts.aux_loss_over != "model":
+            return None
+        return ModelLoads(
+            experts.num_experts, self.config.num_layers - experts.dense_layers, self.stages.count - 1
+        )  # fmt: skip
+
     def stage_blocks(self, stage: int) -> list[nn.Module]:
         """The layers of a stage of this rank."""
         assert self.stages is not None
@@ -211,6 +221,7 @@ class Transformer(PretrainedModel):
         stream: Tensor | None = None,
         dropout_seed: int | None = None,
         aux_scale: Tensor | float | None = None,
+        aux_loads: Place | None = None,
     ) -> Tensor:
         """Logits, or the mean loss if targets are given.
 
@@ -228,6 +239,8 @@ class Transformer(PretrainedModel):
                 on this number and the layer alone; ``None`` leaves the generators as they are.
             aux_scale: factor of the gradients of the experts' auxiliary losses, which are then not in the result;
                 needed for a model with ``stages``. ``None``: in training they are added to the loss.
+            aux_loads: of a model with ``stages`` and an auxiliary loss over all layers, where the loads of the other
+                stages come from; ``Pipeline`` gives it.
 
         Returns:
             The residual stream from a stage that is not the last. Otherwise logits ``[s, b, vocab_size]``, with
@@ -257,7 +270,7 @@ class Transformer(PretrainedModel):
         if self.config.positions == "rotary":
             angles, positions = self._angles(x, positions)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
-        losses = auxiliary_losses(self, aux_scale)
+        losses = auxiliary_losses(self, aux_scale, aux_loads)
         for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
             self._seed(dropout_seed, number, tokens.device)
             x = self.layers[number](

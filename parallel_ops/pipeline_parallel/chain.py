@@ -88,6 +88,9 @@ class ModuleChain(nn.Module):
         before = self._before if stage == 0 else []
         return [*before, *found, *(self._after if stage == self.stages.count - 1 else [])]
 
+    def loads_of_model(self) -> None:
+        """It has no auxiliary losses."""
+
     def stage_blocks(self, stage: int) -> list[nn.Module]:
         """The blocks of a stage of this rank."""
         assert self.stages is not None

@@ -59,6 +59,22 @@ class Link(Protocol):
     def receive(self, tensor: Tensor, rank: int, key: Key) -> Work: ...
 
 
+class Rider(Protocol):
+    """What goes with each message in the same buffer: a few integers.
+
+    Attributes:
+        size: Their number.
+    """
+
+    size: int
+
+    def leaving(self, key: Key) -> Tensor:
+        """Those of a message that is sent, int64 ``[size]``."""
+
+    def arrived(self, key: Key, values: Tensor) -> None:
+        """Takes those of a message that was received."""
+
+
 def sent_by(action: Action, stages: int) -> Key | None:
     """The message that an action produces; ``None`` at the ends of the model."""
     kind, micro_batch, stage = action[:3]
@@ -76,6 +92,7 @@ class Messages:
         schedule: The actions of all ranks.
         rank: This pipeline rank.
         share: Tensor-parallel ranks that hold the same rows, each of which sends a part; ``None`` for one rank.
+        rider: Goes with each message; the same on all ranks of ``share``.
 
     Attributes:
         bytes_sent, sent: What this rank has sent, and in how many messages.
@@ -83,9 +100,9 @@ class Messages:
 
     def __init__(
         self, schedule: Sequence[Sequence[Action]], stages: Stages, rank: int, link: Link, *,
-        share: ProcessGroup | None = None,
+        share: ProcessGroup | None = None, rider: Rider | None = None,
     ) -> None:  # fmt: skip
-        self.stages, self.rank, self.link, self._share = stages, rank, link, share
+        self.stages, self.rank, self.link, self._share, self._rider = stages, rank, link, share, rider
         self._parts = 1 if share is None else share.size()
         self.bytes_sent = self.sent = 0
         self._order: dict[int, list[Key]] = {}
@@ -124,8 +141,13 @@ class Messages:
         peer = self.stages.rank_of(key.stage)
         if peer == self.rank:
             self._here[key] = tensor
+            if self._rider is not None:
+                self._rider.arrived(key, self._rider.leaving(key))
             return
         part = self._part(tensor)
+        if self._rider is not None:
+            # As they are, bit by bit.
+            part = torch.cat([part.reshape(-1), self._rider.leaving(key).to(torch.int64).view(self._dtype)])
         self._leaving.append((self.link.send(part, peer, key), part))
         self.bytes_sent, self.sent = self.bytes_sent + part.nbytes, self.sent + 1
         while self._leaving and self._leaving[0][0].is_completed():
@@ -142,6 +164,10 @@ class Messages:
         self._count[peer] -= 1
         work.wait()
         self._post(peer)
+        if self._rider is not None:
+            sent = part.numel() - self._ridden
+            self._rider.arrived(key, part[sent:].clone().view(torch.int64))
+            part = part[:sent].view(self._part_shape)
         return self._whole(part)
 
     def end(self) -> None:
@@ -153,10 +179,22 @@ class Messages:
         due = self._due[peer]
         while due and (self._count[peer] < AHEAD or (until is not None and until not in self._posted)):
             key = due.popleft()
-            shape = self._shape if self._share is None else (-(-self._shape.numel() // self._parts),)
+            shape = self._part_shape
+            if self._ridden:
+                shape = torch.Size([shape.numel() + self._ridden])
             part = torch.empty(shape, dtype=self._dtype, device=self._device)
             self._posted[key] = self.link.receive(part, peer, key), part
             self._count[peer] += 1
+
+    @property
+    def _part_shape(self) -> torch.Size:
+        """The shape of this rank's part of a message."""
+        return self._shape if self._share is None else torch.Size([-(-self._shape.numel() // self._parts)])
+
+    @property
+    def _ridden(self) -> int:
+        """Elements of a message that are the rider's."""
+        return 0 if self._rider is None else self._rider.size * torch.int64.itemsize // self._dtype.itemsize
 
     def _part(self, tensor: Tensor) -> Tensor:
         """This rank's part of a message, padded where it does not divide."""

@@ -24,6 +24,7 @@ from parallel_ops.comm.errors import publish_failure
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.executor import Executor, Forward, Observer
 from parallel_ops.pipeline_parallel.link import GroupLink
+from parallel_ops.pipeline_parallel.loads import ModelLoads
 from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
@@ -47,6 +48,7 @@ class StagedModel(Protocol):
     @property
     def tied_weight(self) -> nn.Parameter | None: ...
     def stage_blocks(self, stage: int) -> list[nn.Module]: ...
+    def loads_of_model(self) -> ModelLoads | None: ...
     def stream_shape(self, s: int, b: int) -> tuple[int, ...]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def __call__(
@@ -104,7 +106,10 @@ class Pipeline:
             )
         self._share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
         self._link = GroupLink(group, mesh.reverse_pp_group)
-        self.messages = Messages(self.schedule, stages, self.rank, self._link, share=self._share)
+        self._loads = self.model.loads_of_model()
+        self.messages = Messages(
+            self.schedule, stages, self.rank, self._link, share=self._share, rider=self._loads
+        )  # fmt: skip
         blocks = {stage: self.model.stage_blocks(stage) for stage in stages.on(self.rank)}
         self._reduction = Reduction(model, blocks, plan.zero)
         self.executor = Executor(
@@ -141,6 +146,8 @@ class Pipeline:
             raise ValueError(f"Pipeline: inputs must have {expected} micro-batches, got {len(inputs)}")
         messages = self._messages_of(inputs)
         self._reduction.start()
+        if self._loads is not None:
+            self._loads.begin(inputs[0]["tokens"].device)
         with self._published():
             losses = self.executor.step(self._forward(inputs, around), scale, **messages)
         self._reduction.end()
@@ -171,9 +178,12 @@ class Pipeline:
             )
 
     def _forward(self, inputs: Sequence[Mapping[str, Any]], around: Callable[[], Any] | None) -> Forward:
+        loads = self._loads if torch.is_grad_enabled() else None
+
         def forward(stage: int, micro_batch: int, stream: Tensor | None) -> Tensor:
             with contextlib.nullcontext() if around is None else around():
-                return self.model(**inputs[micro_batch], stage=stage, stream=stream)
+                more: dict[str, Any] = {} if loads is None else {"aux_loads": loads.place(stage, micro_batch)}
+                return self.model(**inputs[micro_batch], stage=stage, stream=stream, **more)
 
         return forward
 

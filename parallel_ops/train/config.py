@@ -217,12 +217,6 @@ class Settings(Section):
             yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
         if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
             yield ("parallel", "zero"), "must be 1 or more with ep and dp_replicate: replicas of experts are shards"
-        if plan.pp > 1 and experts.aux_loss and experts.aux_loss_over == "model":
-            yield (
-                ("parallel", "pp"),
-                "must be 1 with an auxiliary loss over the whole model, as a model's folder has it: a stage knows "
-                'load of its layers alone; or set model.aux_loss_over to "layer"',
-            )
 
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("pydantic")
 
+from parallel_ops.models import Transformer
+from parallel_ops.pipeline_parallel.cut import Stages
 from support import trainer as runs
 from support.distributed import ranks
 
@@ -89,6 +91,39 @@ def test_any_plan_takes_the_steps_of_one_process(data, model, plan, kind):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ({"pp": 2, "schedule": "1f1b"}, "none"),
+        ({"pp": 2, "schedule": "zb-v", "dp": 2, "ep": 2, "zero": 2}, "full"),
+        ({"pp": 2, "schedule": "interleaved", "tp": 2}, "experts"),
+        ({"pp": 2, "schedule": "dualpipe-v", "cp": 2, "ep": 2, "global_batch": 8}, "none"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_stages_have_the_auxiliary_loss_of_the_whole_model(data, plan, kind, dtype):
+    """Its gradient in each stage has the loads of all, so a large coefficient shows in the norms."""
+    model = {**FOUR, "experts": {**FOUR["experts"], "aux_loss": 3.0}}
+
+    def found(over, plan, kind="none"):
+        given = {**model, "experts": {**model["experts"], "aux_loss_over": over}}
+        return runs.settings_of(
+            data, model=given, parallel={"global_batch": 4, **plan}, run={"steps": 2}, recompute={"kind": kind},
+            precision={"dtype": dtype},
+        )  # fmt: skip
+
+    batch = {"global_batch": plan.get("global_batch", 4)}
+    of_model, of_layers = (
+        torch.tensor(runs.steps_of(0, found(over, batch | {"micro_batch": 1}))) for over in ("model", "layer")
+    )
+    settings = found("model", plan, kind)
+    for got in ranks(settings.plan.gpus).run(runs.steps_of, settings):
+        tight = {"rtol": 2e-6, "atol": 1e-6} if dtype == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
+        torch.testing.assert_close(torch.tensor(got), of_model, **tight)
+    assert (of_model - of_layers)[:, 1].abs().max() > (1e-3 if dtype == "fp32" else 5e-2)
+
+
 def test_biases_and_sinks_do_not_decay(data):
     trainer = runs.trainer_of(runs.settings_of(data, model=runs.MODELS["gpt-oss"], optimizer={"weight_decay": 0.1}))
     trainer.loader.close()
@@ -145,11 +180,6 @@ def test_the_bias_balances(data):
             r"parallel\.expert_tp\s+must be 0 or 1, got 2: its experts are not split",
         ),
         ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.zero\s+must be 1 or more with ep and dp_replicate"),
-        (
-            {"pp": 2},
-            {"aux_loss_over": "model"},
-            r"parallel\.pp\s+must be 1 with an auxiliary loss over the whole model",
-        ),
         ({}, {"top_k": 9}, "top_k must be at most 4, the experts to choose from, got 9"),
         ({}, {"topk": 2}, "unexpected keyword argument 'topk'"),
         ({}, {"dense_layers": 4}, r"experts\.dense_layers must be below num_layers \(4\), got 4"),
@@ -165,3 +195,10 @@ def test_what_does_not_fit(data, plan, experts, message):
 def test_ep_without_experts(data):
     with pytest.raises(ValueError, match=r"parallel\.ep\s+must be 1 for a model without experts, got 2"):
         runs.settings_of(data, parallel={"dp": 2, "ep": 2, "global_batch": 8})
+
+
+def test_a_stage_without_a_pipeline_has_no_loads():
+    config = runs.settings_of("", model={**FOUR, "experts": {**FOUR["experts"], "aux_loss_over": "model"}}).config
+    model = Transformer(config, stages=Stages((2, 2), 2), device="cpu")
+    with pytest.raises(ValueError, match="aux_loads must be given for stages and an auxiliary loss over the whole"):
+        model(torch.zeros(4, 1, dtype=torch.int64), stage=0, aux_scale=1.0)

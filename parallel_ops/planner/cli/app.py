@@ -266,6 +266,8 @@ def validate_command(
     """
     if runs is not None:
         found = list(read_runs(runs.name, runs.read_text(encoding="utf-8")))
+        if not found:
+            raise ValueError(f"--runs: {runs} has no runs in it")
         if json:
             _print_json(tables.own_runs_data(found))
         else:

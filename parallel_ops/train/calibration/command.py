@@ -37,6 +37,8 @@ def calibrate(
     """
     if path.suffix != ".json":
         raise ValueError(f"calibrate: FILE must end in .json, got {path}")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"calibrate: {path} is a folder, or in none that is there")  # before a minute is spent
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = processes or gpus or 2
     if gpus and ranks > gpus:
