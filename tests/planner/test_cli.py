@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,18 @@ def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_runs_of_ones_own_as_json(run, tmp_path):
+    lines = (files("parallel_ops.planner.validation") / "runs/deepspeed_a800.csv").read_text().splitlines()
+    (tmp_path / "mine.csv").write_text("\n".join(lines[1:3]))
+    code, out, err = run("validate", "--runs", tmp_path / "mine.csv", "--json")
+    (found,) = json.loads(out)
+    assert (code, err) == (0, "") and found.keys() == {"table", "run", "measured", "predicted", "band"}
+    assert 0 < found["predicted"] < 10 * found["measured"]
+    (tmp_path / "none.csv").write_text("")
+    code, out, err = run("validate", "--runs", tmp_path / "none.csv")
+    assert (code, out) == (2, "") and err.endswith("none.csv has no runs in it\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

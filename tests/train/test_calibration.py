@@ -117,6 +117,8 @@ def test_measured_machine_is_read_by_the_planner(tmp_path):
 def test_bad_arguments_name_themselves(tmp_path):
     with pytest.raises(ValueError, match=r"FILE must end in \.json, got .*machine\.toml"):
         calibrate(tmp_path / "machine.toml", 2, 1.0)
+    with pytest.raises(ValueError, match=r"calibrate: .*machine\.json is a folder, or in none that is there"):
+        calibrate(tmp_path / "nowhere" / "machine.json", 2, 1.0)
     path = tmp_path / "machine.json"
     path.write_text('{"constants": [1]}')
     with pytest.raises(ValueError, match="constants must be a JSON object"):
