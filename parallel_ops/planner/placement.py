@@ -130,7 +130,10 @@ def group_size(plan: Plan, group: str) -> int:
 
 
 def expert_replicas(plan: Plan) -> int:
-    """Number of ranks that hold the same expert, of those that ``group_size(plan, "dp")`` counts."""
+    """Number of ranks that ZeRO shards an expert over, of those that ``group_size(plan, "dp")`` counts and the
+    tensor-parallel ones."""
+    if plan.copied_experts:
+        return group_size(plan, "dp")
     return group_size(plan, "dp") * plan.tp // (plan.expert_shards * plan.ep)
 
 

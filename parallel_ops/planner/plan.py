@@ -186,6 +186,12 @@ class Plan:
         return self.expert_tp or self.tp
 
     @property
+    def copied_experts(self) -> bool:
+        """Whether each tensor-parallel rank has a copy of all experts, over which FSDP2 does not shard: the gradients of
+        the copies are summed for every micro-batch. Other systems shard over these ranks too."""
+        return self.fsdp and self.ep == 1 and self.expert_shards < self.tp
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks of one pipeline stage and replica that experts can be spread over."""
         return self.dp_shard * self.cp * self.tp // self.expert_shards

@@ -5,6 +5,8 @@ a few numbers for the progress line, sums of scalars.
 """
 
 import functools
+import itertools
+import random
 
 import numpy as np
 import pytest
@@ -50,11 +52,14 @@ CASES = [
     (EXPERTS, "dp=4,dp_replicate=2,ep=2,zero=2,global_batch=8", "bf16", "none"),
     (EXPERTS, "tp=2,dp=2,ep=2,zero=1,global_batch=4", "bf16", "none"),
     (EXPERTS, "tp=2,dp=2,ep=4,zero=3,sequence_parallel=true,global_batch=4,micro_batch=2", "fp32", "full"),
+    (EXPERTS, "tp=2,dp=2,zero=2,global_batch=4", "fp32", "none"),
+    (EXPERTS, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=4", "bf16", "full"),
     (GPT, "tp=2,dp=2,zero=1,sequence_parallel=true,global_batch=4", "bf16", "none"),
     (LATENT, "tp=2,dp=2,zero=2,global_batch=4", "bf16", "none"),
     (LATENT, "tp=2,dp=2,zero=3,sequence_parallel=true,global_batch=4", "bf16", "full"),
     (DEEPSEEK, "tp=2,dp=2,ep=2,zero=3,sequence_parallel=true,global_batch=4", "fp32", "selective"),
 ]
+MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "latent": LATENT, "deepseek": DEEPSEEK}
 IDS = [f"{plan} {dtype} {recompute}" for _, plan, dtype, recompute in CASES]
 # The weights of rows are 4 bytes beside thousands.
 NOT_PLANNED = ("agreement", "report", "weights")
@@ -65,12 +70,16 @@ def given(case):
     return {"model": model, "parallel": plan, "precision": {"dtype": dtype}, "recompute": {"kind": recompute}}
 
 
-@functools.cache
-def steps(folder, number):
+def run(folder, case):
     """What a step of a case sends and holds on each rank."""
     file = folder / "tokens.bin"
     np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint16).tofile(file)
-    return ranks(4).run(traffic.a_step, {"data": {"paths": [str(file)]}, **given(CASES[number])})
+    return ranks(4).run(traffic.a_step, {"data": {"paths": [str(file)]}, **given(case)})
+
+
+@functools.cache
+def steps(folder, number):
+    return run(folder, CASES[number])
 
 
 @pytest.fixture(scope="module")
@@ -78,52 +87,100 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
-def test_a_step_sends_what_the_planner_says(folder, number):
-    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
+def settings(case):
+    return settings_of({**given(case), "data": {"paths": ["tokens.bin"]}})
+
+
+def check_sent(case, counts):
+    found = settings(case)
     planned = {}
-    for transfer in forecast(settings, cluster_of("h100", settings.plan)).transfers:
+    for transfer in forecast(found, cluster_of("h100", found.plan)).transfers:
         # Shards are over dp_shard and cp together, which are one group where either has one rank.
         name = "data" if transfer.group == "dp" else transfer.group
         planned[name, transfer.collective] = planned.get((name, transfer.collective), 0) + transfer.bytes
     sent = {}
-    counts = [count for count, _ in steps(folder, number)]
     for name, kind in {key for count in counts for key in count}:
         if kind not in NOT_PLANNED:
             data = name in ("loss", "fsdp", "dp_shard", "efsdp") or (
                 name == "cp" and kind in ("all-gather", "reduce-scatter", "all-reduce")
             )
             key = ("data" if data else name, kind)
-            if settings.plan.ep > 1 and kind == "all-to-all":
+            if found.plan.ep > 1 and kind == "all-to-all":
                 key = ("ep", kind)  # which may be the ranks of another dimension
             # Of a causal ring some ranks send more than others: the planner has their mean.
             sent[key] = sent.get(key, 0) + sum(count.get((name, kind), 0) for count in counts) / 4
     assert sent == planned
-    reported = 100 if "experts" not in CASES[number][0] else 300  # the loads of all layers
+    reported = 100 if "experts" not in case[0] else 300  # the loads of all layers
     assert all(sum(size for (_, kind), size in count.items() if kind == "report") < reported for count in counts)
+
+
+def check_held(case, samples):
+    found = settings(case)
+    planned = rank_memory(found, gpu=True)
+    plan, ranked = found.plan, found.plan.dp_shard * found.plan.cp
+    parameters, gradients, optimizer = map(max, zip(*samples, strict=True))
+    gathered = min(held for held, *_ in samples) if plan.zero == 3 else parameters
+    # Master weights are the parameters that the optimizer has.
+    master = 0 if plan.dtype == "fp32" else planned.optimizer / 3
+    assert gathered == planned.parameters + master
+    assert gradients == planned.gradients
+    assert optimizer == planned.optimizer - master
+    if plan.zero == 3:  # beside the shards, at the end of a forward: what is beside the layers
+        assert gathered < parameters <= gathered * (1 + ranked)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
+def test_a_step_sends_what_the_planner_says(folder, number):
+    check_sent(CASES[number], [count for count, _ in steps(folder, number)])
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=IDS)
 def test_a_rank_holds_what_the_planner_says(folder, number):
-    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
-    planned = rank_memory(settings, gpu=True)
-    plan, ranked = settings.plan, settings.plan.dp_shard * settings.plan.cp
     for _, samples in steps(folder, number):
-        parameters, gradients, optimizer = map(max, zip(*samples, strict=True))
-        gathered = min(held for held, *_ in samples) if plan.zero == 3 else parameters
-        # Master weights are the parameters that the optimizer has.
-        master = 0 if plan.dtype == "fp32" else planned.optimizer / 3
-        assert gathered == planned.parameters + master
-        assert gradients == planned.gradients
-        assert optimizer == planned.optimizer - master
-        if plan.zero == 3:  # beside the shards, at the end of a forward: what is beside the layers
-            assert gathered < parameters <= gathered * (1 + ranked)
+        check_held(CASES[number], samples)
+
+
+def drawn(number):
+    """A random case of four ranks that the trainer runs."""
+    draw = random.Random(number)
+    layouts = [sizes for sizes in itertools.product((1, 2, 4), repeat=4) if np.prod(sizes) == 4]
+    while True:
+        replicate, shard, cp, tp = draw.choice(layouts)
+        kind, dp = draw.choice(list(MODELS)), replicate * shard
+        micro_batch = draw.choice((1, 2))
+        experts = "experts" in MODELS[kind]
+        fields = {
+            "dp": dp, "dp_replicate": replicate, "cp": cp, "tp": tp, "ep": draw.choice((1, 2, 4)) if experts else 1,
+            "zero": draw.randint(0, 3), "sequence_parallel": str(tp > 1 and draw.random() < 0.5).lower(),
+            "micro_batch": micro_batch, "global_batch": dp * micro_batch * draw.choice((1, 2, 3)),
+            "cp_kind": draw.choice(("ring", "all-to-all")),
+        }  # fmt: skip
+        kinds = ("none", "selective", "full", *["experts"] * experts)
+        text = ",".join(f"{name}={value}" for name, value in fields.items())
+        case = MODELS[kind], text, draw.choice(("bf16", "fp32")), draw.choice(kinds)
+        try:
+            settings(case)
+        except ValueError:
+            continue
+        return case
+
+
+def test_a_random_plan_sends_and_holds_what_the_planner_says(folder, trials):
+    for number in range(2 if trials is None else trials):
+        case = drawn(number)
+        try:
+            counts, samples = zip(*run(folder, case), strict=True)
+            check_sent(case, counts)
+            for each in samples:
+                check_held(case, each)
+        except AssertionError as error:
+            raise AssertionError(f"plan {number}: {case}: {error}") from error
 
 
 def test_mixed_precision_with_sharded_states_takes_16_bytes_a_parameter(folder):
     """Master weights, gradient and two moments in fp32; 16-bit parameters are there while they are used."""
     number = IDS.index("dp=4,zero=3,global_batch=16,micro_batch=2 bf16 none")
-    settings = settings_of({**given(CASES[number]), "data": {"paths": ["tokens.bin"]}})
-    whole = forecast(settings, cluster_of("h100", settings.plan)).model.parameters
+    found = settings(CASES[number])
+    whole = forecast(found, cluster_of("h100", found.plan)).model.parameters
     for _, samples in steps(folder, number):
         assert sum(samples[-1]) == 16 * whole / 4  # before the update

@@ -80,6 +80,11 @@ def layer_traffic(
         there, forward, backward = _tensor_parallel(model, cluster, plan, efficiency, width * tokens, sparse, again)
         found += there
         overlapped = backward if plan.sequence_parallel and work.tp_overlap else 0.0
+        if work.copied_experts and sparse:
+            link, size = group_link(cluster, plan, "tp", efficiency), width * model.experts * model.expert_weights
+            copies_summed = all_reduce_transfer("tp", plan.tp, size, link, start=start_seconds(efficiency, plan.tp))
+            found.append((copies_summed, 1))
+            backward += copies_summed.seconds
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)

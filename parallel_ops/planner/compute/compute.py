@@ -59,6 +59,7 @@ class Work(NamedTuple):
     cp: int
     ep: int
     expert_shards: int
+    copied_experts: bool
     micro_batch: int
     sequence_parallel: bool
     cp_kind: str
@@ -81,6 +82,7 @@ def work_of(plan: Plan) -> Work:
         cp=plan.cp,
         ep=plan.ep,
         expert_shards=plan.expert_shards,
+        copied_experts=plan.copied_experts,
         micro_batch=plan.micro_batch,
         sequence_parallel=plan.sequence_parallel,
         cp_kind=plan.cp_kind,
