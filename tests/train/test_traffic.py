@@ -97,6 +97,8 @@ def check_sent(case, counts):
     for transfer in forecast(found, cluster_of("h100", found.plan)).transfers:
         # Shards are over dp_shard and cp together, which are one group where either has one rank.
         name = "data" if transfer.group == "dp" else transfer.group
+        if transfer.collective == "all-to-all":
+            name = "ep"  # which may be the ranks of cp
         planned[name, transfer.collective] = planned.get((name, transfer.collective), 0) + transfer.bytes
     sent = {}
     for name, kind in {key for count in counts for key in count}:
@@ -105,8 +107,8 @@ def check_sent(case, counts):
                 name == "cp" and kind in ("all-gather", "reduce-scatter", "all-reduce")
             )
             key = ("data" if data else name, kind)
-            if found.plan.ep > 1 and kind == "all-to-all":
-                key = ("ep", kind)  # which may be the ranks of another dimension
+            if kind == "all-to-all" or (name == "dp_replicate" and not found.plan.zero):
+                key = ("ep" if kind == "all-to-all" else "data", kind)
             # Of a causal ring some ranks send more than others: the planner has their mean.
             sent[key] = sent.get(key, 0) + sum(count.get((name, kind), 0) for count in counts) / 4
     assert sent == planned
@@ -119,13 +121,14 @@ def check_held(case, samples):
     planned = rank_memory(found, gpu=True)
     plan, ranked = found.plan, found.plan.dp_shard * found.plan.cp
     parameters, gradients, optimizer = map(max, zip(*samples, strict=True))
-    gathered = min(held for held, *_ in samples) if plan.zero == 3 else parameters
+    gathers = plan.zero == 3 and ranked > 1
+    gathered = min(held for held, *_ in samples) if gathers else parameters
     # Master weights are the parameters that the optimizer has.
     master = 0 if plan.dtype == "fp32" else planned.optimizer / 3
     assert gathered == planned.parameters + master
     assert gradients == planned.gradients
     assert optimizer == planned.optimizer - master
-    if plan.zero == 3:  # beside the shards, at the end of a forward: what is beside the layers
+    if gathers:  # beside the shards, at the end of a forward: what is beside the layers
         assert gathered < parameters <= gathered * (1 + ranked)
 
 

@@ -91,8 +91,14 @@ def ring_transfer(
     return transfer(group, collective, "ring", link, ranks, (ranks - 1) / ranks * size, seconds)
 
 
-def all_reduce_transfer(group: str, ranks: int, size: float, link: Interconnect, *, start: float) -> Transfer:
-    """An all-reduce of ``size`` bytes. ``start``: seconds beyond latency and bandwidth."""
+def all_reduce_transfer(
+    group: str, ranks: int, size: float, link: Interconnect, *, start: float, gathered: float = 0.0
+) -> Transfer:
+    """An all-reduce of ``size`` bytes. ``start``: seconds beyond latency and bandwidth. ``gathered``: bytes up to which
+    every rank gets the tensors of all others, and adds them."""
+    if size <= gathered:
+        whole = ring_transfer(group, "all-reduce", ranks, ranks * size, link, start=start)
+        return replace(whole, algorithm="gather")
     algorithm, seconds = all_reduce_seconds(ranks, size, link)
     return transfer(group, "all-reduce", algorithm, link, ranks, 2 * (ranks - 1) / ranks * size, seconds + start)
 

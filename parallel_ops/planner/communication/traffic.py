@@ -76,13 +76,15 @@ def layer_traffic(
     size = width * tokens * model.hidden_size
     again = recomputed_share(model, work.recompute_layers) if plan.recompute == "full" else 0
     overlapped = 0.0
+    not_again = 0.0
     if plan.tp > 1:
-        there, forward, backward = _tensor_parallel(model, cluster, plan, efficiency, width * tokens, sparse, again)
+        there, forward, backward, not_again = _tensor_parallel(
+            model, cluster, plan, work, efficiency, width * tokens, sparse, again
+        )
         found += there
         overlapped = backward if plan.sequence_parallel and work.tp_overlap else 0.0
-        if work.copied_experts and sparse:
-            link, size = group_link(cluster, plan, "tp", efficiency), width * model.experts * model.expert_weights
-            copies_summed = all_reduce_transfer("tp", plan.tp, size, link, start=start_seconds(efficiency, plan.tp))
+        if plan.copied_experts and sparse:
+            copies_summed = _sum(cluster, plan, efficiency, _wide(work) * model.experts * model.expert_weights)
             found.append((copies_summed, 1))
             backward += copies_summed.seconds
     if plan.ep > 1 and sparse:
@@ -99,14 +101,31 @@ def layer_traffic(
         found += [(each, count * (1 + again)) for each, count in there] + back
         forward += exposed[0]
         backward += exposed[1]
-    waits, hidden = Passes(forward, backward + again * forward, 0.0), Passes(overlapped, (1 + again) * overlapped, 0.0)
+    waits, hidden = Passes(forward, backward + again * (forward - not_again), 0.0), Passes(overlapped, (1 + again) * overlapped, 0.0)
     return MicroBatchTraffic(waits, tuple(found), hidden)
 
 
+def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float) -> Transfer:
+    """The sum of ``size`` bytes over the tensor-parallel ranks."""
+    link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
+    return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=efficiency.gathered_sums)
+
+
+def _wide(work: Work) -> int:
+    """Bytes of a parameter's gradient before it is reduced. FSDP2 and ``replicate`` cast parameters; a rank that shares
+    its parameters with no other has them in fp32, and casts them op by op."""
+    return 4 if work.fsdp and work.alone else 4 if work.dtype == "fp32" else 2
+
+
 def _tensor_parallel(
-    model: Model, cluster: Cluster, plan: Plan, efficiency: Efficiency, column: float, sparse: bool, again: float
-) -> tuple[Transfers, float, float]:
-    """Tensor-parallel transfers of a layer with their counts, and the seconds exposed forward and backward.
+    model: Model, cluster: Cluster, plan: Plan, work: Work, efficiency: Efficiency, column: float, sparse: bool,
+    again: float,
+) -> tuple[Transfers, float, float, float]:  # fmt: skip
+    """Tensor-parallel transfers of a layer with their counts, the seconds exposed forward and backward, and those of
+    the forward that recomputation leaves out.
+
+    PyTorch's recomputation ends with the last tensor that the backward needs: without sequence parallelism the sum at
+    the end of a layer, or the gathering of what experts computed, comes after it.
 
     Args:
         column: bytes of one number per token.
@@ -118,9 +137,11 @@ def _tensor_parallel(
         return ring_transfer("tp", kind, plan.tp, column * columns, link, start=start)
 
     def summed(size: float) -> Transfer:
-        return all_reduce_transfer("tp", plan.tp, size, link, start=start)
+        return _sum(cluster, plan, efficiency, size)
 
-    width, m = state_bytes(plan)[0], model.latent
+    width, m = _wide(work), model.latent
+    stops = plan.fsdp and again > 0
+    skipped = 0.0
     # Experts that are not split over the group have no tensor-parallel communication of their own.
     routed = sparse and plan.expert_shards == 1
     blocks = int(not routed or model.shared_experts > 0) + int(m is None)
@@ -143,8 +164,9 @@ def _tensor_parallel(
         replicated = model.whole_in_layer(sparse) - biases - 2 * model.norm_width
     else:
         after = summed(column * model.hidden_size)
-        found = [(after, blocks * (2 + again))]
+        found = [(after, blocks * (2 + again) - (again if stops and not routed else 0))]
         forward = backward = blocks * after.seconds
+        skipped = after.seconds if stops else 0.0
         if latent:
             back = summed(column * entering)
             found += [(after, 1 + again), (back, 1)]
@@ -152,10 +174,11 @@ def _tensor_parallel(
         replicated = 0
         if routed:  # each rank routes its share of the tokens, and all have the results
             gather = parted("all-gather", model.hidden_size)
-            found.append((gather, 2 + again))
+            found.append((gather, 2 + (0 if stops else again)))
+            skipped = gather.seconds if stops else 0.0
             forward, backward = forward + gather.seconds, backward + gather.seconds
             replicated = model.hidden_size * model.experts
-    return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward
+    return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward, skipped
 
 
 _ANY = Plan()
@@ -169,6 +192,7 @@ def _plan_of(work: Work) -> Plan:
         cp=work.cp,
         ep=work.ep,
         expert_tp=work.expert_shards,
+        fsdp=work.fsdp,
         micro_batch=work.micro_batch,
         sequence_parallel=work.sequence_parallel,
         cp_kind=work.cp_kind,
@@ -240,7 +264,7 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
     plan = _plan_of(work)
     ranks, link = plan.tp, group_link(cluster, plan, "tp", efficiency)
     start = start_seconds(efficiency, ranks)
-    width = state_bytes(plan)[0]
+    width, wide = state_bytes(plan)[0], _wide(work)
     tokens = model.seq_length * plan.micro_batch / plan.cp
     row = width * model.hidden_size
     forward: list[Transfer] = []
@@ -251,22 +275,22 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
         return ring_transfer("tp", kind, ranks, size, link, start=start)
 
     def summed(size: float) -> Transfer:
-        return all_reduce_transfer("tp", ranks, size, link, start=start)
+        return _sum(cluster, plan, efficiency, size)
 
     if not last:
         for rows in [tokens] + [model.seq_length / plan.cp] * (model.positions == "learned"):
             if plan.sequence_parallel:
-                forward.append(parted("reduce-scatter", row * rows))
-                backward.append(parted("all-gather", row * rows))
+                forward.append(parted("reduce-scatter", wide * model.hidden_size * rows))
+                backward.append(parted("all-gather", wide * model.hidden_size * rows))
             else:
-                forward.append(summed(row * rows))
+                forward.append(summed(wide * model.hidden_size * rows))
     else:
         gradient = (4 if plan.fused_loss else width) * tokens * model.hidden_size
         if plan.sequence_parallel:
             forward.append(parted("all-gather", row * tokens))
             backward.append(parted("reduce-scatter", gradient))
             hidden += [] if plan.fused_loss else [parted("all-gather", row * tokens)]
-            hidden.append(summed(model.norm_width * width))
+            hidden.append(summed(model.norm_width * wide))
         else:
             backward.append(summed(gradient))
         forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))

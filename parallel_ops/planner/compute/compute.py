@@ -53,13 +53,18 @@ class Passes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The fields of a plan that determine the time of a layer. Plans that share them share cached results."""
+    """The fields of a plan that determine the time of a layer. Plans that share them share cached results.
+
+    Attributes:
+        alone: no other rank has the same parameters.
+    """
 
     tp: int
     cp: int
     ep: int
     expert_shards: int
-    copied_experts: bool
+    fsdp: bool
+    alone: bool
     micro_batch: int
     sequence_parallel: bool
     cp_kind: str
@@ -82,7 +87,8 @@ def work_of(plan: Plan) -> Work:
         cp=plan.cp,
         ep=plan.ep,
         expert_shards=plan.expert_shards,
-        copied_experts=plan.copied_experts,
+        fsdp=plan.fsdp,
+        alone=plan.dp * plan.cp == 1,
         micro_batch=plan.micro_batch,
         sequence_parallel=plan.sequence_parallel,
         cp_kind=plan.cp_kind,

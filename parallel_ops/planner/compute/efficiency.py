@@ -41,6 +41,7 @@ class Efficiency:
             processor does both, all of the host's work.
         collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
             for the last rank.
+        gathered_sums: bytes up to which a tensor-parallel sum is one all-gather, after which every rank adds for itself.
         expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
         expert_sync: seconds that the GPU waits in each pass of a layer whose experts drop no tokens, until the host
             knows their number and has launched the next kernels.
@@ -66,13 +67,14 @@ class Efficiency:
     host: float = 0.0
     serial: float = 0.0
     collective: float = 0.0
+    gathered_sums: float = 0.0
     expert_host: float = 0.0
     expert_sync: float = 0.0
 
     def __post_init__(self) -> None:
         check_figures(self, [name for name in SHARES if name not in OPTIONAL])
         check_figures(self, RATES)
-        check_figures(self, (*SECONDS, *OPTIONAL), zero=True)
+        check_figures(self, (*SECONDS, *OPTIONAL, *BYTES), zero=True)
         for name in SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(f"Efficiency: {name} must be at most 1, got {getattr(self, name)}")
@@ -80,11 +82,12 @@ class Efficiency:
 
 OPTIONAL = ("dispatch", "tp_overlap")  # shares that may be 0
 RATES = ("elementwise", "host_memory")
+BYTES = ("gathered_sums",)
 SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
-SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES))
+SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *BYTES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
-CONSTANTS = (*SHARES, *SECONDS, *RATES)
+SOFTWARE = (*OPTIONAL, *RATES, *BYTES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
+CONSTANTS = (*SHARES, *SECONDS, *RATES, *BYTES)
 
 
 @functools.cache

@@ -276,7 +276,7 @@ def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
         whole = sum(stage_parameters(model, plan, 0))
         one = _largest_parameter(model, plan)
         total += width * max(one, min(LIVE_PARAMETERS, whole)) + gradient * max(one, min(REDUCE_BUCKET, whole))
-    elif group_size(plan, "dp") > 1 and plan.zero >= 2:
+    elif group_size(plan, "dp") > 1 and (plan.zero >= 2 or sharded_states(plan) == 2):
         total += largest * (gradient + (2 * width if plan.zero == 3 else 0))
     ffn = model.expert_ffn * (model.experts_per_token + model.shared_experts) if sparse else model.ffn_hidden_size
     total += width * tokens * (2 if model.gated else 1) * ffn / plan.tp

@@ -78,11 +78,13 @@ def state_bytes(plan: Plan) -> tuple[int, int, int]:
 def sharded_states(plan: Plan) -> int:
     """The ZeRO stage by which states are sharded.
 
-    In a pipeline FSDP accumulates whole gradients over micro-batches and reduces them once, as torch's runtime does, so
-    ZeRO-2 counts as 1. Other systems (``Plan.fsdp`` is False) reduce and shard them in every micro-batch, as Llama 3's
-    training did (arXiv:2407.21783, section 3.3.2).
+    FSDP accumulates whole gradients over micro-batches with ZeRO-1, in a pipeline with ZeRO-2 too, and reduces them
+    once, as torch's runtime does; those of a single micro-batch it reduces layer by layer. Other systems (``Plan.fsdp``
+    is False) reduce and shard them in every micro-batch, as Llama 3's training did (arXiv:2407.21783, section 3.3.2).
     """
-    return 1 if plan.zero == 2 and plan.fsdp and plan.pp > 1 and plan.micro_batches > 1 else plan.zero
+    if plan.fsdp and plan.zero in (1, 2):
+        return 2 if plan.micro_batches == 1 or (plan.zero == 2 and plan.pp == 1) else 1
+    return plan.zero
 
 
 def state_memory(
