@@ -201,11 +201,17 @@ class Model:
         """Parameters of one sparse MLP that are not split over expert parallelism: router, shared experts, norm."""
         return self.hidden_size * self.experts + self.shared_experts * self.expert_weights + self.norm_width
 
-    def whole_in_layer(self, sparse: bool) -> int:
-        """Parameters of a layer that tensor-parallel ranks do not split: norms, biases that are added after a sum over
-        the ranks, routers, and what makes the compressed vectors of latent attention."""
+    def whole_keys(self, tp: int) -> int:
+        """Parameters of keys and values that ``tp`` tensor-parallel ranks do not split: all, where heads are fewer."""
+        if self.latent is not None or self.num_kv_heads % tp == 0:
+            return 0
+        return (self.hidden_size + (self.bias != "none")) * self.key_value_width
+
+    def whole_in_layer(self, sparse: bool, tp: int) -> int:
+        """Parameters of a layer that ``tp`` tensor-parallel ranks do not split: norms, biases that are added after a
+        sum over the ranks, routers, ``whole_keys``, and what makes the compressed vectors of latent attention."""
         found = 2 * self.norm_width + (self.hidden_size * (1 if sparse else 2) if self.bias == "all" else 0)
-        found += self.hidden_size * self.experts if sparse else 0
+        found += self.whole_keys(tp) + (self.hidden_size * self.experts if sparse else 0)
         if (m := self.latent) is not None:
             found += m.query_rank + m.key_value_rank
             found += self.hidden_size * (m.query_rank + m.key_value_rank + m.rope_head)

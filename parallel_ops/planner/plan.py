@@ -187,8 +187,8 @@ class Plan:
 
     @property
     def copied_experts(self) -> bool:
-        """Whether each tensor-parallel rank has a copy of all experts, over which FSDP2 does not shard: the gradients of
-        the copies are summed for every micro-batch. Other systems shard over these ranks too."""
+        """Whether each tensor-parallel rank has a copy of all experts, over which FSDP2 does not shard: the copies'
+        gradients are summed for every micro-batch. Other systems shard over these ranks, too."""
         return self.fsdp and self.ep == 1 and self.expert_shards < self.tp
 
     @property

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from parallel_ops.planner import Interconnect, Plan, communication, efficiency, presets
 from parallel_ops.planner.communication.network import all_reduce_seconds, all_to_all_seconds, group_link
 from parallel_ops.planner.communication.traffic import end_traffic, layer_traffic
+from parallel_ops.planner.memory.memory import memory
 from parallel_ops.planner.placement import leaves_node
 from parallel_ops.planner.step import StepTime
 
@@ -53,7 +54,7 @@ def test_accumulation_repeats_what_is_sharded(zero, gathers, scatters):
 
 
 def test_tensor_parallelism_moves_four_all_reduces_a_layer():
-    plan = Plan(tp=8, global_batch=4)
+    plan = Plan(tp=8, fsdp=False, global_batch=4)
     found = traffic(LLAMA, H100, plan, "tp")["all-reduce"]
     size = 2 * LLAMA.seq_length * LLAMA.hidden_size
     # Beside the layers: the embeddings, the gradient before the output embedding, the loss.
@@ -64,7 +65,7 @@ def test_tensor_parallelism_moves_four_all_reduces_a_layer():
 
 
 def test_sequence_parallelism_gathers_again_for_the_gradients_of_weights():
-    sharded = traffic(LLAMA, H100, Plan(tp=8, sequence_parallel=True, global_batch=4), "tp")
+    sharded = traffic(LLAMA, H100, Plan(tp=8, fsdp=False, sequence_parallel=True, global_batch=4), "tp")
     size = 2 * LLAMA.seq_length * LLAMA.hidden_size * 7 / 8
     assert sharded["all-gather"].bytes == pytest.approx(4 * (6 * LLAMA.num_layers + 3) * size)
     assert sharded["reduce-scatter"].bytes == pytest.approx(4 * (4 * LLAMA.num_layers + 2) * size)
@@ -87,8 +88,42 @@ def test_a_step_waits_for_what_the_ends_of_the_model_send():
 
 
 def test_full_recomputation_repeats_the_forward_collectives():
-    found = traffic(LLAMA, H100, Plan(tp=8, recompute="full", global_batch=4), "tp")["all-reduce"]
-    assert found.count == (6 * LLAMA.num_layers + 3) * 4
+    """PyTorch's ends before the sum behind a layer, of which the backward needs nothing."""
+    for fsdp, again in ((False, 2), (True, 1)):
+        plan = Plan(tp=8, fsdp=fsdp, recompute="full", global_batch=4)
+        found = traffic(LLAMA, H100, plan, "tp")["all-reduce"]
+        assert found.count == ((4 + again) * LLAMA.num_layers + 3) * 4
+
+
+def test_a_rank_alone_embeds_in_the_dtype_of_its_parameters():
+    """Which no FSDP2 casts."""
+    alone, shared = (traffic(LLAMA, H100, Plan(tp=4, dp=dp, global_batch=4), "tp")["all-reduce"] for dp in (1, 2))
+    embedded = 2 * 3 / 4 * 2 * LLAMA.seq_length * LLAMA.hidden_size
+    assert alone.bytes == pytest.approx(2 * shared.bytes + 4 * embedded)
+
+
+def test_small_sums_are_gathered_where_they_keep_an_order():
+    plan, cluster = Plan(dp=2, tp=4, sequence_parallel=True, global_batch=2), replace(H100, gpus=8)
+    ring, gathered = (
+        sum(t.bytes for t in communication(LLAMA, cluster, plan, software=software) if t.collective == "all-reduce")
+        for software in ("torchtitan-2025", "parallel_ops")
+    )
+    norms = (2 * LLAMA.num_layers + 1) * 2 * LLAMA.hidden_size
+    assert norms < 2**16 * (2 * LLAMA.num_layers + 1)
+    assert gathered - ring == pytest.approx((3 - 2 * 3 / 4) * norms)
+
+
+def test_copies_of_experts_are_summed_over_the_tensor_parallel_ranks():
+    """Where ep is 1; with it, and in systems that shard over these ranks too, there are none."""
+    model = presets.model("mixtral-8x7b")
+    given = {"tp": 2, "dp": 4, "expert_tp": 1, "sequence_parallel": True, "zero": 1, "global_batch": 8}
+    copied, elsewhere, spread = (Plan(**given), Plan(**given, fsdp=False), Plan(**given, ep=2))
+    held = model.num_layers * model.experts * model.expert_weights
+    assert [plan.copied_experts for plan in (copied, elsewhere, spread)] == [True, False, False]
+    sums = [traffic(model, H100, plan, "tp")["all-reduce"].bytes for plan in (copied, elsewhere)]
+    assert sums[0] - sums[1] == pytest.approx(2 * 2 * held)  # of two micro-batches
+    states = [memory(model, plan)[0].optimizer for plan in (copied, elsewhere)]
+    assert states[0] - states[1] == pytest.approx(12 * held * (1 / 4 - 1 / 8))
 
 
 def test_scatter_gather_divides_the_pipeline_message():

@@ -45,12 +45,14 @@ def test_states_in_fp32_take_16_bytes():
 
 
 def test_zero_shards_one_state_after_the_other():
-    stages = [memory(LLAMA, Plan(dp=8, zero=zero, global_batch=8))[0] for zero in range(4)]
+    stages = [memory(LLAMA, Plan(dp=8, zero=zero, global_batch=16))[0] for zero in range(4)]
     P = LLAMA.parameters
     assert [s.optimizer for s in stages] == [12 * P, 12 * P / 8, 12 * P / 8, 12 * P / 8]
     assert [s.gradients for s in stages] == [4 * P, 4 * P, 4 * P / 8, 4 * P / 8]
     assert [s.parameters for s in stages] == [2 * P, 2 * P, 2 * P, 0]
     assert memory(LLAMA, Plan(dp=8, zero=3, fsdp=False, global_batch=8))[0].parameters == 2 * P / 8
+    # Those of a single micro-batch are reduced layer by layer.
+    assert memory(LLAMA, Plan(dp=8, zero=1, global_batch=8))[0].gradients == 4 * P / 8
 
 
 def test_fsdp_in_fp32_has_its_shards_beside_what_it_gathers():

@@ -106,7 +106,7 @@ def seventy_billion() -> str:
     model = presets.model("llama3-70b")
     rows = []
     for gpus in (16, 32, 64):
-        states = [memory(model, Plan(dp=gpus, zero=zero, global_batch=gpus))[0].states / GIB for zero in (1, 2, 3)]
+        states = [memory(model, Plan(dp=gpus, zero=zero, global_batch=512))[0].states / GIB for zero in (1, 2, 3)]
         found = best(model, presets.cluster(f"a100-80x{gpus}"), 512, OFFLOADED).best
         rows.append(
             [

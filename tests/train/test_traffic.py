@@ -13,8 +13,9 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.train.config_file import settings_of
-from parallel_ops.train.planner_bridge import cluster_of, forecast, rank_memory
+from parallel_ops.train.planner_bridge import cluster_of, forecast, model_of, rank_memory
 from support import traffic
 from support.distributed import ranks
 
@@ -111,7 +112,7 @@ def check_sent(case, counts):
                 key = ("ep" if kind == "all-to-all" else "data", kind)
             # Of a causal ring some ranks send more than others: the planner has their mean.
             sent[key] = sent.get(key, 0) + sum(count.get((name, kind), 0) for count in counts) / 4
-    assert sent == planned
+    assert {key: size for key, size in sent.items() if size} == planned
     reported = 100 if "experts" not in case[0] else 300  # the loads of all layers
     assert all(sum(size for (_, kind), size in count.items() if kind == "report") < reported for count in counts)
 
@@ -125,7 +126,9 @@ def check_held(case, samples):
     gathered = min(held for held, *_ in samples) if gathers else parameters
     # Master weights are the parameters that the optimizer has.
     master = 0 if plan.dtype == "fp32" else planned.optimizer / 3
-    assert gathered == planned.parameters + master
+    # A rank that shares its parameters with no other has them in 16 bits as casts of autocast alone.
+    casts = planned.parameters if plan.dtype == "bf16" and plan.dp * plan.cp == 1 else 0
+    assert gathered == planned.parameters + master - casts
     assert gradients == planned.gradients
     assert optimizer == planned.optimizer - master
     if gathers:  # beside the shards, at the end of a forward: what is beside the layers
@@ -162,10 +165,11 @@ def drawn(number):
         text = ",".join(f"{name}={value}" for name, value in fields.items())
         case = MODELS[kind], text, draw.choice(("bf16", "fp32")), draw.choice(kinds)
         try:
-            settings(case)
+            found = settings(case)
         except ValueError:
             continue
-        return case
+        if TRAINER.problem(model_of(found), cluster_of("h100", found.plan), found.plan) is None:
+            return case
 
 
 def test_a_random_plan_sends_and_holds_what_the_planner_says(folder, trials):

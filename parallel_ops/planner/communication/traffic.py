@@ -90,6 +90,7 @@ def layer_traffic(
     if plan.ep > 1 and sparse:
         link = group_link(cluster, plan, "ep", efficiency, ring=False)
         routed = size * copies(model, cluster, plan) / plan.tp * (0.75 if plan.dtype == "fp8" else 1.0)
+        routed *= (width + max(width, _wide(work))) / (2 * width)  # tokens leave in the dtype of parameters
         torus = cluster.topology == "torus"
         seconds = all_to_all_seconds(plan.ep, routed, link, torus=torus) + start_seconds(efficiency, plan.ep)
         sent = (plan.ep - 1) / plan.ep * routed
@@ -101,14 +102,19 @@ def layer_traffic(
         found += [(each, count * (1 + again)) for each, count in there] + back
         forward += exposed[0]
         backward += exposed[1]
-    waits, hidden = Passes(forward, backward + again * (forward - not_again), 0.0), Passes(overlapped, (1 + again) * overlapped, 0.0)
+    waits, hidden = (
+        Passes(forward, backward + again * (forward - not_again), 0.0),
+        Passes(overlapped, (1 + again) * overlapped, 0.0),
+    )
     return MicroBatchTraffic(waits, tuple(found), hidden)
 
 
-def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float) -> Transfer:
-    """The sum of ``size`` bytes over the tensor-parallel ranks."""
+def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float, *, gathers: bool = True) -> Transfer:
+    """The sum of ``size`` bytes over the tensor-parallel ranks. ``gathers``: small ones may be all-gathers; else what
+    runs beside products."""
     link, start = group_link(cluster, plan, "tp", efficiency), start_seconds(efficiency, plan.tp)
-    return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=efficiency.gathered_sums)
+    gathered = efficiency.gathered_sums if gathers else 0.0
+    return all_reduce_transfer("tp", plan.tp, size, link, start=start, gathered=gathered)
 
 
 def _wide(work: Work) -> int:
@@ -161,23 +167,28 @@ def _tensor_parallel(
         found.append((summed(model.norm_width * width), 2))
         # The gradients of biases are sums over the gathered gradients of all tokens.
         biases = model.hidden_size * (1 if sparse else 2) if model.bias == "all" else 0
-        replicated = model.whole_in_layer(sparse) - biases - 2 * model.norm_width
+        replicated = model.whole_in_layer(sparse, plan.tp) - biases - 2 * model.norm_width
     else:
         after = summed(column * model.hidden_size)
-        found = [(after, blocks * (2 + again) - (again if stops and not routed else 0))]
-        forward = backward = blocks * after.seconds
+        back = _sum(cluster, plan, efficiency, column * model.hidden_size, gathers=False)
+        found = [(after, blocks * (1 + again) - (again if stops and not routed else 0)), (back, blocks)]
+        forward, backward = blocks * after.seconds, blocks * back.seconds
         skipped = after.seconds if stops else 0.0
         if latent:
-            back = summed(column * entering)
-            found += [(after, 1 + again), (back, 1)]
-            forward, backward = forward + after.seconds, backward + back.seconds
-        replicated = 0
+            assert m is not None
+            back = _sum(cluster, plan, efficiency, column * latent, gathers=False)
+            rotary = summed(column * m.rope_head)
+            found += [(after, 1 + again), (back, 1), (rotary, 1)]
+            forward, backward = forward + after.seconds, backward + back.seconds + rotary.seconds
+        replicated = model.whole_keys(plan.tp)
         if routed:  # each rank routes its share of the tokens, and all have the results
             gather = parted("all-gather", model.hidden_size)
-            found.append((gather, 2 + (0 if stops else again)))
+            # The gradient of the tokens is in their dtype, which is that of the parameters.
+            back = parted("all-gather", model.hidden_size * width / state_bytes(plan)[0])
+            found += [(gather, 1 if stops else 1 + again), (back, 1)]
             skipped = gather.seconds if stops else 0.0
-            forward, backward = forward + gather.seconds, backward + gather.seconds
-            replicated = model.hidden_size * model.experts
+            forward, backward = forward + gather.seconds, backward + back.seconds
+            replicated += model.hidden_size * model.experts
     return found + [(summed(replicated * width), 1)] * (replicated > 0), forward, backward, skipped
 
 
@@ -292,7 +303,7 @@ def end_traffic(model: Model, cluster: Cluster, work: Work, efficiency: Efficien
             hidden += [] if plan.fused_loss else [parted("all-gather", row * tokens)]
             hidden.append(summed(model.norm_width * wide))
         else:
-            backward.append(summed(gradient))
+            backward.append(_sum(cluster, plan, efficiency, gradient, gathers=not plan.fused_loss))
         forward.append(parted("all-gather", plan.tp * 12 * tokens) if plan.fused_loss else summed(12 * tokens))
     waits = Passes(sum(each.seconds for each in forward), sum(each.seconds for each in backward), 0.0)
     return MicroBatchTraffic(waits, tuple((each, 1) for each in (*forward, *backward, *hidden)))

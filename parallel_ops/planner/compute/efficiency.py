@@ -41,7 +41,7 @@ class Efficiency:
             processor does both, all of the host's work.
         collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
             for the last rank.
-        gathered_sums: bytes up to which a tensor-parallel sum is one all-gather, after which every rank adds for itself.
+        gathered_sums: bytes up to which a tensor-parallel sum is one all-gather, of which every rank adds all.
         expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
         expert_sync: seconds that the GPU waits in each pass of a layer whose experts drop no tokens, until the host
             knows their number and has launched the next kernels.
@@ -87,7 +87,8 @@ SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
 SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *BYTES))
 # Those that only software has; the others have values for each GPU generation.
 SOFTWARE = (*OPTIONAL, *RATES, *BYTES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
-CONSTANTS = (*SHARES, *SECONDS, *RATES, *BYTES)
+# What a machine has more or less of.
+CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
 
 @functools.cache

@@ -27,8 +27,8 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield "its experts are not split by tensor parallelism; add expert_tp=1"
     if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
         yield "without dp_shard and cp, ep is the tensor-parallel ranks"
-    if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
-        yield "its experts are replicated as shards; add zero=1"
+    if plan.ep > 1 and plan.dp_replicate > 1 and (not plan.zero or plan.dp_shard * plan.cp == 1):
+        yield "its experts are replicated as shards, which need zero of 1 or more and dp_shard * cp of 2 or more"
     if plan.offload != "none" and not plan.zero:
         yield "its trainer offloads what ZeRO shards; add zero=1"
     elif plan.offload != "none" and plan.dp_shard * plan.cp == 1:

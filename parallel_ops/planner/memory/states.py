@@ -48,7 +48,7 @@ def _stage_parameters(model: Model, layout: StageLayout, tp: int, parts: int, st
     if stage == head_rank(layout):
         shared = model.hidden_size * model.vocab_size if stage == 0 and model.tied_embeddings else 0
         dense += model.head_parameters - shared
-    whole = dense_layers * model.whole_in_layer(False) + sparse_layers * model.whole_in_layer(True)
+    whole = dense_layers * model.whole_in_layer(False, tp) + sparse_layers * model.whole_in_layer(True, tp)
     whole += model.norm_width * (stage == head_rank(layout))
     return (dense - whole) / tp + whole, sparse_layers * model.experts * model.expert_weights / parts
 

@@ -117,6 +117,7 @@ def _vtrain(name: str) -> Iterator[Measurement]:
                 recompute="full",
                 dtype="fp16",
                 grad_dtype="fp16",
+                fsdp=False,
                 flash_attention=False,
                 overlap=False,
             ),
