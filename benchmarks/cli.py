@@ -25,6 +25,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 _COMMANDS = {
     "drop_in": "models of Megatron-core, stock and with the ops",
     "expert_exchange": "what experts in groups hide of the messages between them",
+    "host_time": "what calls cost the host on a GPU, without one",
     "huggingface": "models of Transformers, stock and with the ops",
     "moe": "a layer of experts beside Transformers' and its products alone",
     "overlap": "what the overlapped linears hide",

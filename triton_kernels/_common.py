@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_ops.triton_kernels._launch import temporary
+
 # Partial sums per column of a bias gradient. 128 splits of the rows times the column blocks of a hidden size of
 # 4,096 and more keep an H200's 132 multiprocessors four programs deep, and cost 2% of the backward's traffic at
 # 8,192 rows. A constant, not the multiprocessor count, so that every GPU gives the same bits.
@@ -176,10 +178,14 @@ def sum_within_threads(x, GROUPS: tl.constexpr):
     return tl.sum(tl.reshape(x, (x.shape[0] // GROUPS, GROUPS, x.shape[1])), axis=0)
 
 
+def scratch(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory that kernels use beside a launcher's tensors, on the device of ``like`` and by default in its dtype."""
+    return temporary(functools.partial(torch.empty, shape, dtype=dtype or like.dtype, device=like.device))
+
+
 def partial_sums(cols: int, like: Tensor, splits: int = ROW_SPLITS) -> Tensor:
     """The buffer for parts of the sums of columns: fp32, or fp64 for fp64 data."""
-    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    return torch.empty((splits, cols), dtype=dtype, device=like.device)
+    return scratch(like, splits, cols, dtype=torch.float64 if like.dtype is torch.float64 else torch.float32)
 
 
 def partial_sums_of(dweight: Tensor | None, dbias: Tensor | None, like: Tensor, splits: int) -> list[Tensor | None]:

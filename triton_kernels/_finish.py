@@ -11,12 +11,15 @@ The last finisher to pass sets the counter back to zero for the next launch. Lau
 the other, share a counter. A captured launch has its own: its graph may run beside other work of any stream.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import COMPILED, cdiv
+from parallel_ops.triton_kernels._launch import temporary
 
 # 32-bit numbers from one counter to the next: 32 bytes, a sector. The first counts workers, the second finishers.
 _STRIDE = 8
@@ -28,9 +31,12 @@ _by_stream: dict[tuple[int, int], Tensor] = {}
 _reserves: dict[int, tuple[Tensor, list[int]]] = {}
 
 
-def counter(like: Tensor) -> Tensor:
-    """Two numbers that are zero before and after each launch on the current stream of ``like``'s device."""
-    device = like.device
+def counter(device: torch.device) -> Tensor:
+    """Two numbers that are zero before and after each launch on the current stream of ``device``."""
+    return temporary(functools.partial(_counter, device))
+
+
+def _counter(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.zeros(2, dtype=torch.int32, device=device)
     index = device.index

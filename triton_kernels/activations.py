@@ -35,7 +35,7 @@ from parallel_ops.triton_kernels._finish import (
     sum_columns,
     wait_for_workers,
 )
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels._math import LOG2_E, exp_nonpositive, reciprocal, sigmoid
 
 NUM_WARPS = 4
@@ -250,6 +250,7 @@ def _finish(
             )  # fmt: skip
 
 
+@remembered
 def forward(
     gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None, y: Tensor, *, activation: str,
     alpha: float = 1.0, limit: float | None = None, up_offset: float = 0.0, interleaved: bool = False,
@@ -280,6 +281,7 @@ def forward(
     )  # fmt: skip
 
 
+@remembered
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, weights: Tensor | None,
     dgate: Tensor, dup: Tensor | None, dbias: Tensor, dweights: Tensor, *, activation: str,
@@ -313,7 +315,7 @@ def backward(
         _backward_kernel, (workers + bias_blocks + weight_blocks,),
         grad, gate, up, _contiguous(bias), _contiguous(weights), dgate, dup, partial, partial_dweights,
         None if bias is None else dbias, None if weights is None else dweights,
-        counter(grad) if bias_blocks + weight_blocks else None,
+        counter(grad.device) if bias_blocks + weight_blocks else None,
         rows, cols, col_blocks, splits, workers, bias_blocks, grad_stride, gate_stride, up_stride, dx_stride,
         ACTIVATION=activation, ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset,
         GATED=up is not None, HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, STEP=2 if interleaved else 1,

@@ -28,7 +28,7 @@ from parallel_ops.triton_kernels._finish import (
     sum_columns,
     wait_for_workers,
 )
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels._philox import keep_block
 
 NUM_WARPS = 4
@@ -177,6 +177,14 @@ def forward(
     index_offset: int, row_positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``y = residual + dropout(x + bias)``; ``y`` is contiguous, and may be x; no ``seed``, no dropout."""
+    _forward(x, bias, residual, y, seed, row_positions, p=p, index_offset=index_offset)
+
+
+@remembered
+def _forward(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, seed: Tensor | None,
+    row_positions: Tensor | None, *, p: float, index_offset: int,
+) -> None:  # fmt: skip
     if x.numel() == 0:
         return
     x, rows, cols, x_stride = as_rows(x)
@@ -205,6 +213,14 @@ def backward(
     row_positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``dx`` (left alone without a ``seed``; contiguous) and, if ``dbias`` has elements, its sum over rows."""
+    _backward(grad, dx, dbias, seed, row_positions, p=p, index_offset=index_offset)
+
+
+@remembered
+def _backward(
+    grad: Tensor, dx: Tensor, dbias: Tensor, seed: Tensor | None, row_positions: Tensor | None, *, p: float,
+    index_offset: int,
+) -> None:  # fmt: skip
     if grad.numel() == 0:
         dbias.zero_()
         return
@@ -224,7 +240,7 @@ def backward(
     workers = col_blocks * splits
     launch(
         _backward_kernel, (workers + (finishers(cols) if has_bias else 0),),
-        grad, dx, partial, dbias if has_bias else None, counter(grad) if has_bias else None, seed, row_positions,
+        grad, dx, partial, dbias if has_bias else None, counter(grad.device) if has_bias else None, seed, row_positions,
         rows, cols, col_blocks, splits, workers, grad_stride,
         HAS_BIAS=has_bias, VECTOR=16 // narrow.itemsize, UNIT=unit_of(cols, grad_stride),
         BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, GROUPS=groups, **finish_block(cols, NUM_WARPS),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, tile_of, to_acc, unit_of
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 
 # Elements of a block: 16 a thread at 4 warps. A token of 32 heads of 128 takes two programs; a multiprocessor holds 16
 # of them, which is 64 KiB on the way in.
@@ -140,6 +140,17 @@ def rotate(
 
     ``cos`` and ``sin``: ``[positions, R / 2]``, or one row for each token, ``[s, b, R / 2]``.
     """
+    _rotate(
+        q, k, cos, sin, positions, cu_seqlens, to_q, to_k,
+        interleaved=interleaved, inverse=inverse, inplace=to_q is q,
+    )  # fmt: skip
+
+
+@remembered
+def _rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None,
+    to_q: Tensor, to_k: Tensor | None, *, interleaved: bool, inverse: bool, inplace: bool,
+) -> None:  # fmt: skip
     if q.numel() == 0 and (k is None or k.numel() == 0):
         return
     s, b, q_heads, d = q.shape if q.dim() == 4 else (q.shape[0], 1, *q.shape[1:])
@@ -160,7 +171,7 @@ def rotate(
         0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, *strides, *angle_strides[0], *angle_strides[1],
         *((0, 0) if positions is None else (*positions.stride(), 0)[:2]),
         HAS_K=k is not None, HAS_POSITIONS=positions is not None, HAS_SEQUENCES=cu_seqlens is not None,
-        INTERLEAVED=interleaved, INVERSE=inverse, INPLACE=to_q is q, DIMS=d, HALF=half,
+        INTERLEAVED=interleaved, INVERSE=inverse, INPLACE=inplace, DIMS=d, HALF=half,
         UNIT=unit_of(*(stride for i, stride in enumerate(strides) if i % 4 < 3)),
         BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=block_rest, num_warps=num_warps,
     )  # fmt: skip

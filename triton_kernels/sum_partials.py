@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import aligned, cdiv, next_power_of_2, tile_of, to_acc, unit_of, vector_cols
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 
 NUM_WARPS = 4
 # 16-byte loads that a thread has on their way: of one row from each of eight partials, or of more rows from fewer.
@@ -45,6 +45,7 @@ def _sum_kernel(
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@remembered
 def sum_partials(partials: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor) -> None:
     """``y = partials[0] + partials[1] + ... + bias + residual``; ``y`` is contiguous."""
     if y.numel() == 0:

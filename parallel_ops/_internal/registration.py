@@ -52,10 +52,9 @@ def register(
     op = getattr(torch.ops.parallel_ops, name).default
     torch.library.register_fake(qualified, fake)
     on_cpu = cpu or functools.partial(_redispatch(op), torch._C.DispatchKeySet(torch._C.DispatchKey.CPU))
-    on_cuda = _on_its_device(cuda)
-    kernel = _kernel(op, on_cpu, on_cuda)
+    kernel = _kernel(op, on_cpu, cuda)
     cuda_kernels[name] = cuda
-    _library.impl(name, on_cuda, "CUDA")
+    _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
     call: Op[P, R]
@@ -69,19 +68,24 @@ def register(
     return call
 
 
-def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], on_cuda: Callable[..., R]) -> Callable[..., R]:
+def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], cuda: Callable[..., R]) -> Callable[..., R]:
     """The kernel of the device of the first argument, called without the dispatcher."""
     # The dispatcher would make floats of ints, and Triton compiles other kernels for ints.
     floats = [i for i, a in enumerate(op._schema.arguments) if str(a.type) == "float"]
+    on_its_device = _on_its_device(cuda)
 
     def kernel(*args: Any) -> R:
-        if args[0].is_cpu:
+        first = args[0]
+        if first.is_cpu:
             return on_cpu(*args)
-        if not args[0].is_cuda:
+        if not first.is_cuda:
             return op(*args)
-        if floats:
-            args = tuple(float(a) if i in floats else a for i, a in enumerate(args))
-        return on_cuda(*args)
+        for i in floats:
+            if type(args[i]) is not float:
+                args = *args[:i], float(args[i]), *args[i + 1 :]
+        if first.device.index == torch.cuda.current_device():  # as in ``_on_its_device``, without another call
+            return cuda(*args)
+        return on_its_device(*args)
 
     return kernel
 

@@ -55,7 +55,7 @@ def test_the_same_bits_in_any_order_of_programs_and_no_race(op, shape, monkeypat
     """
     counters = [torch.zeros(2, dtype=torch.int32)]
     for module in (activations, dropout_kernels, norm_backward):
-        monkeypatch.setattr(module, "counter", lambda like: counters[0])
+        monkeypatch.setattr(module, "counter", lambda device: counters[0])
     monkeypatch.setattr(norm_backward, "multiprocessors", lambda device: 3)
     found = []
     with ops_launch_kernels():
@@ -93,34 +93,34 @@ def cuda(monkeypatch):
     return state
 
 
-def like(index=0):
-    return SimpleNamespace(device=SimpleNamespace(type="cuda", index=index))
+def device(index=0):
+    return SimpleNamespace(type="cuda", index=index)
 
 
 def test_launches_of_a_stream_share_a_counter(cuda):
-    first = _finish.counter(like())
-    assert _finish.counter(like()).data_ptr() == first.data_ptr()
+    first = _finish.counter(device())
+    assert _finish.counter(device()).data_ptr() == first.data_ptr()
     cuda.stream = 8
-    second = _finish.counter(like()).data_ptr()
+    second = _finish.counter(device()).data_ptr()
     assert second != first.data_ptr()
-    assert _finish.counter(like(1)).data_ptr() not in (first.data_ptr(), second)
+    assert _finish.counter(device(1)).data_ptr() not in (first.data_ptr(), second)
 
 
 def test_captured_launches_have_counters_of_their_own_that_nothing_clears(cuda, monkeypatch):
     monkeypatch.setattr(_finish, "_RESERVED", 3)
-    _finish.counter(like())
+    _finish.counter(device())
     cleared, cuda.capturing = cuda.cleared, True
-    found = [_finish.counter(like()) for _ in range(3)]
+    found = [_finish.counter(device()) for _ in range(3)]
     assert cuda.cleared == cleared
     assert len({t.data_ptr() for t in found}) == 3
     assert all(t.data_ptr() % 16 == 0 and t.numel() == 2 for t in found)
-    _finish.counter(like())
+    _finish.counter(device())
     assert cuda.cleared == cleared + 1, "beyond the reserve a launch clears its own"
 
 
 def test_captured_before_any_other_launch(cuda):
     cuda.capturing = True
-    assert not _finish.counter(like()).any()
+    assert not _finish.counter(device()).any()
 
 
 @pytest.mark.gpu

@@ -7,13 +7,14 @@ adjacent queries. k and v may have fewer heads than q, each for a group of adjac
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, unit_of
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered, temporary
 from parallel_ops.triton_kernels.attention.backward import _keys_kernel, _queries_kernel, _rows_kernel
 from parallel_ops.triton_kernels.attention.forward import _forward_kernel
 from parallel_ops.triton_kernels.attention.grids import group_splits, section_of
@@ -48,9 +49,8 @@ class Dropout(Protocol):
 
 
 class _Draws(NamedTuple):
-    """What kernels need to draw: words up to ``last_dropped`` are dropped."""
+    """What kernels need to draw beside the seed: words up to ``last_dropped`` are dropped."""
 
-    seed: Tensor | None = None
     kept_scale: float = 1.0
     last_dropped: int | None = None
     query_start: int | None = None
@@ -61,20 +61,35 @@ class _Draws(NamedTuple):
     first_batch: int | None = None
 
     @classmethod
-    def of(cls, dropout: Dropout | None) -> _Draws:
-        dropped = 0 if dropout is None else int(dropout.p * 2.0**32 + 0.5)
-        if dropout is None or dropped == 0:
+    def of(cls, dropout: Dropout) -> _Draws:
+        dropped = int(dropout.p * 2.0**32 + 0.5)
+        if dropped == 0:
             return cls()
         queries, keys = dropout.queries, dropout.keys
         return cls(
-            dropout.seed, 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0, dropped - 1,
+            1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0, dropped - 1,
             queries.start, queries.step, keys.start, keys.step, dropout.first_head, dropout.first_batch,
         )  # fmt: skip
 
     @property
+    def drawn(self) -> bool:
+        return self.last_dropped is not None
+
+    @property
     def options(self) -> dict[str, bool]:
-        drawn = self.seed is not None
+        drawn = self.drawn
         return {"DROPOUT": drawn, "BY_FOUR": drawn and self.key_step == 1 and (self.key_start or 0) % 4 == 0}
+
+
+_NO_DRAWS = _Draws()
+
+
+def _draws(dropout: Dropout | None) -> tuple[Tensor | None, _Draws]:
+    """The seed, ``None`` if nothing is dropped, and the numbers."""
+    if dropout is None:
+        return None, _NO_DRAWS
+    draws = _Draws.of(dropout)
+    return dropout.seed if draws.drawn else None, draws
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -110,7 +125,7 @@ def _bounds(left: int | None, right: int | None, own: int, others: int) -> tuple
 
 def _tiles(q: Tensor, v: Tensor, softcap: float, draws: _Draws, spans: Tensor | None, merge: bool) -> Tiles:
     return tiles(
-        max(q.shape[3], v.shape[3]), q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.seed is not None,
+        max(q.shape[3], v.shape[3]), q.dtype, q.device, softcap=softcap > 0.0, dropout=draws.drawn,
         spans=spans is not None, merge=merge,
     )  # fmt: skip
 
@@ -135,11 +150,22 @@ def forward(
     right: int | None, spans: Tensor | None, scale: float, softcap: float, dropout: Dropout | None,
 ) -> None:  # fmt: skip
     """Writes ``out`` (of q's dtype or fp32) and ``statistics``, or merges into those of other blocks (fp32)."""
+    seed, draws = _draws(dropout)
+    _forward(
+        q, k, v, out, statistics, spans, seed,
+        merge=merge, left=left, right=right, scale=scale, softcap=softcap, draws=draws, precision=_precision(q),
+    )  # fmt: skip
+
+
+@remembered
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, spans: Tensor | None, seed: Tensor | None, *,
+    merge: bool, left: int | None, right: int | None, scale: float, softcap: float, draws: _Draws, precision: str,
+) -> None:  # fmt: skip
     (queries, batch, heads), (keys, kv_heads) = q.shape[:3], k.shape[0:3:2]
     if q.numel() == 0:
         return
     fast, factor, cap = _factors(q, scale, softcap)
-    draws = _Draws.of(dropout)
     t = _tiles(q, v, softcap, draws, spans, merge).forward
     low, high = _bounds(left, right, queries, keys)
     strides = _strides(q, k, v, out)
@@ -147,26 +173,45 @@ def forward(
     section = section_of(pairs, _bytes_of_a_head(k, v), group)
     launch(
         _forward_kernel, (blocks * pairs,),
-        q, k, v, out, statistics, spans, draws.seed, queries, keys, heads, group, blocks, pairs, section, low, high,
+        q, k, v, out, statistics, spans, seed, queries, keys, heads, group, blocks, pairs, section, low, high,
         factor, cap,
-        *draws[1:], None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
+        *draws, None if spans is None else spans.stride(0), *strides, *statistics.stride()[:3],
         **_dims(q, v), MERGE=merge,
         HAS_LOW=left is not None or spans is not None, CAPPED=softcap > 0.0, SIGNED=softcap <= 0.0 and scale <= 0.0,
-        FAST=fast, PRECISION=_precision(q), **_hints(strides), **draws.options, **_options(t),
+        FAST=fast, PRECISION=precision, **_hints(strides), **draws.options, **_options(t),
     )  # fmt: skip
 
 
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     *, accumulate_dq: bool, left: int | None, right: int | None, spans: Tensor | None, query_spans: Tensor | None,
-    scale: float, softcap: float, dropout: Dropout | None,
+    scale: float, softcap: float, dropout: Dropout | None, out: Tensor | None = None, statistics: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes ``dk`` and ``dv`` (fp32 or of q's dtype), and writes ``dq`` or adds to it (then fp32)."""
+    """Writes ``dk`` and ``dv`` (fp32 or of q's dtype), and writes ``dq`` or adds to it (then fp32).
+
+    With ``out`` and ``statistics`` ``rows`` is written first, as by ``gradient_rows``.
+    """
+    seed, draws = _draws(dropout)
+    _backward(
+        grad_out, q, k, v, rows, dq, dk, dv, spans, query_spans, seed, out, statistics,
+        accumulate_dq=accumulate_dq, left=left, right=right, scale=scale, softcap=softcap, draws=draws,
+        precision=_precision(q),
+    )  # fmt: skip
+
+
+@remembered
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    spans: Tensor | None, query_spans: Tensor | None, seed: Tensor | None, out: Tensor | None,
+    statistics: Tensor | None, *, accumulate_dq: bool, left: int | None, right: int | None, scale: float,
+    softcap: float, draws: _Draws, precision: str,
+) -> None:  # fmt: skip
+    if out is not None and statistics is not None:
+        gradient_rows(grad_out, out, statistics, rows)
     (queries, batch, heads), (keys, kv_heads) = q.shape[:3], k.shape[0:3:2]
     fast, factor, cap = _factors(q, scale, softcap)
-    draws = _Draws.of(dropout)
     common = {
-        **_dims(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": _precision(q), **draws.options,
+        **_dims(q, v), "CAPPED": softcap > 0.0, "FAST": fast, "PRECISION": precision, **draws.options,
     }  # fmt: skip
     group = heads // kv_heads
     if k.numel():
@@ -177,15 +222,15 @@ def backward(
         parts = [dk, dv]
         if splits > 1:
             shapes = ((splits * batch, kv_heads, keys, gradient.shape[3]) for gradient in (dk, dv))
-            parts = [k.new_empty(shape, dtype=torch.float32).permute(2, 0, 1, 3) for shape in shapes]
+            parts = [temporary(functools.partial(_part, shape, k.device)) for shape in shapes]
         strides = _strides(grad_out, q, k, v, *parts)
         pairs = splits * kv_heads * batch
         launch(
             _keys_kernel, (blocks * pairs,),
-            grad_out, q, k, v, rows, *parts, query_spans, draws.seed,
+            grad_out, q, k, v, rows, *parts, query_spans, seed,
             queries, keys, heads, group, blocks, pairs, section_of(pairs, _bytes_of_a_head(q, grad_out)), splits,
             low, high, factor, cap, scale,
-            *draws[1:], None if query_spans is None else query_spans.stride(0), *strides, *rows.stride()[:3],
+            *draws, None if query_spans is None else query_spans.stride(0), *strides, *rows.stride()[:3],
             HAS_LOW=right is not None or query_spans is not None,
             HAS_HIGH=left is not None or query_spans is not None, **_hints(strides), **common, **_options(t),
         )  # fmt: skip
@@ -198,13 +243,18 @@ def backward(
         blocks, pairs = cdiv(queries, t.queries), heads * batch
         launch(
             _queries_kernel, (blocks * pairs,),
-            grad_out, q, k, v, rows, dq, spans, draws.seed,
+            grad_out, q, k, v, rows, dq, spans, seed,
             queries, keys, heads, group, blocks, pairs, section_of(pairs, _bytes_of_a_head(k, v), group),
             low, high, factor, cap, scale,
-            *draws[1:], None if spans is None else spans.stride(0), *strides, *rows.stride()[:3],
+            *draws, None if spans is None else spans.stride(0), *strides, *rows.stride()[:3],
             ACCUMULATE=accumulate_dq, HAS_LOW=left is not None or spans is not None, **_hints(strides),
             **common, **_options(t),
         )  # fmt: skip
+
+
+def _part(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of dk or dv, ``[keys, splits * batch, kv_heads, dims]``."""
+    return torch.empty(shape, dtype=torch.float32, device=device).permute(2, 0, 1, 3)
 
 
 def _bytes_of_a_head(a: Tensor, b: Tensor) -> int:
@@ -226,6 +276,7 @@ def _sum_parts(parts: list[Tensor], dk: Tensor, dv: Tensor, splits: int) -> None
     )  # fmt: skip
 
 
+@remembered
 def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tensor) -> None:
     """Writes shift, weight and ``delta[b, h, i] = grad_out[i, b, h] . out[i, b, h]`` to ``rows``."""
     if grad_out.numel() == 0:
@@ -243,6 +294,7 @@ def gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor, rows: Tenso
     )  # fmt: skip
 
 
+@remembered
 def merge(block: Tensor, logsumexp: Tensor, out: Tensor, statistics: Tensor) -> None:
     """Merges ``block`` ``[s, b, heads, d]`` and its ``logsumexp`` ``[b, heads, s]`` into ``out`` and ``statistics``."""
     if block.numel() == 0:

@@ -4,7 +4,7 @@ of it in one kernel, for which the logits cross the memory bus once each way."""
 import torch
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, unit_of, vector_cols
+from parallel_ops.triton_kernels._common import as_rows, cdiv, next_power_of_2, scratch, unit_of, vector_cols
 from parallel_ops.triton_kernels._launch import launch
 from parallel_ops.triton_kernels.cross_entropy.gradient import _backward_kernel, _scale_kernel, _with_gradient_kernel
 from parallel_ops.triton_kernels.cross_entropy.statistics import _combine_kernel, _merge_kernel, _statistics_kernel
@@ -37,7 +37,7 @@ def statistics(
     limit = PART_COLS_FP64 if logits.dtype is torch.float64 else PART_COLS
     block_cols = min(limit, next_power_of_2(max(cols, 1)))
     parts = max(1, cdiv(cols, block_cols))
-    part_out = out if parts == 1 else out.new_empty((parts, width, rows))
+    part_out = out if parts == 1 else scratch(out, parts, width, rows)
     launch(
         _statistics_kernel, (rows * parts,),
         x, target, _contiguous(class_weight), part_out, column, rows, cols, x_stride, start, vocab, ignore_index, parts,

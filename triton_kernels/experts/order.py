@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_ops.triton_kernels._common import cdiv, next_power_of_2
+from parallel_ops.triton_kernels._common import cdiv, next_power_of_2, scratch
 from parallel_ops.triton_kernels._launch import launch
 
 # Slots of a block: pairs of slots within it are compared, so work for each slot is proportional to it, and the counts
@@ -25,7 +25,7 @@ def sort(experts: Tensor, rows: Tensor, places: Tensor, ends: Tensor, *, capacit
     slots, choices = experts.numel(), experts.shape[1]
     num_experts = ends.shape[0]
     blocks, block_cols = max(1, cdiv(slots, BLOCK)), next_power_of_2(num_experts)
-    counts = ends.new_empty((blocks, num_experts))
+    counts = scratch(ends, blocks, num_experts)
     launch(
         _rank_kernel, (blocks,),
         experts, places, counts, rows, slots, choices, num_experts, rows.shape[0], cdiv(rows.shape[0], blocks),

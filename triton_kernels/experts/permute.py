@@ -21,7 +21,7 @@ from parallel_ops.triton_kernels._common import (
     unit_of,
     vector_cols,
 )
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 
 # Columns of a program: 4 warps of one 16-byte access a thread. Rows are many, so fewer warps where a row is shorter.
 _WARPS = 4
@@ -36,6 +36,7 @@ _PADDING = 16
 _ZEROS = 256
 
 
+@remembered
 def scatter(
     x: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, out: Tensor | None,
     dweights: Tensor | None,
@@ -69,6 +70,7 @@ def scatter(
     )  # fmt: skip
 
 
+@remembered
 def gather(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """``out[t] = sum over j of weights[t, j] * y[places[t, j]]``, in order."""
     y, _, cols, stride = as_rows(y)

@@ -12,6 +12,7 @@ from parallel_ops.triton_kernels._common import (
     next_power_of_2,
     partial_sums,
     quotient,
+    scratch,
     unit_of,
 )
 from parallel_ops.triton_kernels._launch import launch
@@ -52,7 +53,7 @@ def forward(
     splits = max(1, min(ROW_SPLITS, cdiv(rows, block_rows)))
     blocks = cdiv(rows, splits * block_rows)
     # Sums of probabilities and of z, and counts, of each program's rows.
-    sums, counts, z = partial_sums(cols, weights, splits), load.new_empty((splits, cols)), weights.new_empty(splits)
+    sums, counts, z = partial_sums(cols, weights, splits), scratch(load, splits, cols), scratch(weights, splits)
     launch(
         _forward_kernel, (splits,),
         x, None if bias is None else bias.contiguous(), weights, experts, sums, counts, z, rows, cols, blocks, stride,

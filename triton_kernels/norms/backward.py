@@ -24,7 +24,7 @@ from parallel_ops.triton_kernels._common import (
     unit_of,
 )
 from parallel_ops.triton_kernels._finish import arrive, counter, finish_block, finish_both, finishers
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 from parallel_ops.triton_kernels.norms.backward_staged import fits, staged_backward
 from parallel_ops.triton_kernels.norms.backward_wide import wide_backward
 from parallel_ops.triton_kernels.norms.forward import load, scaled
@@ -158,6 +158,7 @@ def _stages(tile_bytes: int, programs: int) -> int:
     return 1 + max(1, 65536 // (programs * tile_bytes))
 
 
+@remembered
 def backward(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
     dx: Tensor | None, narrow_dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, *, zero_centered: bool,
@@ -183,7 +184,7 @@ def backward(
     flags = {"UNIT": unit_of(*sizes[1:]), "ZERO_CENTERED": zero_centered}
 
     sums = [gradient for gradient in (dweight, dbias) if gradient is not None]
-    count = counter(x) if sums else None
+    count = counter(x.device) if sums else None
 
     staged = (
         dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None

@@ -2,7 +2,6 @@
 blocks of columns, has all gradients. x and the gradient are read twice.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +12,7 @@ from parallel_ops.triton_kernels._common import (
     partial_sums_of,
     quotient,
     row_splits,
+    scratch,
     tile_of,
     vector_cols,
 )
@@ -125,7 +125,7 @@ def wide_backward(
     sums = (dweight is not None) + (dbias is not None)
     dots = None
     if dx is not None:
-        dots = torch.empty((2, rows), dtype=rstd.dtype, device=x.device)
+        dots = scratch(rstd, 2, rows)
         launch(
             _wide_dots_kernel, (rows,),
             grad, x, weight, mean, rstd, dots, rows, cols, grad_stride, x_stride, **flags,

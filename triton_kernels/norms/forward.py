@@ -18,7 +18,7 @@ from parallel_ops.triton_kernels._common import (
     to_acc,
     unit_of,
 )
-from parallel_ops.triton_kernels._launch import launch
+from parallel_ops.triton_kernels._launch import launch, remembered
 
 # Bytes of a row, and of its residual, that stay on chip: 64 registers a thread at 16 warps, half of what there is.
 MAX_FORWARD = 128 * 1024
@@ -191,6 +191,7 @@ def tile(cols: int, unit: int) -> dict[str, int | bool]:
     }
 
 
+@remembered
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, y: Tensor, total: Tensor,
     mean: Tensor | None, rstd: Tensor, *, eps: float, zero_centered: bool,

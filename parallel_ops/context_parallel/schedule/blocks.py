@@ -18,6 +18,7 @@ from parallel_ops.ops.attention.block import (
     block_attention_backward,
     document_bounds,
 )
+from parallel_ops.ops.attention.documents import once
 
 
 @dataclass(frozen=True)
@@ -104,19 +105,28 @@ def _within_documents(
     queries: Sequence[TokenRange], keys: Sequence[TokenRange], options: Options, from_keys: bool
 ) -> MaskBounds:
     """The mask of documents between queries and keys that are both in the order of the sequence."""
-    o = options
-    assert o.cu_seqlens is not None
-    positions = [
-        torch.cat([part.start + part.step * torch.arange(part.length, device=o.cu_seqlens.device) for part in side])
-        for side in (queries, keys)
-    ]
-    before, after = o.window, 1 if o.causal else None
-    bounds = document_bounds(positions[0], o.cu_seqlens, before, after)
-    spans, query_spans = torch.searchsorted(positions[1], bounds, out_int32=True), None
-    if from_keys:
-        bounds = document_bounds(positions[1], o.cu_seqlens, after, before)
-        query_spans = torch.searchsorted(positions[0], bounds, out_int32=True)
-    return MaskBounds(spans=spans, query_spans=query_spans)
+    cu_seqlens = options.cu_seqlens
+    assert cu_seqlens is not None
+
+    def positions(side: Sequence[TokenRange]) -> Tensor:
+        return torch.cat(
+            [part.start + part.step * torch.arange(part.length, device=cu_seqlens.device) for part in side]
+        )
+
+    def spans(
+        of: Sequence[TokenRange], among: Sequence[TokenRange], before: int | None, after: int | None
+    ) -> Tensor:  # fmt: skip
+        def make() -> Tensor:
+            bounds = document_bounds(positions(of), cu_seqlens, before, after)
+            return torch.searchsorted(positions(among), bounds, out_int32=True)
+
+        return once(cu_seqlens, (tuple(of), tuple(among), before, after), make)
+
+    before, after = options.window, 1 if options.causal else None
+    return MaskBounds(
+        spans=spans(queries, keys, before, after),
+        query_spans=spans(keys, queries, after, before) if from_keys else None,
+    )
 
 
 def pack_keys(k: Tensor, v: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ With the logger ``parallel_ops.attention`` at level DEBUG each choice is logged.
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -40,6 +41,16 @@ logger = logging.getLogger("parallel_ops.attention")
 
 _HALF = (torch.float16, torch.bfloat16)
 _OF_TORCH = {int(SDPBackend.FLASH_ATTENTION.value): "flash", int(SDPBackend.CUDNN_ATTENTION.value): "cudnn"}
+
+
+# Choices made, by call and by what torch's depends on: one takes the host longer than a launch. Of more, all go.
+_MOST_CHOICES = 1024
+_chosen: dict[tuple[object, ...], str] = {}
+_priorities: Callable[[], list[int]] | None = getattr(torch._C, "_get_sdp_priority_order", None)
+_enabled: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -150,6 +161,14 @@ def resolve(
     """The backend of a call; ``"triton"`` is this package's kernels, on CPUs too."""
     if backend == "triton" or (backend == "auto" and not q.is_cuda):
         return "triton"
+    log, state = logger.isEnabledFor(logging.DEBUG), _state_of_torch()
+    signature: tuple[object, ...] = (
+        backend, causal, scale, window, documents, softcap, dropout, state,
+        *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in (q, k, v)],
+    )  # fmt: skip
+    known = None if log or state is None else _chosen.get(signature)
+    if known is not None:
+        return known
     call = describe(
         q, k, v, causal=causal, scale=scale, window=window, documents=documents, softcap=softcap, dropout=dropout,
         aligned=not q.is_cuda or _aligned(q, k, v),
@@ -161,9 +180,22 @@ def resolve(
         chosen = select(call, preferred, deterministic=deterministic, replaced=replaced)
     else:
         chosen = "triton" if refusal(backend, call) else backend
-    if logger.isEnabledFor(logging.DEBUG):
+    if log:
         logger.debug("%s: %s for %s", backend, chosen, call)
+    if len(_chosen) >= _MOST_CHOICES:
+        _chosen.clear()
+    _chosen[signature] = chosen
     return chosen
+
+
+def _state_of_torch() -> tuple[object, ...] | None:
+    """What torch's choice depends on beside the call; ``None`` where this torch does not say."""
+    if _priorities is None:
+        return None
+    return (
+        torch.are_deterministic_algorithms_enabled(), _replaced(), *_priorities(),
+        *[enabled() for enabled in _enabled],
+    )  # fmt: skip
 
 
 def check_backend(
@@ -171,7 +203,7 @@ def check_backend(
     documents: bool, softcap: float | None, dropout_p: float,
 ) -> None:  # fmt: skip
     """Raises ``ValueError`` unless ``backend`` is one and can do the call, as far as shapes and options say."""
-    if backend == "auto":
+    if backend == "auto" or (backend == "triton" and q.is_cuda):
         return
     if backend not in NAMES:
         raise ValueError(f"{op}: backend must be one of {', '.join(NAMES)}, got {backend!r}")
@@ -192,8 +224,8 @@ def describe(
 ) -> Call:  # fmt: skip
     (sq, b, _, d), sk = q.shape, k.shape[0]
     return Call(
-        q.device.type, _capability(q), q.dtype, b, d, v.shape[3], causal, sq != sk, window, documents, softcap, dropout,
-        scale > 0.0, 0 in q.shape or sk == 0, aligned,
+        "cuda" if q.is_cuda else q.device.type, _capability(q), q.dtype, b, d, v.shape[3], causal, sq != sk, window,
+        documents, softcap, dropout, scale > 0.0, 0 in q.shape or sk == 0, aligned,
     )  # fmt: skip
 
 

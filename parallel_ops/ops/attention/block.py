@@ -33,6 +33,7 @@ from parallel_ops._internal.philox import philox4x32, threshold
 from parallel_ops._internal.token_range import TokenRange
 from parallel_ops.ops.attention import torch_kernels
 from parallel_ops.ops.attention.backends import resolve
+from parallel_ops.ops.attention.documents import once
 
 
 class MaskBounds(NamedTuple):
@@ -92,9 +93,14 @@ def attention_bounds(
         left = None if left is not None and left <= 1 - queries.length else left
         return MaskBounds(left, right)
     after = 1 if causal else None
-    spans = _spans(queries, keys, cu_seqlens, before=window, after=after)
+
+    def spans(of: TokenRange, among: TokenRange, before: int | None, after: int | None) -> Tensor:
+        key = of, among, before, after
+        return once(cu_seqlens, key, lambda: _spans(of, among, cu_seqlens, before=before, after=after))
+
     return MaskBounds(
-        spans=spans, query_spans=_spans(keys, queries, cu_seqlens, before=after, after=window) if from_keys else None
+        spans=spans(queries, keys, window, after),
+        query_spans=spans(keys, queries, after, window) if from_keys else None,
     )
 
 
@@ -185,8 +191,10 @@ def block_attention(
     if q.is_cuda:
         from parallel_ops.triton_kernels.attention import flash_attention as kernels
 
-        options = {"left": mask.left, "right": mask.right, "spans": mask.spans, "scale": scale, "softcap": softcap}
-        kernels.forward(q, k, v, out, statistics, merge=merge, dropout=dropout, **options)
+        kernels.forward(
+            q, k, v, out, statistics, merge=merge, left=mask.left, right=mask.right, spans=mask.spans, scale=scale,
+            softcap=softcap, dropout=dropout,
+        )  # fmt: skip
         return
     _forward(q, k, v, *_cpu_options(mask, scale, softcap, dropout), out, statistics, merge)
 
@@ -307,6 +315,28 @@ def attention_gradient_rows(grad_out: Tensor, out: Tensor, statistics: Tensor) -
         kernels.gradient_rows(grad_out, out, statistics, rows)
     else:
         _gradient_rows(grad_out, out, statistics, rows)
+    return rows
+
+
+def attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, mask: MaskBounds, *,
+    scale: float, softcap: float, dropout: Dropout | None, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> Tensor:  # fmt: skip
+    """All gradients where these keys are all there are; returns what ``attention_gradient_rows`` does."""
+    if not q.is_cuda:
+        rows = attention_gradient_rows(grad_out, out, statistics)
+        block_attention_backward(
+            grad_out, q, k, v, rows, mask, scale=scale, softcap=softcap, dropout=dropout, dq=dq, dk=dk, dv=dv,
+            accumulate_dq=False,
+        )  # fmt: skip
+        return rows
+    from parallel_ops.triton_kernels.attention import flash_attention as kernels
+
+    rows = statistics.new_empty((3, *statistics.shape[1:]))
+    kernels.backward(
+        grad_out, q, k, v, rows, dq, dk, dv, accumulate_dq=False, left=mask.left, right=mask.right, spans=mask.spans,
+        query_spans=mask.query_spans, scale=scale, softcap=softcap, dropout=dropout, out=out, statistics=statistics,
+    )  # fmt: skip
     return rows
 
 

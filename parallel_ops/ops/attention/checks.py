@@ -54,8 +54,9 @@ def check_attention(
 def _check_shapes(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_floating(op, name, t)
-        check_same_device(op, name, t, "q", q)
-        check_same_dtype(op, name, t, "q", q)
+        if t is not q:
+            check_same_device(op, name, t, "q", q)
+            check_same_dtype(op, name, t, "q", q)
         if t.dim() != 4:
             raise ValueError(f"{op}: {name} must be [s, b, heads, d], got {list(t.shape)}")
     (_, b, heads, d), (_, kb, kv_heads, kd) = q.shape, k.shape

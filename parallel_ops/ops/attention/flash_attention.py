@@ -11,6 +11,7 @@ out, and the maximum M and the sum Z of each row's exponentials, 8 bytes a row a
 Source: FlashAttention (Dao, arXiv:2307.08691); soft cap as in Gemma 2 (arXiv:2408.00118), sink as in gpt-oss.
 """
 
+import functools
 import math
 from typing import Any, TypedDict
 
@@ -27,12 +28,12 @@ from parallel_ops.ops.attention.backends import BackendName, check_backend, reso
 from parallel_ops.ops.attention.block import (
     Dropout,
     MaskBounds,
+    attention_backward,
     attention_bounds,
     attention_gradient_rows,
     attention_sink_gradient,
     begin_carry,
     block_attention,
-    block_attention_backward,
     dense_mask,
     dropout_keep_mask,
     merge_block,
@@ -129,7 +130,9 @@ def flash_attention(
         op, backend, q, k, v, causal=causal, scale=scale, window=window, documents=cu_seqlens is not None,
         softcap=softcap, dropout_p=dropout_p,
     )  # fmt: skip
-    drawn = dropout_seed(op, "dropout_p", dropout_p, seed, "q", q)
+    drawn = None
+    if type(dropout_p) is not float or dropout_p != 0.0 or seed is not None:
+        drawn = dropout_seed(op, "dropout_p", dropout_p, seed, "q", q)
     sink = None if sink is None else sink.to(torch.promote_types(q.dtype, torch.float32))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     p = 0.0 if drawn is None else dropout_p
@@ -183,24 +186,32 @@ def _mask(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, causal: bool, window: int | None, p: float,
     first_head: int, from_keys: bool = False,
 ) -> tuple[MaskBounds | None, Dropout | None]:  # fmt: skip
+    if seed is None and cu_seqlens is None:
+        return _bounds(q.shape[0], k.shape[0], causal, window), None
     queries, keys = _tokens(q.shape[0], k.shape[0])
     dropout = None if seed is None else Dropout(p, seed, queries, keys, first_head)
     mask = attention_bounds(queries, keys, causal=causal, window=window, cu_seqlens=cu_seqlens, from_keys=from_keys)
     return mask, dropout
 
 
+@functools.lru_cache(1024)  # it takes the host as long as a launch
+def _bounds(sq: int, sk: int, causal: bool, window: int | None) -> MaskBounds | None:
+    return attention_bounds(*_tokens(sq, sk), causal=causal, window=window)
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    s, b, h, _d = q.shape
-    return q.new_empty(s, b, h, v.shape[3]), q.new_empty(
-        (2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+    s, b, h, d = q.shape
+    d_v = v.shape[3]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if d == d_v else q.new_empty(s, b, h, d_v)
+    return out, q.new_empty((2, b, h, s), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _fake_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     dsink = statistics.new_empty(0 if sink is None else sink.shape[0])
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    return dq, dk, dv, dsink
 
 
 def _run(
@@ -273,16 +284,15 @@ def _run_backward(
             dsink = attention_sink_gradient(sink, attention_gradient_rows(grad, out, statistics))
         return *(t.contiguous() for t in theirs), dsink
     dq, dk, dv, dsink = gradients = _fake_backward(grad, q, k, v, out, statistics, sink)
-    rows = attention_gradient_rows(grad, out, statistics)
     mask, dropout = _mask(q, k, cu_seqlens, seed, causal, window, p, first_head, from_keys=q.is_cuda)
     if mask is None:
+        rows = attention_gradient_rows(grad, out, statistics)
         for gradient in (dq, dk, dv):
             gradient.zero_()
     else:
-        block_attention_backward(
-            grad, q, k, v, rows, mask, scale=scale, softcap=softcap, dropout=dropout,
-            dq=dq, dk=dk, dv=dv, accumulate_dq=False,
-        )  # fmt: skip
+        rows = attention_backward(
+            grad, q, k, v, out, statistics, mask, scale=scale, softcap=softcap, dropout=dropout, dq=dq, dk=dk, dv=dv
+        )
     if sink is not None:
         dsink.copy_(attention_sink_gradient(sink, rows))
     return gradients

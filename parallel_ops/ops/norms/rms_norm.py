@@ -102,7 +102,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, zero_centered: bool) -> _Three:
-    return x.new_empty(x.shape), empty_sum(x, residual), empty_statistic(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), empty_sum(x, residual), empty_statistic(x)
 
 
 def _fake_backward(

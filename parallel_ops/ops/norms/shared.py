@@ -71,13 +71,15 @@ def empty_sum(x: Tensor, residual: Tensor | None) -> Tensor:
 def empty_gradients(grad: Tensor, x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
     """The outputs for the gradient of ``x``, which was normalised: in its dtype and, if different, in that of ``grad``.
     Empty if there is none."""
-    dx = x.new_empty(x.shape if needed else 0)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
     return dx, grad.new_empty(x.shape) if needed and grad.dtype != x.dtype else x.new_empty(0)
 
 
 def empty_like_parameter(parameter: Tensor | None, x: Tensor, needed: bool) -> Tensor:
     """The output for the gradient of a parameter; empty if there is none."""
-    return parameter.new_empty(parameter.shape) if needed and parameter is not None else x.new_empty(0)
+    if parameter is None or not needed:
+        return x.new_empty(0)
+    return torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
 def present(t: Tensor, wanted: bool) -> Tensor | None:

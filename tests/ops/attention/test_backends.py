@@ -300,6 +300,7 @@ def test_auto_asks_torch(monkeypatch):
 
     def chosen(t, backend="auto", **options):
         given = {"causal": True, "scale": 0.3, **options}
+        backends._chosen.clear()
         return backends.resolve(backend, *(OnCuda(x) for x in (t, t, t)), **given)
 
     monkeypatch.setattr(backends, "_capability", lambda q: 80)
@@ -329,6 +330,37 @@ def test_auto_asks_torch(monkeypatch):
     assert chosen(half) == "triton"
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
     assert chosen(half) == chosen(half, window=True) == "flash"
+
+
+@pytest.mark.skipif(backends._priorities is None, reason="this torch does not say what its choice depends on")
+def test_torch_is_asked_again_when_its_answer_may_differ(monkeypatch):
+    monkeypatch.setattr(backends, "_capability", lambda q: 80)
+    half = torch.zeros(7, 1, 2, 16, dtype=torch.bfloat16)
+    asked, ask = [], torch._fused_sdp_choice
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: asked.append(None) or ask(*a, **k))
+
+    def chosen(t=half, **options):
+        return backends.resolve("auto", *(OnCuda(x) for x in (t, t, t)), **{"causal": True, "scale": 0.3, **options})
+
+    assert [chosen() for _ in range(3)] == ["flash"] * 3
+    assert len(asked) == 1
+    for _ in range(2):
+        with sdpa_kernel(SDPBackend.MATH):
+            assert chosen() == "triton"
+        assert chosen() == "flash"
+    assert len(asked) == 2
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        chosen()
+    assert len(asked) == 3
+    chosen(causal=False)
+    chosen(half[:6])
+    assert len(asked) == 5
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen() == "triton"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen() == "flash" and len(asked) == 5
 
 
 def test_cudnn_is_refused_in_deterministic_mode(monkeypatch):

@@ -1,0 +1,54 @@
+"""Bounds of documents, made once for all layers of a model's call and for its backward.
+
+They depend on ``cu_seqlens`` and on which tokens are queries and keys. A model gives each layer the same tensor, so
+what was made of it is kept as long as it lives and holds the same values.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+# Tensors of which results are kept, the newest, and results of each: two for each block of a ring.
+_MOST_TENSORS, _MOST_RESULTS = 4, 512
+# By id: a reference to the tensor, its version and the stream on which its results were made; and those.
+_made: "dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Hashable, object]]]" = {}
+
+
+def once(cu_seqlens: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    """``make()``, or what it returned for the same tensor and ``key``.
+
+    Args:
+        key: all that the result depends on beside the values of ``cu_seqlens``.
+    """
+    if _changes_unseen(cu_seqlens):
+        return make()
+    found = _made.get(id(cu_seqlens))
+    state = cu_seqlens._version, _stream(cu_seqlens)
+    if found is None or found[0]() is not cu_seqlens or found[1] != state:
+        _made.pop(id(cu_seqlens), None)
+        while len(_made) >= _MOST_TENSORS:
+            _made.pop(next(iter(_made)), None)
+        found = _made[id(cu_seqlens)] = weakref.ref(cu_seqlens), state, {}
+    results = found[2]
+    if key not in results:
+        if len(results) >= _MOST_RESULTS:
+            results.clear()
+        results[key] = make()
+    return results[key]  # type: ignore[return-value]
+
+
+def _changes_unseen(t: Tensor) -> bool:
+    """Whether values may be others when the result is used again: those of inference tensors, which have no version,
+    of fake ones, and of a graph that is being captured."""
+    if type(t) is not Tensor or t.is_inference():
+        return True
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(t: Tensor) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(t.device.index)) if t.is_cuda else 0
