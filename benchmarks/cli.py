@@ -58,6 +58,10 @@ def command(
     shapes: Annotated[
         int | None, typer.Option(min=1, help="Measure the first so many shapes of each op alone.")
     ] = None,
+    composites: Annotated[
+        bool, typer.Option("--composites/--no-composites", help="Beside the PyTorch composite, eager and compiled.")
+    ] = True,
+    replay: Annotated[bool, typer.Option("--replay", help="Also replays of a CUDA graph of the op.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for the CSV file and the charts.")] = None,
     list_ops: Annotated[bool, typer.Option("--list", help="Name the ops and stop.")] = False,
 ) -> None:
@@ -85,7 +89,9 @@ def command(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = tuple(_DTYPES[name] for name in dict.fromkeys(dtype or ["float32", "bfloat16"]))
-    settings = Settings.standard(torch.device(device), dtypes, quick, shapes)
+    if replay and device != "cuda":
+        command_line.fail("--replay needs a CUDA device")
+    settings = Settings.standard(torch.device(device), dtypes, quick, shapes, composites, replay)
     folder = output or _FOLDER / "results" / ("quick" if quick else "")
     console = Console() if sys.stdout.isatty() else Console(width=120)  # in a log file, lines may be long
     benchmarks = [load(op) for op in dict.fromkeys(ops or known)]

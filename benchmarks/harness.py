@@ -43,11 +43,14 @@ class Settings:
     budget_s: float = 3.5
     input_bytes: int = 512 << 20  # of all input sets together
     shapes: int | None = None  # the first so many of an op; None for all
+    compiled: bool = True  # the composite, eager and by torch.compile, beside the op
+    replay: bool = False  # also replays of a CUDA graph of the op
 
     @classmethod
     def standard(
-        cls, device: torch.device, dtypes: tuple[torch.dtype, ...], quick: bool, shapes: int | None = None
-    ) -> "Settings":
+        cls, device: torch.device, dtypes: tuple[torch.dtype, ...], quick: bool, shapes: int | None = None,
+        compiled: bool = True, replay: bool = False,
+    ) -> "Settings":  # fmt: skip
         cuda = device.type == "cuda"
         return cls(
             device,
@@ -58,6 +61,8 @@ class Settings:
             budget_s=math.inf if cuda else (0.4 if quick else 3.5),
             input_bytes=(16 << 30) if cuda else (64 << 20 if quick else 512 << 20),
             shapes=shapes,
+            compiled=compiled,
+            replay=replay,
         )
 
 
@@ -96,6 +101,9 @@ def measure(case: Case, settings: Settings, environment: Environment) -> list[Ro
     torch.manual_seed(0)
     sets = _input_sets(case, settings)
     calls = {name: [_call(case, fn, *inputs) for inputs in sets] for name, fn in case.providers.items()}
+    if settings.replay and case.direction in ("forward", "full"):
+        ours = case.providers["parallel_ops"]
+        calls["replay"] = [_replayed(_call(case, ours, tuple(map(_copy, inputs)), grad)) for inputs, grad in sets]
     moved = dict.fromkeys(calls, case.bytes)
     if case.bytes is not None:
         source = torch.randn(case.bytes // 2 // case.dtype.itemsize, dtype=case.dtype, device=settings.device)
@@ -144,18 +152,24 @@ def _row(
 
 
 def _providers(benchmark: Benchmark, settings: Settings) -> dict[str, Provider]:
+    providers: dict[str, Provider] = {"parallel_ops": benchmark.ours}
+    if settings.compiled:
+        providers |= _composites(benchmark, settings)
+    for name, peer in benchmark.peers.items():
+        if settings.device.type in peer.devices:
+            with contextlib.suppress(ImportError):
+                providers[name] = peer.load()
+    return providers
+
+
+def _composites(benchmark: Benchmark, settings: Settings) -> dict[str, Provider]:
     # Each shape is compiled for itself, as in training, where shapes are fixed. The reset keeps earlier shapes from
     # counting against dynamo's limit. Donated buffers forbid the retained graph that the backward is timed on; all
     # they could spare here is memory for temporaries, and these composites save inputs, outputs and masks.
     torch.compiler.reset()
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(benchmark.eager, fullgraph=True, dynamic=False, backend=settings.backend)
-    providers: dict[str, Provider] = {"parallel_ops": benchmark.ours, "eager": benchmark.eager, "compile": compiled}
-    for name, peer in benchmark.peers.items():
-        if settings.device.type in peer.devices:
-            with contextlib.suppress(ImportError):
-                providers[name] = peer.load()
-    return providers
+    return {"eager": benchmark.eager, "compile": compiled}
 
 
 def _directions(benchmark: Benchmark, provider: str) -> tuple[str, ...]:
@@ -212,6 +226,25 @@ def _call(case: Case, fn: Provider, inputs: Inputs, grad: Tensor) -> Call:
         # A dense gradient, as a model gives; that of .sum() would be one number read again and again.
         return functools.partial(torch.autograd.grad, fn(*inputs), leaves, grad, retain_graph=True)
     return lambda: torch.autograd.grad(fn(*inputs), leaves, grad)
+
+
+def _replayed(call: Call) -> Call:
+    """A replay of what ``call`` launches, which has tensors of its own: nothing else used them on another stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay() -> object:
+        graph.replay()
+        return kept  # whose memory the graph writes
+
+    return replay
 
 
 def _timer(case: Case, settings: Settings, calls: Sequence[Call]) -> Timer:

@@ -13,6 +13,8 @@ from benchmarks.spec import DIRECTIONS
 
 COLORS = {
     "parallel_ops": "#0b6e4f",
+    "replay": "#3f8f75",
+    "triton": "#2f7f65",
     "inplace": "#7cc3a4",
     "in_forward": "#4d9e7c",
     "eager": "#b8bfc6",
@@ -31,6 +33,8 @@ COLORS = {
 _LABELS = {
     "window": "parallel_ops, a window",
     "documents": "parallel_ops, documents",
+    "replay": "parallel_ops, replayed as a CUDA graph",
+    "triton": "parallel_ops, its own kernels",
     "inplace": "parallel_ops, in place",
     "in_forward": "parallel_ops, gradient in the forward",
     "eager": "PyTorch eager",

@@ -1,4 +1,4 @@
-"""The session script with a stand-in for Python, which notes its arguments, fails and takes too long."""
+"""The session script with a stand-in for Python, which notes its arguments, fails and takes too long; and its steps."""
 
 import os
 import re
@@ -8,78 +8,227 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from benchmarks.gpu_session import attention, capture, correct, counters, machine
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks/gpu_session.sh"
+CALLS = {
+    "1": ["machine", "build", "correct", "attention", "memory"],
+    "2": ["machine", "build", "tests", "host_time", "capture", "counters"],
+    "3": ["machine", "build", "compile", "models", "overlap", "symmetric"],
+}
+STEPS = [*CALLS["1"], *CALLS["2"][2:], *CALLS["3"][2:]]
 STAND_IN = """#!/usr/bin/env bash
 echo "ran: $*"
 case "$*" in
-  *--list*) printf 'flash_attention\\nrms_norm\\n' ;;
   *"-m pytest"*) exit 3 ;;
   *"benchmarks overlap"*) exec sleep 60 ;;
-  *"benchmarks rms_norm"*) echo row >"$OUTPUT/a-gpu.csv" ;;
+  *"--no-composites"*) echo row >"$OUTPUT/a-gpu.csv"; echo chart >"$OUTPUT/a-gpu.png" ;;
+  *"gpu_session.capture"*) head -c "${LOG_BYTES:-10}" /dev/urandom | base64 -w 100 ;;
 esac
 """
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash")
+bash = pytest.mark.skipif(shutil.which("bash") is None or shutil.which("timeout") is None, reason="needs bash")
 
 
-def session(tmp_path, **environment):
+def session(tmp_path, *arguments, **environment):
     stand_in, output = tmp_path / "python", tmp_path / "out"
-    stand_in.write_text(STAND_IN.replace('echo "ran', '[[ "$*" == *--list* ]] || echo "ran'))
+    stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
+    environment = {"OUTPUT": str(output), "OVERLAP_LIMIT": "1", "BUILD_FOLDER": str(tmp_path / "build"), **environment}
     ran = subprocess.run(
-        ["bash", str(ROOT / "benchmarks/gpu_session.sh"), str(output), "--shapes", "1"],
+        ["bash", str(SCRIPT), str(output), *arguments],
         check=False, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHON": str(stand_in), "OUTPUT": str(output), "OVERLAP_LIMIT": "1", **environment},
+        env={**os.environ, "PYTHON": str(stand_in), **environment},
     )  # fmt: skip
     return ran, output
 
 
+def logs(output):
+    with tarfile.open(output / "results.tar.gz") as archive:
+        members = [m for m in archive.getmembers() if m.isfile()]
+        return {m.name.removeprefix("./"): archive.extractfile(m).read() for m in members}
+
+
+@bash
 def test_a_failing_and_a_slow_step_do_not_keep_the_next_from_running(tmp_path):
     ran, output = session(tmp_path)
     verdicts = ran.stdout.strip().rpartition("\n\n")[2].splitlines()
-    found = [re.fullmatch(r"(\w+) +\d+ s  (.*)", line).groups() for line in verdicts]
-    assert found == [
-        ("machine", "passed"), ("build", "passed"), ("choice", "passed"), ("tests", "FAILED, exit 3"),
-        ("models", "passed"), ("attention", "passed"), ("benchmarks", "passed"), ("overlap", "TIME LIMIT of 1 s"),
-    ]  # fmt: skip
+    found = dict(re.fullmatch(r"(\w+) +\d+ s  (.*)", line).groups() for line in verdicts)
+    assert list(found) == STEPS
+    assert found.pop("tests") == "FAILED, exit 3" and found.pop("overlap") == "TIME LIMIT of 1 s"
+    assert set(found.values()) == {"passed"}
     assert ran.returncode == 1 and (output / "summary.txt").read_text().endswith(verdicts[-1] + "\n")
     assert sorted(os.listdir(output)) == ["results.tar.gz", "summary.txt"]
-    with tarfile.open(output / "results.tar.gz") as archive:
-        names = set(archive.getnames())
-        log = archive.extractfile("benchmarks.log").read().decode()
-    assert {"a-gpu.csv", "tests.log", "overlap.log", "machine.log"} <= names
-    assert (
-        f"ran: -m benchmarks rms_norm --device cuda --output {output} --shapes 1" in log
-    )  # attention has its own step
+    packed = logs(output)
+    assert {"a-gpu.csv", "a-gpu.png", *(f"{name}.log" for name in STEPS)} == set(packed)
+    assert b"ran: -m benchmarks.gpu_session.attention " + str(output).encode() in packed["attention.log"]
+    assert b"ran: -m benchmarks.attention_choice" in packed["attention.log"]
 
 
+@bash
 def test_steps_can_be_run_alone(tmp_path):
     ran, _ = session(tmp_path, STEPS="attention")
     assert ran.returncode == 0
-    assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == ["machine", "build", "attention"]
+    assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == ["attention"]
 
 
-@pytest.mark.parametrize(
-    ("call", "steps"), [("1", ["choice", "attention", "benchmarks"]), ("2", ["tests"]), ("3", ["models", "overlap"])]
-)
-def test_the_three_calls(tmp_path, call, steps):
+@bash
+@pytest.mark.parametrize("call", CALLS)
+def test_the_three_calls(tmp_path, call):
     ran, output = session(tmp_path, CALL=call)
-    assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == ["machine", "build", *steps]
-    assert len(os.listdir(output)) <= 8
-    script = (ROOT / "benchmarks/gpu_session.sh").read_text()
-    (of_call,) = re.findall(rf"^  {call}\) (.*?);;$", script, re.MULTILINE | re.DOTALL)
-    limits = [int(n) for n in re.findall(r"_LIMIT:-(\d+)}", of_call)]
-    # Each step may take ten seconds more to die, the machine's takes 20 at most.
-    assert len(limits) == len(steps) + 1 and 20 + sum(limits) + 10 * (len(limits) + 1) <= 540
+    assert re.findall(r"^== (\w+)$", ran.stdout, re.MULTILINE) == CALLS[call]
+    assert sorted(os.listdir(output)) == ["results.tar.gz", "summary.txt"]
+    limits = dict(re.findall(r"\[(\w+)\]=(\d+)", SCRIPT.read_text()))
+    assert set(limits) == set(STEPS)
+    # Each step may take ten seconds more to die.
+    assert sum(int(limits[name]) + 10 for name in CALLS[call]) <= 540
 
 
-def test_an_unknown_call_is_refused(tmp_path):
+@bash
+def test_results_are_at_most_eight_megabytes(tmp_path):
+    """Of long logs the ends are kept, and charts go."""
+    _, output = session(tmp_path, STEPS="memory capture", LOG_BYTES="30000000")
+    assert (output / "results.tar.gz").stat().st_size <= 8_000_000
+    assert len(logs(output)["capture.log"]) == 1_000_000
+    packed = SCRIPT.read_text().replace("pack 1000000", "pack 20000000")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/gpu_session.sh").write_text(packed)
+    ran = subprocess.run(
+        ["bash", str(tmp_path / "benchmarks/gpu_session.sh"), str(output)],
+        check=False, capture_output=True, timeout=120,
+        env={**os.environ, "PYTHON": str(tmp_path / "python"), "OUTPUT": str(output), "STEPS": "memory capture",
+             "LOG_BYTES": "30000000"},
+    )  # fmt: skip
+    assert ran.returncode == 0
+    assert set(logs(output)) == {"a-gpu.csv", "memory.log", "capture.log"}
+    assert (output / "results.tar.gz").stat().st_size <= 8_000_000
+
+
+@bash
+def test_what_was_built_is_kept_while_sources_are_the_same(tmp_path):
+    (tmp_path / "build/site").mkdir(parents=True)  # the stand-in builds nothing
+    for expected in (False, True):
+        _, output = session(tmp_path, STEPS="build")
+        assert (b"as built before" in logs(output)["build.log"]) == expected
+        (tmp_path / "build/site").mkdir(exist_ok=True)
+    (tmp_path / "build/site.digest").write_text("another")
+    _, output = session(tmp_path, STEPS="build")
+    assert b"as built before" not in logs(output)["build.log"]
+
+
+@bash
+def test_bad_arguments_are_refused(tmp_path):
     ran, _ = session(tmp_path, CALL="4")
     assert ran.returncode == 2 and "CALL must be 1, 2 or 3" in ran.stderr
+    ran, _ = session(tmp_path, "--shapes")
+    assert ran.returncode == 2 and "usage" in ran.stderr
+    ran, _ = session(tmp_path, STEPS="attention nothing")
+    assert ran.returncode == 1 and "unknown step nothing" in ran.stderr
 
 
-def test_it_names_tests_that_exist():
-    named = re.findall(r"tests/[\w/]+", (ROOT / "benchmarks/gpu_session.sh").read_text())
+def test_it_names_tests_and_modules_that_exist():
+    text = SCRIPT.read_text()
+    named = re.findall(r"tests/[\w/]+", text)
     assert len(named) > 5
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").exists() for name in named)
+    modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
+    assert len(modules) == 7
+    places = [ROOT / name.replace(".", "/") for name in modules]
+    assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def test_machine(capsys):
+    machine.main("cpu", clone_bytes=1 << 16, size=64)
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__.partition('+')[0]}" in said and "liger-kernel" in said
+    assert re.search(r"takes (FLASH_ATTENTION|MATH)\nclone [\d,]+ GB/s, product [\d.]+ TFLOP/s", said)
+
+
+def test_correct_finds_what_is_wrong(monkeypatch, capsys):
+    assert correct.run("rms_norm", "bfloat16", "tiny", "cpu") is None
+    assert correct.run("flash_attention, documents", "float32", "tiny", "cpu") is None
+    monkeypatch.setattr(correct.ops, "rms_norm", lambda x, w: 1.1 * correct.ops.rms_norm_reference(x, w))
+    assert "PyTorch's is" in correct.run("rms_norm", "float32", "tiny", "cpu")
+    monkeypatch.setattr(
+        "sys.argv",
+        ["correct", "--processes", "0", "--device", "cpu", "--size", "tiny", "--only", "rms_norm", "silu_mul"],
+    )
+    assert correct.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("WRONG") == 2 and "2 of 4 cases right" in said
+
+
+def test_correct_has_every_op():
+    names = {n.partition(",")[0] for n in correct.checks(correct.SIZES["tiny"], torch.float32, "cpu")}
+    known = {n.removesuffix("_reference") for n in correct.ops.__all__ if n.endswith("_reference")}
+    # A part of permute's case; the same kernel as another's; products of torch's.
+    assert known - names == {"sort_by_expert", "unpermute", "rotary_embedding", "grouped_linear"} - names
+    assert set(correct.SANITIZED) <= names
+
+
+def test_attention_in_teraflops(tmp_path, capsys):
+    assert attention.main(str(tmp_path), "cpu", [(1, 64, 2, 1, 16)]) == 0
+    (file,) = tmp_path.iterdir()
+    rows = attention.results.read_as(attention.Row, file)
+    assert {(r.provider, r.mask) for r in rows} == {
+        ("parallel_ops", "causal"), ("parallel_ops", "window"), ("flash", "causal")
+    }  # fmt: skip
+    assert all(r.ms > 0 and r.tflops > 0 for r in rows) and len(rows) == 6
+    assert capsys.readouterr().out.count("TFLOP/s") == 3
+
+
+def test_work_of_attention():
+    shape = (2, 1024, 8, 2, 128)
+    assert attention.flops(shape, "causal", "forward") == 2 * 8 * 4 * 128 * 1024**2 / 2
+    assert attention.flops(shape, "causal", "backward") == 2.5 * attention.flops(shape, "causal", "forward")
+    pairs = sum(min(i + 1, 512) for i in range(1024))
+    assert attention.visible(1024, "window") == pairs
+    assert attention.visible(1024, "documents") == (512**2 + 256**2 + 2 * 128**2) / 2
+
+
+def test_a_step_to_be_captured(monkeypatch):
+    """What is captured is this step; here it runs in eager mode, twice with the same losses."""
+    monkeypatch.setattr(capture, "STEPS", 1)
+    monkeypatch.setattr(capture, "_WARMUP", 1)
+    cpu = torch.device("cpu")
+    first, _ = capture.eager_losses(cpu, torch.float32)
+    assert capture.eager_losses(cpu, torch.float32)[0] == first and len(set(first)) == 2
+
+
+NCU = """==PROF== Connected
+"ID","Kernel Name",{names}
+"","",{units}
+"0","_keys_kernel",{values}
+"""
+
+
+def test_counters(tmp_path, monkeypatch, capsys):
+    metrics = list(counters.METRICS.values())
+    table = NCU.format(
+        names=",".join(f'"{m}"' for m in metrics), units='"us",' + ",".join('"%"' for _ in metrics[1:]),
+        values='"1,234.5",' + ",".join(f'"{n}"' for n in range(1, len(metrics))),
+    )  # fmt: skip
+    found = counters.parsed(table)
+    assert found["time"] == "1,234.5 us" and found["memory"] == "1 %" and list(found) == list(counters.METRICS)
+    with pytest.raises(ValueError, match="no table"):
+        counters.parsed("==ERROR== nothing")
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f"#!/bin/sh\necho '{table}'\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert counters.main(str(tmp_path)) == 0
+    assert (tmp_path / "counters.csv").read_text().count("\n") == 5
+    ncu.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\n")
+    assert counters.main(str(tmp_path)) == 0 and "may not read" in capsys.readouterr().out
+    ncu.write_text("#!/bin/sh\nexit 1\n")
+    assert counters.main(str(tmp_path)) == 1
+    monkeypatch.setenv("PATH", "")
+    assert counters.main(str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("name", counters.CASES)
+def test_what_is_counted_runs(name):
+    counters.call(name, "cpu")

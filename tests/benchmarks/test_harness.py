@@ -34,6 +34,13 @@ def test_stats_are_median_and_quartiles():
     assert timing.Stats.of([7.0]) == timing.Stats(7.0, 7.0, 7.0)
 
 
+def test_the_composite_can_be_left_out():
+    settings = Settings.standard(CPU, (torch.float32,), quick=True, compiled=False)
+    case = next(harness.cases(bench_bias_gelu.BENCHMARK, settings, []))
+    assert list(case.providers) == ["parallel_ops"]
+    assert next(harness.cases(load("rms_norm"), settings, [])).providers.keys().isdisjoint({"eager", "compile"})
+
+
 class RecordingTimer:
     repeat = 2
 

@@ -1,0 +1,97 @@
+"""``python -m benchmarks.gpu_session.capture``: a training step of a Transformer, captured in one CUDA graph.
+
+Two models of the same weights train on the same batches, one in eager mode and one by replays of its graph, forward,
+backward and AdamW. Their losses must be the same bits: every kernel adds in an order that the shapes set. What both
+take a step is printed. Exits with 1 where losses differ.
+"""
+
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from parallel_ops.models import Transformer, TransformerConfig
+
+STEPS, _WARMUP = 5, 3
+
+
+def config() -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=4096, seq_length=512, num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=2, norm="rms_norm",
+        activation="swiglu", positions="rotary", bias=False,
+    )  # fmt: skip
+
+
+class Trained:
+    """A model with its optimizer, and the tensors that a step reads and writes."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Transformer(config()).to(device, dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, capturable=device.type == "cuda")
+        self.tokens = torch.zeros(512, 2, dtype=torch.int64, device=device)
+        self.loss = torch.zeros((), device=device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model(self.tokens, self.tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+
+def batches(device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4096, (512, 2), generator=generator).to(device) for _ in range(_WARMUP + STEPS)]
+
+
+def eager_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[float], float]:
+    """The losses, and seconds of a step."""
+    trained, losses, start = Trained(device, dtype), [], 0.0
+    for number, batch in enumerate(batches(device)):
+        if number == _WARMUP:
+            start = time.perf_counter()
+        trained.tokens.copy_(batch)
+        trained.step()
+        losses.append(trained.loss.item())
+    return losses, (time.perf_counter() - start) / STEPS
+
+
+def replayed_losses(device: torch.device, dtype: torch.dtype) -> tuple[list[float], float]:
+    """The same with the first steps in eager mode, on a side stream as capturing asks for, and replays after them."""
+    trained, losses, graph, start = Trained(device, dtype), [], torch.cuda.CUDAGraph(), 0.0
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for number, batch in enumerate(batches(device)):
+        trained.tokens.copy_(batch)
+        if number < _WARMUP:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                trained.step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if number == _WARMUP:
+                with torch.cuda.graph(graph):
+                    trained.step()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+            graph.replay()
+        losses.append(trained.loss.item())
+    return losses, (time.perf_counter() - start) / STEPS
+
+
+def main(dtype: torch.dtype = torch.bfloat16) -> int:
+    device = torch.device("cuda")
+    # Attention by this package's kernels: torch's backwards add by atomics, in another order each time.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    eager, eager_seconds = eager_losses(device, dtype)
+    replayed, seconds = replayed_losses(device, dtype)
+    print(f"eager    {[round(x, 5) for x in eager]}, {1e3 * eager_seconds:.2f} ms a step")
+    print(f"replayed {[round(x, 5) for x in replayed]}, {1e3 * seconds:.2f} ms a step")
+    print("the same bits" if eager == replayed else "THEY DIFFER")
+    return int(eager != replayed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
