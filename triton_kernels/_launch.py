@@ -25,7 +25,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _COMPARED_VERSIONS = ("3.6.", "3.7.")
-_RUN = JITFunction.run
+# None where another was in its place already.
+_RUN = JITFunction.run if JITFunction.run.__module__ == JITFunction.__module__ else None
 
 if triton.__version__.startswith(_COMPARED_VERSIONS):
     from triton.runtime.jit import native_specialize_impl as _specialisation

@@ -238,6 +238,9 @@ def test_route_moves_little_but_logits(shape):
     for prediction in model("route", shape).values():
         assert prediction.bytes <= 1.11 * prediction.least
         assert not any(x.facts.spills for x in prediction.launches)
+    forward = model("route", shape)["forward"]
+    assert [x.facts.waits for x in forward.launches] == [False, True]
+    assert forward.instructions * shape[2] <= 95  # a logit
 
 
 @pytest.mark.aot(smoke=False)

@@ -9,9 +9,10 @@ triton = pytest.importorskip("triton")
 
 from benchmarks.gpu_model.cases import benchmark  # noqa: E402
 from benchmarks.gpu_model.facts import launched  # noqa: E402
-from parallel_ops import bias_dropout_add, bias_gelu, bias_swiglu, layer_norm, rms_norm  # noqa: E402
+from parallel_ops import bias_dropout_add, bias_gelu, bias_swiglu, layer_norm, rms_norm, route  # noqa: E402
 from parallel_ops.triton_kernels import _finish, activations  # noqa: E402
 from parallel_ops.triton_kernels import bias_dropout_add as dropout_kernels  # noqa: E402
+from parallel_ops.triton_kernels.experts import route as route_kernels  # noqa: E402
 from parallel_ops.triton_kernels.norms import backward as norm_backward  # noqa: E402
 from ptx.execution import executed, ops_launch_kernels  # noqa: E402
 from support.suite import randn  # noqa: E402
@@ -72,6 +73,19 @@ def test_the_same_bits_in_any_order_of_programs_and_no_race(op, shape, monkeypat
             found.append([t.grad for t in (x, bias, weights) if t.grad is not None])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.executed
+def test_the_router_sums_in_any_order_of_programs(monkeypatch):
+    """Its forward is one launch too."""
+    counter, found = torch.zeros(2, dtype=torch.int32), []
+    monkeypatch.setattr(route_kernels, "counter", lambda device: counter)
+    for shuffle in (None, 0, 1):
+        with ops_launch_kernels(), executed(90, shuffle=shuffle) as reports:
+            found.append(route(randn(300, 24, dtype=torch.bfloat16, seed=1).detach(), 3))
+        assert len(reports) == 1 and reports[0].programs > 3
+        assert not counter.any(), "the next launch would not wait"
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Rows of logits on chip: softmax, sigmoid, and the choice of experts by integers in the order of their scores.
 
-Columns are padded to whole groups of a power of two; ``column`` says which expert a column is.
+Columns are padded to whole groups of a power of two; ``expert_of`` says which expert a column is.
 """
 
 import triton
@@ -14,43 +14,49 @@ TINY = tl.constexpr(1e-20)
 
 
 @triton.jit
-def column(SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """The expert of each column: groups of ``SIZE`` experts, each padded to ``PADDED_SIZE``."""
-    col = tl.arange(0, BLOCK_COLS)
+def expert_of(column, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+    """The expert of a column: groups of ``SIZE`` experts, each padded to ``PADDED_SIZE``."""
     if SIZE == PADDED_SIZE:
-        return col
+        return column
     else:
-        return col // PADDED_SIZE * SIZE + col % PADDED_SIZE
+        return column // PADDED_SIZE * SIZE + column % PADDED_SIZE
 
 
 @triton.jit
-def is_expert(experts, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def is_expert(column, experts, SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """Whether a column is an expert, not padding."""
-    col = tl.arange(0, BLOCK_COLS)
-    return (col % PADDED_SIZE < SIZE) & (column(SIZE, PADDED_SIZE, BLOCK_COLS) < experts)
+    return (column % PADDED_SIZE < SIZE) & (expert_of(column, SIZE, PADDED_SIZE) < experts)
 
 
 @triton.jit
-def read_rows(x_ptr, row, there, col, present, stride):
+def read_rows(x_ptr, row, there, col, present, stride, WHOLE: tl.constexpr):
     """Logits, -inf where there is no expert and 0 in rows that are not there."""
-    x = to_acc(
-        tl.load(
-            x_ptr + row.to(tl.int64)[:, None] * stride + col[None, :], mask=there[:, None] & present[None, :], other=0.0
-        )
-    )
-    return tl.where(present[None, :], x, float("-inf"))
+    mask = there[:, None] if WHOLE else there[:, None] & present[None, :]
+    x = to_acc(tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + col[None, :], mask=mask, other=0.0))
+    return x if WHOLE else tl.where(present[None, :], x, float("-inf"))
+
+
+@triton.jit
+def softmax_parts(x, FAST: tl.constexpr):
+    """(exponentials, the largest of x, sum of exponentials, logsumexp) of each row."""
+    largest = tl.reduce(x, 1, _larger)
+    e = exp_nonpositive(x - largest[:, None], FAST)
+    total = tl.sum(e, axis=1)
+    # As torch.logsumexp: infinity of rows that hold it, NaN of those that hold NaN.
+    logsumexp = tl.where(tl.abs(largest) == float("inf"), largest, largest + tl.log(total))
+    return e, largest, total, logsumexp
+
+
+@triton.jit
+def _larger(a, b):
+    """NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def softmax_rows(x, FAST: tl.constexpr):
     """(softmax, logsumexp) of each row."""
-    largest = tl.max(x, axis=1)
-    e = exp_nonpositive(x - largest[:, None], FAST)
-    total = tl.sum(e, axis=1)
-    # As torch.logsumexp: infinity of rows that hold it, NaN of those that hold NaN.
-    nan = tl.max((x != x).to(tl.int32), axis=1) > 0  # noqa: PLR0124
-    infinite = tl.abs(largest) == float("inf")
-    logsumexp = tl.where(infinite & ~nan, largest, largest + tl.log(total))
+    e, _, total, logsumexp = softmax_parts(x, FAST)
     return e * reciprocal(total, FAST)[:, None], logsumexp
 
 
@@ -65,15 +71,15 @@ def scores_of(x, p, SIGMOID: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def key_of(score):
-    """Scores as integers in their order: NaN counts as infinity, -0 as 0."""
-    ordered = tl.where(score != score, float("inf"), score) + 0.0  # noqa: PLR0124
+def key_of(score, POSITIVE: tl.constexpr):
+    """Scores as integers in their order: NaN counts as infinity, -0 as 0. ``POSITIVE``: none is below 0."""
+    ordered = tl.minimum(score, float("inf")) + 0.0
     if score.dtype == tl.float64:
         bits = ordered.to(tl.int64, bitcast=True)
-        return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+        return bits if POSITIVE else bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
     else:
         bits = ordered.to(tl.int32, bitcast=True)
-        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return bits if POSITIVE else bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -87,43 +93,11 @@ def score_of(key):
 
 @triton.jit
 def out_of(key):
-    """A key below all others, in the type of ``key``."""
+    """A key below those of all scores, in the type of ``key``: of what is not to be chosen."""
     if key.dtype == tl.int64:
         return tl.full(key.shape, -0x8000000000000000, tl.int64)
     else:
         return tl.full(key.shape, -0x80000000, tl.int32)
-
-
-@triton.jit
-def first_largest(key, AXIS: tl.constexpr):
-    """Where the largest key along the last axis is, as a mask; the first of equal ones."""
-    largest = tl.expand_dims(tl.max(key, axis=AXIS), AXIS)
-    index = tl.arange(0, key.shape[AXIS])
-    for _axis in tl.static_range(AXIS):
-        index = tl.expand_dims(index, 0)
-    place = tl.where(key == largest, index, key.shape[AXIS])
-    return index == tl.expand_dims(tl.min(place, axis=AXIS), AXIS)
-
-
-@triton.jit
-def limit_groups(key, TOP_GROUPS: tl.constexpr, GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """Takes out all keys but those of the best groups; a group's score is the sum of its two best."""
-    ROWS: tl.constexpr = key.shape[0]
-    grouped = tl.reshape(key, (ROWS, GROUPS, PADDED_SIZE))
-    first = tl.expand_dims(tl.max(grouped, axis=2), 2)
-    rest = tl.where(first_largest(grouped, 2), out_of(grouped), grouped)
-    second = tl.expand_dims(tl.max(rest, axis=2), 2)
-    of_group = first
-    if SIZE > 1:
-        # A group that is padding has no two keys, and stays below all.
-        of_group = tl.where(second == out_of(second), second, key_of(score_of(first) + score_of(second)))
-    of_group = tl.reshape(of_group, (ROWS, GROUPS))
-    kept = tl.zeros((ROWS, GROUPS), tl.int32)
-    for _ in tl.static_range(TOP_GROUPS):
-        best = first_largest(of_group, 1)
-        kept = tl.where(best, 1, kept)
-        of_group = tl.where(best, out_of(of_group), of_group)
-    return tl.reshape(tl.where(tl.expand_dims(kept, 2) > 0, grouped, out_of(grouped)), key.shape)
 
 
 @triton.jit

@@ -40,6 +40,7 @@ def launches(dtype, rows, n, k, options):
         (torch.bfloat16, 100, 160, 6, {**DEEPSEEK, "top_groups": 3}, 90),
         (torch.bfloat16, 8192, 1024, 16, GPT_OSS, 90),
         (torch.float32, 8192, 4096, 4, SOFTMAX, 90),
+        (torch.bfloat16, 8192, 128, 24, SOFTMAX, 90),
     ],
     ids=str,
 )
@@ -102,6 +103,35 @@ def test_ties_nan_and_infinity():
                 ours = route(x, 6, **options)
             theirs = route_reference(x, 6, **options)
             torch.testing.assert_close(tuple(ours), tuple(theirs), equal_nan=True, rtol=1e-5, atol=0)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize(
+    ("n", "k", "options"),
+    [
+        (256, 8, {"score": "sigmoid", "groups": 8, "top_groups": 4}),
+        (64, 6, {}),
+        (40, 19, {"top_k_first": True}),  # more than are unrolled
+        (60, 9, {"groups": 12, "top_groups": 5}),
+        (130, 4, {"normalize": False}),
+        (33, 32, {"score": "sigmoid"}),
+        (6, 2, {"groups": 3, "top_groups": 2}),
+        (8, 3, {"groups": 8, "top_groups": 3}),
+    ],
+    ids=str,
+)
+def test_equal_logits_go_by_index(n, k, options):
+    """Of few different values: most choices are among equals."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randint(-2, 3, (21, n), generator=generator).float()
+    x[0], x[1, ::2] = 1.0, torch.nan
+    bias = 8.0 * torch.randint(-1, 2, (n,), generator=generator) if n % 4 else None
+    with ops_launch_kernels():
+        ours = route(x, k, bias=bias, **options)
+    theirs = route_reference(x, k, bias=bias, **options)
+    assert torch.equal(ours.experts, theirs.experts)
+    assert torch.equal(ours.load, theirs.load)
+    torch.testing.assert_close(ours.weights, theirs.weights, equal_nan=True, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.executed(smoke=False)
