@@ -18,7 +18,8 @@ from benchmarks.gpu_model.devices import Device
 KERNELS = {"_forward_kernel": "forward", "_keys_kernel": "dK, dV", "_queries_kernel": "dQ"}
 
 # Sequences, tokens, heads, key heads, dims, window: Llama 3 70B at tensor parallel 8, 8B, long sequences, a window.
-SHAPES: tuple[tuple[int, int, int, int, int, int | None], ...] = (
+Shape = tuple[int, int, int, int, int, int | None]
+SHAPES: tuple[Shape, ...] = (
     (1, 8192, 8, 1, 128, None),
     (1, 4096, 8, 1, 128, None),
     (1, 8192, 32, 8, 128, None),
@@ -84,8 +85,13 @@ def busy(times: Sequence[int], places: int) -> float:
     return sum(times) / (max(free) * places)
 
 
-def grids(shape: tuple[int, int, int, int, int, int | None], device: Device, *, compiled: bool = True) -> list[Grid]:
-    """Those of a forward and a backward in bfloat16, as the launchers choose them for the device.
+def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
+    """Those of ``launched_grids``."""
+    return [grid for grid, _ in launched_grids(shape, device, compiled=compiled)]
+
+
+def launched_grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[tuple[Grid, Any]]:
+    """Grids and launches of a forward and a backward in bfloat16, as the launchers choose them for the device.
 
     ``compiled``: for each, how many programs a multiprocessor has a place for; otherwise one.
     """
@@ -125,12 +131,17 @@ def grids(shape: tuple[int, int, int, int, int, int | None], device: Device, *, 
         )  # fmt: skip
         if launch.call[2][0] != grid.programs:
             raise ValueError(f"{launch} has {launch.call[2][0]} programs, not {grid.programs}")
-        found.append(grid)
+        found.append((grid, launch))
     return found
 
 
 def _of_kernel(keywords: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if not name.startswith("num_")}
+
+
+def name_of(shape: Shape) -> str:
+    *sizes, window = shape
+    return "x".join(map(str, sizes)) + ("" if window is None else f", window {window}")
 
 
 def section(devices: Sequence[Device]) -> str:
@@ -147,8 +158,7 @@ def section(devices: Sequence[Device]) -> str:
         "|---|---|" + "---|" * len(named),
     ]
     for shape in SHAPES:
-        *sizes, window = shape
-        name = "x".join(map(str, sizes)) + ("" if window is None else f", window {window}")
+        name = name_of(shape)
         by_device = [grids(shape, device) for device in named]
         for kernels in zip(*by_device, strict=True):
             cells = [

@@ -59,7 +59,7 @@ _WIDE_SUMS = "sums of 65,536 columns leave no room for a row: two passes; no mod
 _WIDE_ROWS = "rows of 65,536 in bf16, twice 128 KiB, are read twice"
 _REASONS: dict[tuple[str, ...], str] = {
     ("route", "forward"): "it moves 5 MB: in a clone's time fit some 18 instructions a logit, and softmax, sigmoid and "
-    "sums alone take 30; before threads sorted their keys it took 158 where it now takes 91 (256 experts), 121 where 77",
+    "sums alone take 30; before threads sorted their keys it took 158, now 91 (256 experts), or 121, now 77",
     ("route", "backward"): "scattered stores of 8 elements a token; as small beside its layer",
     ("layer_norm", "backward", "512x1x65536"): _WIDE_SUMS,
     ("rms_norm", "backward", "512x1x65536"): _WIDE_SUMS,
@@ -80,14 +80,14 @@ def measured(folder: Path) -> dict[tuple[str, ...], float]:
             if "percent_of_clone" not in file.readline():  # tables of other benchmarks stand beside
                 continue
         for row in results.read(path):
-            device = _device(row.device)
+            device = device_of(row.device)
             if row.percent_of_clone is not None and device is not None:
                 op = row.op if row.provider == "parallel_ops" else f"{row.op}.{row.provider}"
                 found[op, row.direction, row.shape, row.dtype, device] = row.percent_of_clone / 100
     return found
 
 
-def _device(name: str) -> str | None:
+def device_of(name: str) -> str | None:
     """The GPU of the model that calls itself ``name``, in lower case with dashes."""
     for part, device in (("a100", "A100"), ("h200", "H200"), ("b200", "B200"), ("h100-pcie", "H100 PCIe")):
         if part in name:

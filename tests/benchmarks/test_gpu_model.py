@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_model import devices, table
+from benchmarks.gpu_model import attention_speed, devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
 from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
@@ -63,6 +63,24 @@ def test_the_page_shows_measurements_beside_predictions():
 def test_measurements_of_gpus_are_found_among_other_tables():
     """Those of whole ops; rows of overlap and ring attention are of another kind."""
     assert {device for *_, device in table.measured(Path(table.__file__).parents[1] / "results")} <= set(GPUS)
+
+
+def test_attention_is_between_what_hides_and_what_does_not():
+    """With 256 dims dK and dV wait for shared memory; with 64 a forward waits for exponentials."""
+    wide, narrow = (attention_speed.speeds((1, 2048, 4, 1, dims, None), GPUS["H100 SXM"]) for dims in (256, 64))
+    for speed in (*wide.values(), *narrow.values()):
+        assert 0 < speed.apart < speed.beside < attention_speed.PEAKS["H100 SXM"]
+        assert all(0 < tile.least <= tile.products for tile in speed.tiles.values())
+    assert wide["backward"].tiles["_keys_kernel"].limit == "shared memory"
+    assert narrow["forward"].limit == "special"
+
+
+def test_measured_attention_is_that_of_the_kernels(tmp_path):
+    rows = ["triton,causal,600", "cudnn,causal,650", "triton,window,400"]
+    lines = [f"{row},1x8192x8x1x128,forward,nvidia-h100-80gb-hbm3" for row in rows]
+    file = tmp_path / "nvidia-h100-80gb-hbm3-attention.csv"
+    file.write_text("\n".join(["provider,mask,tflops,shape,direction,device", *lines]))
+    assert attention_speed.measured(tmp_path) == {("1x8192x8x1x128", "forward", "H100 SXM"): 600.0}
 
 
 def test_wave_efficiency():
