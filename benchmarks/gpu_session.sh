@@ -136,10 +136,7 @@ for name in $steps; do
       step models "$python" -m benchmarks huggingface --large --dtype bfloat16 --batch 2 --compiled --liger
       ;;
     overlap) step overlap "$python" -m benchmarks overlap --device cuda --model llama-70b --output "$output" ;;
-    symmetric)
-      # Two processes on one GPU.
-      TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 step symmetric "$python" -m benchmarks symmetric
-      ;;
+    symmetric) step symmetric "$python" -m benchmarks.gpu_session.pulls ;;  # two processes on one GPU
     *)
       echo "unknown step $name" >&2
       failed=1

@@ -32,6 +32,9 @@ def command(
         Path | None, typer.Option("--json", help="File for the rows; those of the same cases are replaced.")
     ] = None,
     page: Annotated[Path | None, typer.Option("--table", help="File for the page made of all rows.")] = None,
+    measured: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of CSV files that were measured.")
+    ] = _RESULTS,
 ) -> None:
     """What the kernels should reach on GPUs that need not be there, from their compiled code."""
     gpus = devices.load()
@@ -40,7 +43,7 @@ def command(
             if name not in known:
                 command_line.fail(f"unknown {name!r}; choose from {', '.join(known)}")
     known_rows = _read(json_file) if json_file else {}
-    measurements = table.measured(_RESULTS)
+    measurements = table.measured(measured)
     for name in op or SHAPES:
         sizes = [tuple(int(n) for n in s.split("x")) for s in shape] if shape else SHAPES[name]
         for size in sizes:
@@ -52,7 +55,7 @@ def command(
                     json_file.write_text(json.dumps([dataclasses.asdict(r) for r in known_rows.values()], indent=1))
     if page:
         parts = [table.page(list(known_rows.values()), gpus, measurements), attention.section(gpus)]
-        page.write_text("\n".join([*parts, attention_speed.section(gpus, attention_speed.measured(_RESULTS))]))
+        page.write_text("\n".join([*parts, attention_speed.section(gpus, attention_speed.measured(measured))]))
 
 
 def _read(path: Path) -> dict[tuple[str, ...], Row]:

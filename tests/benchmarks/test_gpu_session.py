@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_session import attention, capture, correct, counters, machine
+from benchmarks.gpu_session import attention, capture, correct, counters, machine, pulls
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks/gpu_session.sh"
@@ -135,9 +135,17 @@ def test_it_names_tests_and_modules_that_exist():
     assert len(named) > 5
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").exists() for name in named)
     modules = re.findall(r"-m (benchmarks\.[\w.]+)", text)
-    assert len(modules) == 7
+    assert len(modules) == 8
     places = [ROOT / name.replace(".", "/") for name in modules]
     assert all(place.is_dir() or place.with_suffix(".py").exists() for place in places)
+
+
+def test_gathered_products(capfd):
+    """Here with messages, since copy engines need a GPU."""
+    assert pulls.main("cpu", ("off", 2)) == 0
+    assert len(re.findall(r"^\w+ +[\dx]+ +right, \d", capfd.readouterr().out, re.MULTILINE)) == 4
+    assert pulls.main("cpu", ("gated",)) == 1
+    assert "tensors are on cpu" in capfd.readouterr().out
 
 
 def test_machine(capsys):
