@@ -24,8 +24,6 @@ from parallel_ops.tensor_parallel.linear.overlap import (
     start_gather,
     start_scatter,
 )
-from support import parallel_linear
-from support.distributed import ranks
 from support.loopback import LoopbackGroup
 from support.parallel_linear import integers
 
@@ -288,17 +286,6 @@ class TestModel:
         assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.985, 1.2]) == plan.OFF
         assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.9, 1.2]) == 2
         assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5]) == plan.OFF
-
-
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_ranks_measure_once_and_choose_alike(kind):
-    first, second = ranks(2).run(parallel_linear.measured, kind)
-    tasks = 2 if kind == "row" else 1  # its backward cuts its gather into pieces too
-    assert first == second == ([2] * tasks, 4 * tasks, True)
-
-
-def test_candidates_are_run_to_be_timed():
-    assert all(ranks(2).run(parallel_linear.timed_for_real))
 
 
 def test_cpu_tensors_are_not_timed():

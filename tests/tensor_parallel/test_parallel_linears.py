@@ -1,14 +1,18 @@
 """all_gather_linear and linear_reduce_scatter over gloo groups of 2, 3 and 4 ranks."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel import DeferredWeightGradients
-from support import parallel_linear as on_rank
 from support import suite
-from support.distributed import Raised, ranks
-from support.parallel_linear import integers, normal
+from support.distributed import ranks
+from support.parallel_linear import OPS, integers, leaf, normal, sharded_linear, whole_linear
 
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])
@@ -37,9 +41,9 @@ def test_integers_give_the_unsharded_linear_exactly(size, kind, dtype):
             bias = integers(n, seed=3, dtype=dtype) if number == 0 or inner else None
             x, weight = integers(s, *inner, k, seed=1, dtype=dtype), integers(n, k, seed=2, dtype=dtype)
             tensors = [x, weight, bias, integers(s, *inner, n, seed=4, dtype=dtype)]
-            expected = on_rank.whole_linear(*tensors)
+            expected = whole_linear(*tensors)
             for overlap in OVERLAPS:
-                results = ranks(size).run(on_rank.sharded_linear, kind, tensors, sizes, {"overlap": overlap})
+                results = ranks(size).run(sharded_linear, kind, tensors, sizes, {"overlap": overlap})
                 for got, want in zip(whole(kind, results, sizes), expected, strict=True):
                     assert torch.equal(got, want), (sizes, inner, overlap)
 
@@ -51,9 +55,9 @@ def test_fp64_gradients_are_those_of_the_single_process_linear(size, kind):
     s, k, n = sum(sizes), 4 * size, 2 * size
     shapes = [(s, 3, k), (n, k), (n,), (s, 3, n)]
     tensors = [normal(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
-    expected = on_rank.whole_linear(*tensors)
+    expected = whole_linear(*tensors)
     for options in ({"overlap": 2}, {"overlap": "bulk"}):
-        results = ranks(size).run(on_rank.sharded_linear, kind, tensors, sizes, options)
+        results = ranks(size).run(sharded_linear, kind, tensors, sizes, options)
         torch.testing.assert_close(whole(kind, results, sizes), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -63,9 +67,63 @@ def test_the_reference_means_the_same(size, kind):
     sizes = SIZES[size][1]
     tensors = [integers(sum(sizes), 2 * size, seed=1), integers(size, 2 * size, seed=2), None]
     tensors.append(integers(sum(sizes), size, seed=3))
-    results = ranks(size).run(on_rank.sharded_linear, kind, tensors, sizes, {}, True)
-    for got, want in zip(whole(kind, results, sizes), on_rank.whole_linear(*tensors), strict=True):
+    results = ranks(size).run(sharded_linear, kind, tensors, sizes, {}, True)
+    for got, want in zip(whole(kind, results, sizes), whole_linear(*tensors), strict=True):
         assert torch.equal(got, want)
+
+
+def _pieces(start: int, rows: int, pieces: int) -> list[slice]:
+    return [slice(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
+
+
+def _gathered(x: Tensor, sizes: list[int]) -> Tensor:
+    out = [x.new_empty((n, *x.shape[1:])) for n in sizes]
+    for source, t in enumerate(out):
+        if source == dist.get_rank():
+            t.copy_(x)
+        dist.broadcast(t, src=source)
+    return torch.cat(out)
+
+
+def _owned(parts: Tensor, sizes: list[int], rank: int) -> Tensor:
+    """What every rank computed for this rank's rows, added in rank order in fp32."""
+    everyone = [torch.empty_like(parts) for _ in sizes]
+    dist.all_gather(everyone, parts)
+    mine = [p.split(sizes)[rank].float() for p in everyone]
+    total = mine[0].clone()
+    for p in mine[1:]:
+        total = total + p
+    return total
+
+
+def unfused(rank: int, kind: str, tensors: list[Tensor], sizes: list[int], pieces: int) -> list[Tensor]:
+    """(y, dx, dW) by broadcasts and products of the same pieces, one after the other; x, W and dy are this rank's."""
+    x, weight, grad = tensors
+    starts = [0, *itertools.accumulate(sizes)]
+    chunks = [c for start, n in zip(starts, sizes, strict=False) for c in _pieces(start, n, pieces)]
+    if kind == "column":
+        whole = _gathered(x, sizes)
+        y = torch.cat([torch.mm(whole[c], weight.t()) for c in chunks])
+        return [y, _owned(grad @ weight, sizes, rank).to(x.dtype), grad.t() @ whole]
+    y = _owned(torch.cat([torch.mm(x[c], weight.t()) for c in chunks]), sizes, rank).to(x.dtype)
+    whole = _gathered(grad, sizes)
+    return [y, torch.cat([torch.mm(whole[c], weight) for c in chunks]), whole.t() @ x]
+
+
+def against_unfused(rank: int, kind: str, sizes: list[int], pieces: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """(y, dx, dW): unfused, then three times overlapped, on values of this rank."""
+    s, k, n = sum(sizes), 24, 17
+    rows = (sizes[rank], s) if kind == "column" else (s, sizes[rank])
+    seed = 10 * rank
+    x, grad = normal(rows[0], k, seed=seed, dtype=dtype), normal(rows[1], n, seed=seed + 1, dtype=dtype)
+    weight = normal(n, k, seed=seed + 2, dtype=dtype)
+    results = [unfused(rank, kind, [x, weight, grad], sizes, pieces)]
+    for _ in range(3):
+        leaves = [leaf(x), leaf(weight)]
+        y = OPS[kind](*leaves, group=dist.group.WORLD, sizes=sizes, overlap=pieces)
+        y.backward(grad)
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    return results
 
 
 @groups
@@ -74,10 +132,21 @@ def test_the_reference_means_the_same(size, kind):
 def test_overlapped_is_unfused_bit_for_bit_on_every_run(size, kind, dtype):
     for sizes in SIZES[size]:
         for pieces in (1, 2):
-            for results in ranks(size).run(on_rank.against_unfused, kind, sizes, pieces, dtype):
+            for results in ranks(size).run(against_unfused, kind, sizes, pieces, dtype):
                 for repeated in results[1:]:
                     for got, want in zip(repeated, results[0], strict=True):
                         assert torch.equal(got, want), (sizes, pieces)
+
+
+def several_weights(rank: int, x: Tensor, weights: list[Tensor], biases: Any, grads: list[Tensor], overlap: Any):
+    """(ys, dx, dWs, dbs) of one gather for several weights, which are this rank's alone; x is split evenly."""
+    shard = leaf(x.chunk(dist.get_world_size())[rank])
+    ws, bs = [leaf(w) for w in weights], None if biases is None else [leaf(b) for b in biases]
+    ys = all_gather_linear(shard, ws, bs, group=dist.group.WORLD, overlap=overlap)
+    # An output that nobody used: as if its gradient were zero.
+    used = [(y, g.clone()) for y, g in zip(ys, grads, strict=True) if g.any()]
+    torch.autograd.backward([y for y, _ in used], [g for _, g in used])
+    return [y.detach() for y in ys], shard.grad, [w.grad for w in ws], [b.grad for b in bs or []]
 
 
 @groups
@@ -87,8 +156,8 @@ def test_several_weights_share_a_gather(size, overlap):
     for biases in (None, [integers(n, seed=9) for n in (4, 1, 6)]):
         grads = [integers(2 * size, 3, n, seed=2) for n in (4, 1, 6)]
         grads[1].mul_(biases is None)
-        each = [on_rank.whole_linear(x, w, b, g) for w, b, g in zip(weights, biases or [None] * 3, grads, strict=True)]
-        results = ranks(size).run(on_rank.several_weights, x, weights, biases, grads, overlap)
+        each = [whole_linear(x, w, b, g) for w, b, g in zip(weights, biases or [None] * 3, grads, strict=True)]
+        results = ranks(size).run(several_weights, x, weights, biases, grads, overlap)
         dx = size * sum(e[1] for e in each)  # every rank has the same weights
         assert torch.equal(torch.cat([r[1] for r in results]), dx)
         for ys, _, dweights, dbiases in results:
@@ -97,172 +166,67 @@ def test_several_weights_share_a_gather(size, overlap):
             assert all(torch.equal(d, e[3]) for d, e in zip(dbiases, each, strict=False))
 
 
+def frozen(rank: int, kind: str, wanted: list[bool], overlap: Any) -> list[Any]:
+    """Gradients where only some are wanted; None elsewhere."""
+    leaves = [
+        t.requires_grad_(n) for t, n in zip((integers(4, 8, seed=1), integers(6, 8, seed=2)), wanted, strict=True)
+    ]
+    OPS[kind](*leaves, group=dist.group.WORLD, overlap=overlap).sum().backward()
+    return [t.grad for t in leaves]
+
+
 @kinds
 @pytest.mark.parametrize("overlap", ["off", 1])
 @pytest.mark.parametrize("wanted", [[True, False], [False, True]])
 def test_only_the_gradients_that_are_wanted(kind, overlap, wanted):
-    both = ranks(2).run(on_rank.frozen, kind, [True, True], overlap)
-    for some, every in zip(ranks(2).run(on_rank.frozen, kind, wanted, overlap), both, strict=True):
+    both = ranks(2).run(frozen, kind, [True, True], overlap)
+    for some, every in zip(ranks(2).run(frozen, kind, wanted, overlap), both, strict=True):
         for got, want, needed in zip(some, every, wanted, strict=True):
             assert torch.equal(got, want) if needed else got is None
+
+
+def compiled(rank: int, kind: str, backend: str, overlap: Any, around: bool):
+    """(y, dx, dW, db), eager and compiled to one graph, on two sizes; with arithmetic ``around`` the op, or alone."""
+    torch._dynamo.reset()
+
+    def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = OPS[kind](x * 1 if around else x, w, b, group=dist.group.WORLD, overlap=overlap)
+        return F.gelu(y) if around else y
+
+    results = []
+    function = torch.compile(run, fullgraph=True, backend=backend)
+    for s in (4, 6):
+        for f in (run, function):
+            leaves = [leaf(normal(s, 2, 8, seed=1)), leaf(normal(6, 8, seed=2)), leaf(normal(6, seed=3))]
+            y = f(*leaves)
+            y.sum().backward()
+            results.append([y.detach(), *(t.grad for t in leaves)])
+    return results
+
+
+def partial_bias(rank: int, sizes: list[int], compiled: bool) -> list[Tensor]:
+    """The complete and the partial gradient of a bias, and the sum of this rank's rows of that of y."""
+    x, weight = integers(sum(sizes), 3, 4, seed=rank), integers(5, 4, seed=7 + rank)
+    grad = integers(sizes[rank], 3, 5, seed=20 + rank)
+    found = []
+    for kind in ("complete", "partial"):
+
+        def run(x: Tensor, bias: Tensor, kind: str = kind) -> Tensor:
+            return linear_reduce_scatter(x, weight, bias, group=dist.group.WORLD, sizes=sizes, bias_gradient=kind)
+
+        bias = leaf(integers(5, seed=3))
+        run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+        run(leaf(x), bias).backward(grad)
+        found.append(bias.grad)
+    return [*found, grad.sum((0, 1))]
 
 
 @pytest.mark.parametrize(("size", "compiled"), [(2, False), (3, False), (4, False), (3, True)])
 def test_a_partial_bias_gradient_is_that_of_this_ranks_rows(size, compiled):
     sizes = SIZES[size][1]
-    for complete, partial, own in ranks(size).run(on_rank.partial_bias, sizes, compiled):
+    for complete, partial, own in ranks(size).run(partial_bias, sizes, compiled):
         assert torch.equal(partial, own)
         assert not torch.equal(partial, complete)
-
-
-@kinds
-@pytest.mark.parametrize(("defer", "main"), [(True, False), (False, True), (True, True)])
-def test_weight_gradients_go_where_they_are_told(kind, defer, main):
-    for outcome in ranks(2).run(on_rank.with_handles, kind, torch.float32, defer, main, False):
-        plain, handled, pending = outcome
-        torch.testing.assert_close(handled, plain, rtol=1e-6, atol=1e-6)
-        assert [n for n, _ in pending] == ([1, 2, 1] if defer else [0, 0])
-        assert all(none for _, none in pending[:2]) or not defer
-
-
-@kinds
-def test_main_grad_accumulates_16_bit_products_in_fp32(kind):
-    for plain, handled, _ in ranks(2).run(on_rank.with_handles, kind, torch.bfloat16, False, True, False):
-        assert handled[2].dtype is torch.float32
-        torch.testing.assert_close(handled[2], plain[2].float(), rtol=2e-2, atol=5e-2)
-        assert not torch.equal(handled[2], plain[2].float())  # two roundings fewer
-    for plain, handled, _ in ranks(2).run(on_rank.with_handles, kind, torch.float32, True, True, True):
-        torch.testing.assert_close(handled, plain, rtol=2e-2, atol=5e-2)
-        assert [t.dtype for t in handled] == [torch.float32] * 4
-
-
-@kinds
-@pytest.mark.parametrize("handle", ["autograd", "main_grad", "deferred"])
-@pytest.mark.parametrize("overlap", ["off", 2])
-def test_a_backward_computes_and_sends_what_is_asked_for(kind, handle, overlap):
-    """By halves, as a pipeline schedule runs it, and for the input alone."""
-    of_input = overlap if kind == "row" and overlap != "off" else 1  # pieces of the one other shard
-    both = of_input if kind == "row" else 2
-    for whole, halves, posted, queued in ranks(2).run(on_rank.split_backward, kind, handle, overlap):
-        now = of_input if handle == "deferred" else both
-        assert posted == [now, of_input, 1 if handle == "autograd" else 0, of_input]
-        assert torch.equal(halves[0], whole[0])
-        if handle == "autograd":
-            assert all(torch.equal(a, b) for a, b in zip(halves, whole, strict=True))
-        else:
-            assert halves[1] is None or not halves[1].any()
-        assert queued == 0
-
-
-@groups
-@kinds
-def test_a_deferred_gradient_holds_shards_and_gathers_when_it_is_computed(size, kind):
-    """x and dy of this rank: for the column 8 rows of 6 and 8 P of 5, for the row the other way round."""
-    shard, whole = (6, 5) if kind == "column" else (5, 6)
-    for outcome in ranks(size).run(on_rank.deferred_shards, kind):
-        assert outcome == (4 * 8 * (shard + size * whole) + 4, 1, 1)  # and a number in the shape of the weight
-
-
-@kinds
-def test_the_grad_of_a_dtensor_as_a_target(kind):
-    assert ranks(2).run(on_rank.grad_of_a_dtensor, kind) == [[True, True]] * 2
-
-
-@pytest.mark.parametrize("handle", ["main_grad", "deferred"])
-def test_gradients_that_ddp_would_not_reduce_are_refused(handle):
-    for outcome in ranks(2).outcomes(on_rank.inside_ddp, handle):
-        assert isinstance(outcome, Raised) and outcome.type == "ValueError"
-        assert "do not work inside DistributedDataParallel" in outcome.message and "leave them out" in outcome.message
-
-
-def test_a_zero_bubble_schedule_runs_the_halves_or_the_queue():
-    whole = on_rank.pipelined(0, "whole")
-    for how in ("split", "queue"):
-        got = {name: grad for of_rank in ranks(2).run(on_rank.pipelined, how) for name, grad in of_rank.items()}
-        assert got.keys() == whole.keys()
-        for name, grad in got.items():
-            torch.testing.assert_close(grad, whole[name], msg=f"{how}: {name}")
-
-
-def test_a_queue_of_weight_gradients_says_what_it_cannot_do():
-    queue = DeferredWeightGradients()
-    queue.push(lambda: None)
-    with pytest.raises(ValueError, match="count must be from 0 to 1, which are pending, got 2"):
-        queue.compute(2)
-
-
-# Inductor's code calls a registered op as any other: one case for all ops over a group. For what is around the op it
-# compiles C++, half a minute on fresh caches.
-@pytest.mark.parametrize(
-    ("kind", "backend", "around"),
-    [
-        ("column", "aot_eager", True),
-        ("row", "aot_eager", True),
-        ("column", "inductor", False),
-        pytest.param("row", "inductor", True, marks=pytest.mark.runs),
-    ],
-)
-def test_compiles_to_one_graph(kind, backend, around):
-    for results in ranks(2).run(on_rank.compiled, kind, backend, 2, around):
-        for eager, compiled in zip(results[::2], results[1::2], strict=True):
-            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
-
-
-@kinds
-def test_autocast_runs_in_its_dtype(kind):
-    for auto, cast in ranks(2).run(on_rank.with_autocast, kind):
-        assert auto[0].dtype is torch.bfloat16
-        assert torch.equal(auto[0], cast[0])
-        for got, want in zip(auto[1:], cast[1:], strict=True):
-            assert got.dtype is torch.float32
-            assert torch.equal(got, want.float())
-
-
-@groups
-@kinds
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("rows", "make different calls"),
-        ("columns", "make different calls"),
-        ("dtype", "make different calls"),
-        ("overlap", "make different calls"),
-        ("gradients", "make different calls"),
-        ("sizes", "rejected its arguments"),
-        ("one bad argument", "rank 0 of the group rejected its arguments"),
-    ],
-)
-def test_disagreement_raises_on_every_rank(size, kind, what, message):
-    outcomes = ranks(size).outcomes(on_rank.mismatched, kind, what)
-    assert all(isinstance(o, Raised) and o.type == "ValueError" for o in outcomes), outcomes
-    assert any(message in o.message for o in outcomes), [o.message for o in outcomes]
-
-
-@kinds
-def test_a_disagreement_shows_what_was_passed(kind):
-    for outcome in ranks(2).outcomes(on_rank.mismatched, kind, "columns"):
-        assert "sizes=[12] * 2" in outcome.message or "sizes=[6] * 2" in outcome.message
-        assert "overlap='auto', requires_grad=[False, False] over c10d" in outcome.message
-    for outcome in ranks(2).outcomes(on_rank.mismatched, kind, "overlap"):
-        assert "overlap=1," in outcome.message and "overlap=2," in outcome.message
-
-
-@groups
-@kinds
-def test_all_ranks_choose_for_the_same_task_whatever_their_shard(size, kind):
-    """Else one could know the answer and another stop to measure, and wait for it."""
-    for sizes in SIZES[size]:
-        seen = ranks(size).run(on_rank.tasks, kind, sizes)
-        assert all(seen[0] == other for other in seen[1:]) and len(seen[0]) == (1 if kind == "column" else 2)
-
-
-def test_messages_go_over_the_transport_that_was_chosen():
-    # Two pieces of the other shard, then x and dx whole.
-    assert ranks(2).run(on_rank.over_another_transport, True) == [(4, 4)] * 2
-    outcomes = ranks(2).outcomes(on_rank.over_another_transport, False)
-    assert all(isinstance(o, Raised) and "make different calls" in o.message for o in outcomes)
-    for outcome in ranks(2).outcomes(on_rank.transport_of_another_group):
-        assert "use_transport: transport is rank 0 of 1, but group is rank" in outcome.message
 
 
 class TestOneRank:
@@ -332,11 +296,3 @@ class TestOneRank:
     def test_an_unknown_kind_of_bias_gradient(self):
         with pytest.raises(ValueError, match="bias_gradient must be 'complete' or 'partial', got 'whole'"):
             linear_reduce_scatter(torch.ones(4, 8), torch.ones(3, 8), group=None, bias_gradient="whole")
-
-
-@kinds
-def test_a_deferred_gradient_must_have_somewhere_to_go(kind):
-    op = all_gather_linear if kind == "column" else linear_reduce_scatter
-    x, weight = normal(4, 3, seed=1), normal(5, 3, seed=2).requires_grad_()
-    with pytest.raises(ValueError, match="deferred needs weights that are leaves"):
-        op(x, weight * 1, group=None, deferred=DeferredWeightGradients())
