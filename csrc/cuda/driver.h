@@ -12,8 +12,12 @@ namespace parallel_ops::cuda {
 
 using Result = int;                   // CUresult
 using Stream = void*;                 // CUstream
+using Event = void*;                  // CUevent
 using DevicePointer = uint64_t;       // CUdeviceptr
 constexpr Result kSuccess = 0;        // CUDA_SUCCESS
+constexpr Result kNotReady = 600;     // CUDA_ERROR_NOT_READY
+constexpr unsigned kNoTiming = 2;     // CU_EVENT_DISABLE_TIMING
+constexpr int kThreadLocalMode = 1;   // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 constexpr unsigned kWaitGeq = 0;      // CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32_t)(*address - value) >= 0
 constexpr unsigned kWriteFenced = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: after all earlier writes of the stream
 
@@ -23,6 +27,12 @@ using GetErrorString = Result (*)(Result, const char**);
 using ContextGetCurrent = Result (*)(void** context);
 using ContextSetCurrent = Result (*)(void* context);
 using PrimaryContextRetain = Result (*)(void** context, int device);
+using EventCreate = Result (*)(Event*, unsigned flags);
+using EventDestroy = Result (*)(Event);
+using EventRecord = Result (*)(Event, Stream);
+using EventQuery = Result (*)(Event);
+using StreamWaitEvent = Result (*)(Stream, Event, unsigned flags);
+using StreamIsCapturing = Result (*)(Stream, int*);  // CUstreamCaptureStatus*
 
 struct Driver {
   enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
@@ -35,10 +45,23 @@ struct Driver {
   ContextGetCurrent context_get_current = nullptr;
   ContextSetCurrent context_set_current = nullptr;
   PrimaryContextRetain primary_context_retain = nullptr;
+  EventCreate event_create = nullptr;
+  EventDestroy event_destroy = nullptr;
+  EventRecord event_record = nullptr;
+  EventQuery event_query = nullptr;
+  StreamWaitEvent stream_wait_event = nullptr;
+  StreamIsCapturing stream_is_capturing = nullptr;
 
   static const Driver& get() {
     static const Driver driver;
     return driver;
+  }
+
+  // Every driver that NCCL works with has these.
+  bool has_events() const {
+    return context_get_current && context_set_current && primary_context_retain && exchange_capture_mode &&
+           get_error_string && event_create && event_destroy && event_record && event_query && stream_wait_event &&
+           stream_is_capturing;
   }
 
   // A thread that only runtime calls have been made in so far may have no current context.
@@ -64,6 +87,12 @@ struct Driver {
     context_get_current = reinterpret_cast<ContextGetCurrent>(dlsym(library, "cuCtxGetCurrent"));
     context_set_current = reinterpret_cast<ContextSetCurrent>(dlsym(library, "cuCtxSetCurrent"));
     primary_context_retain = reinterpret_cast<PrimaryContextRetain>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+    event_create = reinterpret_cast<EventCreate>(dlsym(library, "cuEventCreate"));
+    event_destroy = reinterpret_cast<EventDestroy>(dlsym(library, "cuEventDestroy_v2"));
+    event_record = reinterpret_cast<EventRecord>(dlsym(library, "cuEventRecord"));
+    event_query = reinterpret_cast<EventQuery>(dlsym(library, "cuEventQuery"));
+    stream_wait_event = reinterpret_cast<StreamWaitEvent>(dlsym(library, "cuStreamWaitEvent"));
+    stream_is_capturing = reinterpret_cast<StreamIsCapturing>(dlsym(library, "cuStreamIsCapturing"));
     const bool complete = stream_write_value && stream_wait_value && exchange_capture_mode && get_error_string &&
                           context_get_current && context_set_current && primary_context_retain;
     status = complete ? kFound : kNoFunction;

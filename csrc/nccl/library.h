@@ -38,6 +38,7 @@ class Library {
   UniqueId unique_id() const;
   std::string describe(Result code) const;
 
+  bool has(int since) const { return version_code_ >= since; }
   // Throws NotSupported unless the library is at least as new as `since`.
   void require(const std::string& what, int since) const;
   // Throws NcclError if `code` is an error. `who` begins the message: the op, and the rank if there is one.

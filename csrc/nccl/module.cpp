@@ -29,12 +29,6 @@ nccl::UniqueId unique_id_from(const py::bytes& bytes) {
   return id;
 }
 
-// Lets Ctrl-C through while a call waits for other ranks.
-void raise_signals() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 void define_errors(py::module_& m) {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> error;
   error.call_once_and_store_result([&] { return py::exception<nccl::NcclError>(m, "NcclError", PyExc_RuntimeError); });
@@ -62,63 +56,118 @@ void define_library(py::module_& m) {
       .def_property_readonly("version_code", &nccl::Library::version_code)
       .def_property_readonly("version",
                              [](const nccl::Library& self) { return nccl::version_string(self.version_code()); })
-      .def("unique_id",
-           [](const nccl::Library& self) {
-             nccl::UniqueId id;
-             {
-               py::gil_scoped_release no_gil;
-               id = self.unique_id();
-             }
-             return py::bytes(id.bytes, sizeof(id.bytes));
-           })
-      .def("describe",
-           [](const nccl::Library& self, int code) { return self.describe(static_cast<nccl::Result>(code)); });
+      .def("unique_id", [](const nccl::Library& self) {
+        nccl::UniqueId id;
+        {
+          py::gil_scoped_release no_gil;
+          id = self.unique_id();
+        }
+        return py::bytes(id.bytes, sizeof(id.bytes));
+      });
 }
 
-// Kinds go by name: pybind11's enumerations would take a fifth of the compile time.
-void define_calls(py::module_& m) {
-  py::class_<nccl::Call>(m, "Call").def(py::init([](const std::string& kind, uintptr_t input, uintptr_t output,
-                                                    size_t count, int type, int op, int peer) {
-                                          return nccl::Call{nccl::kind_of(kind),
-                                                            pointer<const void>(input),
-                                                            pointer<void>(output),
-                                                            count,
-                                                            static_cast<nccl::DataType>(type),
-                                                            static_cast<nccl::RedOp>(op),
-                                                            peer};
-                                        }),
-                                        py::arg("kind"), py::kw_only(), py::arg("input") = 0, py::arg("output") = 0,
-                                        py::arg("count"), py::arg("type"), py::arg("op") = 0, py::arg("peer") = 0);
+// Data interchange with torch: the structures of DLPack, version 0.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+constexpr int32_t kCpu = 1, kCuda = 2;
+constexpr uint8_t kUnsigned = 1;
+
+// The segment as a tensor of bytes, which keeps it alive. `device` is negative for memory of the host.
+py::capsule tensor_of(const std::shared_ptr<nccl::Segment>& segment, int device) {
+  struct Held {
+    DLManagedTensor managed;
+    int64_t shape, stride = 1;
+    std::shared_ptr<nccl::Segment> segment;
+  };
+  auto* held = new Held{{}, static_cast<int64_t>(segment->size), 1, segment};
+  held->managed = {{segment->data, device < 0 ? kCpu : kCuda, device < 0 ? 0 : device, 1, kUnsigned, 8, 1, &held->shape,
+                    &held->stride, 0},
+                   held,
+                   [](DLManagedTensor* managed) { delete static_cast<Held*>(managed->context); }};
+  return py::capsule(&held->managed, "dltensor", [](PyObject* capsule) {
+    if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;  // torch has taken it
+    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    managed->deleter(managed);
+  });
+}
+
+// One call after the other, six numbers each: many small objects would take longer to make than to enqueue.
+std::vector<nccl::Call> calls_from(const std::vector<uint64_t>& numbers) {
+  std::vector<nccl::Call> calls;
+  calls.reserve(numbers.size() / 6);
+  for (size_t i = 0; i + 6 <= numbers.size(); i += 6) {
+    const uint64_t* n = &numbers[i];
+    calls.push_back({static_cast<nccl::Kind>(n[0]), pointer<const void>(n[1]), pointer<void>(n[2]), n[3],
+                     static_cast<nccl::DataType>(n[4]), static_cast<int>(n[5])});
+  }
+  return calls;
 }
 
 void define_communicator(py::module_& m) {
-  py::class_<nccl::Config>(m, "Config")
-      .def(py::init<>())
-      .def("set", py::overload_cast<const std::string&, int>(&nccl::Config::set))
-      .def("set", py::overload_cast<const std::string&, const std::string&>(&nccl::Config::set))
-      .def("check", [](const nccl::Config& self, const nccl::Library& library) { self.raw(library); });
+  py::class_<nccl::Event, std::shared_ptr<nccl::Event>>(m, "Event").def("done", &nccl::Event::done, NoGil());
+
+  py::class_<nccl::Segment, std::shared_ptr<nccl::Segment>>(m, "Segment")
+      .def(py::init([](std::shared_ptr<nccl::Library> library, size_t size) {
+             return std::make_shared<nccl::Segment>(std::move(library), size);
+           }),
+           py::arg("library"), py::arg("size"))
+      .def("tensor", &tensor_of, py::arg("device"));
 
   py::class_<nccl::Communicator>(m, "Communicator", py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](std::shared_ptr<nccl::Library> library, const py::bytes& unique_id, int size, int rank,
-                       const nccl::Config& config, double timeout) {
-             const nccl::Communicator::Membership membership{unique_id_from(unique_id), size, rank};
+                       int device, uintptr_t side, int max_ctas, double timeout, double connecting, double grace) {
+             const nccl::Settings settings{unique_id_from(unique_id),       size,    rank,       device, max_ctas,
+                                           pointer<nccl::CudaStream>(side), timeout, connecting, grace};
              py::gil_scoped_release no_gil;
-             return nccl::Communicator::create(std::move(library), membership, config, timeout, raise_signals);
+             return nccl::Communicator::create(std::move(library), settings);
            }),
-           py::arg("library"), py::arg("unique_id"), py::arg("size"), py::arg("rank"), py::arg("config"),
-           py::arg("timeout"))
-      .def_property_readonly("rank", &nccl::Communicator::rank)
-      .def_property_readonly("size", &nccl::Communicator::size)
-      .def("alive", &nccl::Communicator::alive, NoGil())
-      .def("device", &nccl::Communicator::device, NoGil())
+           py::arg("library"), py::arg("unique_id"), py::arg("size"), py::arg("rank"), py::arg("device"),
+           py::arg("side"), py::arg("max_ctas"), py::arg("timeout"), py::arg("connecting"), py::arg("grace") = 10.0)
+      .def_property_readonly("alive", &nccl::Communicator::alive)
+      .def_property_readonly("puts", &nccl::Communicator::puts)
       .def(
           "launch",
-          [](nccl::Communicator& self, const std::string& op, const std::vector<nccl::Call>& calls, uintptr_t stream,
-             double timeout) { self.launch(op, calls, pointer<nccl::CudaStream>(stream), timeout); },
-          py::arg("op"), py::arg("calls"), py::arg("stream"), py::arg("timeout"), NoGil())
+          [](nccl::Communicator& self, const std::string& op, const std::vector<uint64_t>& calls, uintptr_t stream) {
+            return self.launch(op, calls_from(calls), pointer<nccl::CudaStream>(stream));
+          },
+          py::arg("op"), py::arg("calls"), py::arg("stream"), NoGil())
+      .def(
+          "put",
+          [](nccl::Communicator& self, const std::string& op, const std::vector<int>& sources,
+             const std::vector<std::tuple<uintptr_t, size_t, size_t, int, std::shared_ptr<nccl::Segment>>>& puts,
+             const std::vector<std::pair<int, int>>& arrivals, uintptr_t stream) {
+            std::vector<nccl::Put> all;
+            for (const auto& [input, offset, bytes, peer, segment] : puts) {
+              all.push_back({pointer<const void>(input), offset, bytes, peer, segment});
+            }
+            std::vector<nccl::WaitSignalDesc> waits;
+            for (const auto& [count, peer] : arrivals) waits.push_back({count, peer});
+            return self.put(op, sources, all, waits, pointer<nccl::CudaStream>(stream));
+          },
+          py::arg("op"), py::arg("sources"), py::arg("puts"), py::arg("arrivals"), py::arg("stream"), NoGil())
+      .def("enroll", &nccl::Communicator::enroll, py::arg("op"), py::arg("segment"), NoGil())
       .def("check", &nccl::Communicator::check, py::arg("op"), NoGil())
-      .def("finalize", &nccl::Communicator::finalize, py::arg("timeout"), NoGil())
+      .def(
+          "join",
+          [](nccl::Communicator& self, const std::string& op, const nccl::Event& event, uintptr_t stream) {
+            self.join(op, event, pointer<nccl::CudaStream>(stream));
+          },
+          py::arg("op"), py::arg("event"), py::arg("stream"), NoGil())
       .def("abort", &nccl::Communicator::abort, py::arg("reason"), NoGil());
+  m.def("is_capturing", [](uintptr_t stream) { return nccl::is_capturing(pointer<nccl::CudaStream>(stream)); });
 }
 
 }  // namespace
@@ -126,6 +175,5 @@ void define_communicator(py::module_& m) {
 PYBIND11_MODULE(_nccl, m) {
   define_errors(m);
   define_library(m);
-  define_calls(m);
   define_communicator(m);
 }

@@ -2,6 +2,7 @@
 knows versions, but ``fsdp`` those of FSDP2."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,20 @@ def group_store(group: ProcessGroup) -> dist.Store:  # type: ignore[name-defined
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     """How long a collective of the group waits from now on. torch gives groups of a mesh its default."""
     _set_pg_timeout(timeout, group)
+
+
+def group_timeout(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds that a collective of the group may take with tensors on ``device``."""
+    return float(group._get_backend(device).options._timeout.total_seconds())
+
+
+def current_raw_stream(device: torch.device) -> Callable[[], int]:
+    """A function that returns the handle of the current stream, in a tenth of the time of a ``torch.cuda.Stream``.
+
+    Args:
+        device: a CUDA device with its index.
+    """
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

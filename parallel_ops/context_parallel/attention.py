@@ -185,12 +185,12 @@ class _Call(NamedTuple):
     def algorithm(self) -> Algorithm:
         return Algorithm(self.ulysses_degree, self.all_gather)
 
-    def attention(self, seed: Tensor | None, cu_seqlens: Tensor | None) -> Attention:
+    def attention(self, q: Tensor, seed: Tensor | None, cu_seqlens: Tensor | None) -> Attention:
         options = Options(
             self.causal, self.window, self.scale, self.softcap, self.dropout_p, seed, cu_seqlens, self.first_head,
             self.backend,
         )  # fmt: skip
-        transport = transport_of(resolve_group(self.group))
+        transport = transport_of(resolve_group(self.group), q.device)
         return Attention(NAME, transport, self.length, self.layout, self.algorithm, options)
 
     def check_consistency(
@@ -199,7 +199,7 @@ class _Call(NamedTuple):
     ) -> None:  # fmt: skip
         """Raises on all ranks unless all make the same call."""
         group = resolve_group(self.group)
-        transport, size = transport_of(group), group.size()
+        transport, size = transport_of(group, q.device), group.size()
         # Only on a CPU can values be read without waiting for a device.
         documents = None if cu_seqlens is None or cu_seqlens.is_cuda else tuple(cu_seqlens.tolist())
         drawn = None if seed is None or seed.is_cuda else seed.item()
@@ -242,7 +242,7 @@ def _forward(
     *options, gradients = arguments
     call = _Call(group, length, *options)
     call.check_consistency(q, k, v, sink, seed, cu_seqlens, gradients)
-    return call.attention(seed, cu_seqlens).forward(q, k, v, sink)
+    return call.attention(q, seed, cu_seqlens).forward(q, k, v, sink)
 
 
 @communicates
@@ -250,7 +250,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, statistics: Tensor,
     seed: Tensor | None, cu_seqlens: Tensor | None, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    attention = _Call(*arguments).attention(seed, cu_seqlens)
+    attention = _Call(*arguments).attention(q, seed, cu_seqlens)
     *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
     return *gradients, statistics.new_empty(0) if dsink is None else dsink
 

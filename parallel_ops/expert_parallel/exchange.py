@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.turns import pass_on
 from parallel_ops.comm import all_to_all
-from parallel_ops.comm.errors import translate_backend_errors
+from parallel_ops.comm.transport.base import Handle
+from parallel_ops.comm.transport.exchange import start_exchange
+from parallel_ops.comm.transport.registry import transport_of
 
 _NAME = "expert_parallel"
 
@@ -38,7 +39,7 @@ class Exchange:
 
     def __init__(self, x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> None:
         self.group, self.sent, self.received = group, list(sent), list(received)
-        self._work: Any = None
+        self._handle: Handle | None = None
         self._gradient: Tensor | None = None
         self._kept: tuple[Tensor, ...] = ()
         self._at_once = is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
@@ -59,16 +60,16 @@ class Exchange:
     def send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         x = x.contiguous()
         out = x.new_empty((sum(received), *x.shape[1:]))
-        with translate_backend_errors(_NAME, self.group):
-            self._work = dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=True)
+        transport = transport_of(self.group, x.device)
+        self._handle = start_exchange(_NAME, transport, out, x, (received, sent))
         self._kept = x, out  # gloo does not keep what it sends
         return out
 
     def wait(self) -> None:
         pass_on()
-        with translate_backend_errors(_NAME, self.group):
-            self._work.wait()
-        self._work, self._kept = None, ()
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle, self._kept = None, ()
 
     def send_gradient(self, grad: Tensor) -> None:
         self._gradient = self.send(grad, self.received, self.sent)

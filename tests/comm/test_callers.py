@@ -10,7 +10,7 @@ COMM = "parallel_ops.comm"
 ENTRY_POINTS = {
     "parallel_ops.comm.transport.registry.use_transport",
     "parallel_ops.comm.transport.symmetric.transport.symmetric_transport",
-    "parallel_ops.comm.nccl.transport.NcclTransport",
+    "parallel_ops.comm.transport.registry.why_not_nccl",
 }
 
 

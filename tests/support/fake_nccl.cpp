@@ -1,46 +1,75 @@
-// A libnccl that writes down what it is asked and answers as it is told, so that the binding can be tested for real
-// without a GPU: versions, arguments, errors in the background, work that never ends.
+// A libnccl whose ranks are threads or processes of this machine, and a CUDA driver for it: every entry that the binding
+// calls moves the bytes that NCCL would move, on streams, so that ops run from end to end without a GPU. Ranks that
+// make different calls, or pass different offsets into a symmetric window, get an error. It writes down what it is
+// asked if told so, and fails as it is told.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <string>
-#include <thread>
 
 #include "api.h"
+#include "fake_cuda.h"
 
 using namespace parallel_ops::nccl;
 
-namespace parallel_ops::nccl {
-struct Comm {
-  int size, rank;
-};
-}  // namespace parallel_ops::nccl
-
 namespace {
 
+constexpr int kRanks = 16, kWindows = 32;
+constexpr size_t kChunk = 64 << 10;
+
+struct Channel {  // from one rank to another, a chunk at a time
+  std::atomic<uint64_t> written, taken;
+  uint64_t bytes, total, tag;
+  char data[kChunk];
+};
+struct Place {
+  int process, file;
+  uint64_t size;
+};
+struct Board {  // memory that all ranks of a communicator share
+  std::atomic<int> joined;
+  std::atomic<uint64_t> enrolled[kWindows];
+  Place windows[kWindows][kRanks];
+  std::atomic<uint64_t> signals[kRanks][kRanks];  // to, from
+  Channel channels[kRanks][kRanks];               // from, to
+};
+
 std::mutex mutex;
-std::string lines;
-int reported_version = FAKE_VERSION;
-int async_error = kSuccess;  // what the background work ends with
-int polls_in_progress = 0;   // how often it is still under way when asked; negative: for ever
-std::string failing;         // the function that fails
+bool logging = false, holds_waits = true, has_puts = true;
+std::string lines, failing;  // failing: the function that fails
+std::vector<std::string> boards;  // files, which are there until all ranks have joined
+int reported_version = FAKE_VERSION, async_error = kSuccess, ids = 0;
 Result failure = kInternalError;
-std::atomic<bool> holds_abort = false;  // aborting does not end
-int ids = 0;
-int alive = 0;  // communicators that were neither aborted nor destroyed
+std::atomic<int> alive{0};
+std::atomic<long> allocated{0};
+size_t most_memory = size_t{1} << 40;
+
+struct Allocation {
+  size_t size;
+  int file;
+};
+std::map<char*, Allocation>& allocations() {
+  static auto* it = new std::map<char*, Allocation>;
+  return *it;
+}
 
 Result note(const char* name, const char* format = "", ...) {
-  char text[512];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text, sizeof(text), format, arguments);
-  va_end(arguments);
   std::lock_guard lock(mutex);
-  lines += std::string(name) + (*text ? " " : "") + text + "\n";
+  if (logging) {
+    char text[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    lines += std::string(name) + (*text ? " " : "") + text + "\n";
+  }
   return failing == name ? failure : kSuccess;
 }
 
@@ -48,21 +77,236 @@ unsigned long long number(const void* pointer) { return reinterpret_cast<unsigne
 
 }  // namespace
 
+void fake::note_driver(const char* name, void* stream) { note(name, "stream=%llx", number(stream)); }
+
+namespace {
+
+template <class Condition>
+bool wait_until(const std::atomic<bool>& aborted, Condition condition) {
+  for (int i = 0; !condition(); ++i) {
+    if (aborted) return false;
+    if (i < 100) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  return true;
+}
+
+template <class T>
+T* shared(int file, size_t size) {
+  void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return found == MAP_FAILED ? nullptr : static_cast<T*>(found);
+}
+
+}  // namespace
+
+namespace parallel_ops::nccl {
+struct Window {
+  int index;
+  char* base;
+  size_t size;
+  char* peers[kRanks] = {};
+};
+struct Comm {
+  int size, rank;
+  Board* board;
+  std::atomic<bool> aborted{false};
+  std::atomic<int> running{0}, error{kSuccess};
+  std::vector<Window*> windows;
+  uint64_t expected[kRanks] = {};  // signals
+};
+}  // namespace parallel_ops::nccl
+
+namespace {
+
+struct Transfer {
+  Channel* channel;
+  char* data;
+  size_t total, left;
+  uint64_t tag;
+  bool sends;
+
+  // True if something was moved.
+  bool step(Comm& comm) {
+    const uint64_t written = channel->written, taken = channel->taken;
+    if (sends ? written != taken : written == taken) return false;
+    const size_t bytes = std::min(left, kChunk);
+    if (sends) {
+      channel->bytes = bytes, channel->total = total, channel->tag = tag;
+      memcpy(channel->data, data, bytes);
+      ++channel->written;
+    } else {
+      if (channel->total != total || channel->tag != tag) comm.error = kInvalidUsage;
+      memcpy(data, channel->data, std::min<size_t>(bytes, channel->bytes));
+      ++channel->taken;
+    }
+    data += bytes, left -= bytes;
+    return true;
+  }
+};
+
+class Group {
+ public:
+  Group(Comm& comm, uint64_t tag) : comm_(comm), tag_(tag) {}
+  void send(const void* data, size_t bytes, int to) {
+    add({&comm_.board->channels[comm_.rank][to], static_cast<char*>(const_cast<void*>(data)), bytes, bytes, tag_, true});
+  }
+  void receive(void* data, size_t bytes, int from) {
+    add({&comm_.board->channels[from][comm_.rank], static_cast<char*>(data), bytes, bytes, tag_, false});
+  }
+  void tag(uint64_t tag) { tag_ = tag; }
+  void run() {
+    while (!transfers_.empty()) {
+      bool moved = false;
+      std::vector<Channel*> waiting;
+      for (auto it = transfers_.begin(); it != transfers_.end();) {
+        const bool behind = std::find(waiting.begin(), waiting.end(), it->channel) != waiting.end();
+        if (!behind && it->step(comm_)) {
+          moved = true;
+          if (it->left == 0) {
+            it = transfers_.erase(it);
+            continue;
+          }
+        }
+        waiting.push_back(it->channel);
+        ++it;
+      }
+      if (comm_.aborted) return;
+      if (!moved) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+ private:
+  void add(Transfer transfer) {
+    if (transfer.left > 0) transfers_.push_back(transfer);
+  }
+  Comm& comm_;
+  uint64_t tag_;
+  std::vector<Transfer> transfers_;
+};
+
+float load(const uint16_t* bits) {
+  const uint32_t wide = static_cast<uint32_t>(*bits) << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+void store(uint16_t* bits, float value) {
+  uint32_t wide;
+  memcpy(&wide, &value, 4);
+  *bits = static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+template <class T, class Sum>
+void add_up(char* out, const std::vector<const char*>& parts, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    Sum sum = 0;
+    for (const char* part : parts) {
+      const T* at = reinterpret_cast<const T*>(part) + i;
+      if constexpr (std::is_same_v<T, uint16_t>) {
+        sum += load(at);
+      } else {
+        sum += *at;
+      }
+    }
+    if constexpr (std::is_same_v<T, uint16_t>) {
+      store(reinterpret_cast<T*>(out) + i, sum);
+    } else {
+      reinterpret_cast<T*>(out)[i] = static_cast<T>(sum);
+    }
+  }
+}
+
+size_t size_of(DataType type) { return type == kBfloat16 || type == kFloat16 ? 2 : type <= kUint8 ? 1 : type >= kInt64 && type != kFloat32 ? 8 : 4; }
+
+void sum(char* out, const std::vector<const char*>& parts, size_t count, DataType type) {
+  switch (type) {
+    case kFloat32:
+      return add_up<float, double>(out, parts, count);
+    case kFloat64:
+      return add_up<double, double>(out, parts, count);
+    case kBfloat16:
+      return add_up<uint16_t, float>(out, parts, count);
+    case kInt64:
+      return add_up<int64_t, int64_t>(out, parts, count);
+    default:
+      return add_up<int32_t, int32_t>(out, parts, count);
+  }
+}
+
+Window* window_of(Comm& comm, const void* pointer) {
+  for (Window* window : comm.windows) {
+    if (pointer >= window->base && pointer < window->base + window->size) return window;
+  }
+  return nullptr;
+}
+// The same on all ranks that make the same call.
+uint64_t tag_of(Comm& comm, int kind, size_t count, DataType type, const void* in, const void* out) {
+  uint64_t tag = kind * 1000003 + count * 31 + type;
+  for (const void* pointer : {in, out}) {
+    if (Window* window = pointer == nullptr ? nullptr : window_of(comm, pointer)) {
+      tag = tag * 1000003 + window->index * 64 + (static_cast<const char*>(pointer) - window->base);
+    }
+  }
+  return tag;
+}
+
+extern "C" Result ncclGroupEnd();
+
+// What the calls of a group do, on their stream.
+thread_local std::vector<std::function<void(Group&)>> grouped;
+thread_local std::vector<std::function<void()>> after_group;
+thread_local int depth = 0;
+thread_local Comm* comm_of_group = nullptr;
+thread_local CudaStream* stream_of_group = nullptr;
+
+void launch(Comm* comm, CudaStream* stream, std::function<void()> work) {
+  fake::enqueue(stream, [=] {
+    ++comm->running;
+    if (!comm->aborted) work();
+    --comm->running;
+  });
+}
+
+Result add(Result result, Comm* comm, CudaStream* stream, std::function<void(Group&)> calls,
+           std::function<void()> after = nullptr) {
+  if (result != kSuccess) return result;
+  comm_of_group = comm, stream_of_group = stream;
+  grouped.push_back(std::move(calls));
+  if (after) after_group.push_back(std::move(after));
+  return depth == 0 ? (++depth, ncclGroupEnd()) : kSuccess;
+}
+
+}  // namespace
+
 extern "C" {
 
 // For the tests.
 void fake_reset() {
+  std::lock_guard lock(mutex);
+  for (const std::string& board : boards) unlink(board.c_str());
+  boards.clear();
   lines.clear();
   failing.clear();
-  reported_version = FAKE_VERSION;
-  async_error = kSuccess;
-  polls_in_progress = 0;
+  reported_version = FAKE_VERSION, async_error = kSuccess;
+  logging = fake::discarding = false, holds_waits = has_puts = true;
+  most_memory = size_t{1} << 40;
 }
-void fake_hold_abort(bool hold) { holds_abort = hold; }
+void fake_logging(bool on) { logging = on; }
+void fake_discard(bool on) { fake::discarding = on; }    // nothing is moved, and nothing waits for other ranks
+void fake_holds_waits(bool on) { holds_waits = on; }     // an abort does not end what waits for a signal
+void fake_puts(bool on) { has_puts = on; }
+void fake_memory(size_t bytes) { most_memory = bytes; }  // of one allocation
 void fake_version(int code) { reported_version = code; }
-void fake_async(int error, int polls) { async_error = error, polls_in_progress = polls; }
-void fake_failing(const char* name, int code) { failing = name, failure = static_cast<Result>(code); }
-int fake_alive() { return alive; }
+void fake_async(int error) { async_error = error; }
+void fake_failing(const char* name, int code) {
+  std::lock_guard lock(mutex);
+  failing = name, failure = static_cast<Result>(code);
+}
+int fake_alive() { return alive; }  // communicators that were not aborted
+long fake_allocated() { return allocated; }
 const char* fake_log() {
   static std::string copy;
   std::lock_guard lock(mutex);
@@ -75,50 +319,203 @@ Result ncclGetVersion(int* version) {
   *version = reported_version;
   return kSuccess;
 }
-const char* ncclGetErrorString(Result code) { return code == kRemoteError ? "remote process exited" : "an error"; }
+const char* ncclGetErrorString(Result code) {
+  return code == kRemoteError ? "remote process exited" : code == kInvalidUsage ? "invalid usage" : "an error";
+}
 const char* ncclGetLastError(Comm*) { return "what NCCL said last"; }
 Result ncclGetUniqueId(UniqueId* id) {
-  memset(id->bytes, ++ids, sizeof(id->bytes));
+  memset(id->bytes, 0, sizeof(id->bytes));
+  snprintf(id->bytes, sizeof(id->bytes), "/dev/shm/fake_nccl.%d.%d", getpid(), ++ids);
+  const int file = open(id->bytes, O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, sizeof(Board)) != 0) return kSystemError;
+  close(file);
+  {
+    std::lock_guard lock(mutex);
+    boards.push_back(id->bytes);
+  }
   return note("GetUniqueId");
 }
 Result ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, RawConfig* c) {
-  *comm = new Comm{size, rank}, ++alive;
-  Result result = note("CommInitRankConfig", "size=%d rank=%d id=%d blocking=%d min=%d max=%d policy=%d net=%s name=%s",
-                       size, rank, id.bytes[127], c->blocking, c->min_ctas, c->max_ctas, c->cta_policy,
-                       c->net_name ? c->net_name : "-", c->comm_name ? c->comm_name : "-");
-  return result == kSuccess ? kInProgress : result;
-}
-Result ncclCommFinalize(Comm*) { return note("CommFinalize"); }
-Result ncclCommDestroy(Comm* comm) {
-  delete comm, --alive;
-  return note("CommDestroy");
+  const Result result = note("CommInitRankConfig", "size=%d rank=%d blocking=%d max=%d policy=%d", size, rank,
+                             c->blocking, c->max_ctas, c->cta_policy);
+  const int file = open(id.bytes, O_RDWR);
+  if (result != kSuccess || file < 0) return result != kSuccess ? result : kSystemError;
+  auto* made = new Comm{size, rank, shared<Board>(file, sizeof(Board))};
+  close(file);
+  ++alive;
+  *comm = made;
+  if (++made->board->joined == size) unlink(id.bytes);
+  return wait_until(made->aborted, [&] { return made->board->joined == size; }) ? kSuccess : kInternalError;
 }
 Result ncclCommAbort(Comm* comm) {
-  while (holds_abort) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  const int rank = comm->rank;
-  delete comm, --alive;
-  return note("CommAbort", "rank=%d", rank);
+  comm->aborted = true;
+  --alive;
+  std::atomic<bool> never{false};
+  wait_until(never, [&] { return comm->running == 0; });
+  return note("CommAbort", "rank=%d", comm->rank);
 }
-Result ncclCommGetAsyncError(Comm*, Result* state) {
-  *state = polls_in_progress != 0 ? kInProgress : static_cast<Result>(async_error);
-  if (polls_in_progress > 0) --polls_in_progress;
+Result ncclCommGetAsyncError(Comm* comm, Result* state) {
+  *state = static_cast<Result>(comm->error != kSuccess ? comm->error.load() : async_error);
   return kSuccess;
 }
-Result ncclCommCuDevice(const Comm*, int* device) {
-  *device = 3;
+Result ncclCommQueryProperties(Comm*, Properties* properties) {
+  properties->host_rma = has_puts;
   return kSuccess;
 }
-Result ncclGroupStart() { return note("GroupStart"); }
-Result ncclGroupEnd() { return note("GroupEnd"); }
-Result ncclSend(const void* x, size_t count, DataType type, int peer, Comm*, CudaStream* stream) {
-  return note("Send", "%llx count=%zu type=%d peer=%d stream=%llx", number(x), count, type, peer, number(stream));
+
+Result ncclMemAlloc(void** pointer, size_t size) {
+  fake::forbidden_while_capturing();
+  const Result result = note("MemAlloc", "%zu", size);
+  const int file = memfd_create("fake_nccl", 0);
+  if (result != kSuccess || size > most_memory || ftruncate(file, size) != 0) return kUnhandledCudaError;
+  char* data = shared<char>(file, size);
+  std::lock_guard lock(mutex);
+  allocations()[data] = {size, file};
+  allocated += size;
+  *pointer = data;
+  return kSuccess;
 }
-Result ncclRecv(void* out, size_t count, DataType type, int peer, Comm*, CudaStream* stream) {
-  return note("Recv", "%llx count=%zu type=%d peer=%d stream=%llx", number(out), count, type, peer, number(stream));
+Result ncclMemFree(void* pointer) {
+  if (pointer == nullptr) return kSuccess;
+  std::lock_guard lock(mutex);
+  const Allocation found = allocations().at(static_cast<char*>(pointer));
+  allocations().erase(static_cast<char*>(pointer));
+  allocated -= found.size;
+  munmap(pointer, found.size);
+  close(found.file);
+  return kSuccess;
 }
-Result ncclAllReduce(const void* x, void* out, size_t count, DataType type, RedOp op, Comm*, CudaStream* stream) {
-  return note("AllReduce", "%llx %llx count=%zu type=%d op=%d stream=%llx", number(x), number(out), count, type, op,
-              number(stream));
+Result ncclCommWindowRegister(Comm* comm, void* data, size_t size, Window** window, int flags) {
+  fake::forbidden_while_capturing();
+  const int index = static_cast<int>(comm->windows.size());
+  const Result result = note("CommWindowRegister", "index=%d size=%zu flags=%d", index, size, flags);
+  if (result != kSuccess) return result;
+  Board& board = *comm->board;
+  {
+    std::lock_guard lock(mutex);
+    board.windows[index][comm->rank] = {getpid(), allocations().at(static_cast<char*>(data)).file, size};
+  }
+  ++board.enrolled[index];
+  if (!wait_until(comm->aborted, [&] { return board.enrolled[index] == static_cast<uint64_t>(comm->size); })) {
+    return kInternalError;
+  }
+  *window = new Window{index, static_cast<char*>(data), size};
+  comm->windows.push_back(*window);
+  for (int peer = 0; peer < comm->size; ++peer) {
+    const Place& place = board.windows[index][peer];
+    if (place.size != size) return kInvalidUsage;
+    const std::string path = "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
+    const int file = open(path.c_str(), O_RDWR);
+    if (file < 0) return kSystemError;
+    (*window)->peers[peer] = shared<char>(file, size);
+    close(file);
+  }
+  return kSuccess;
+}
+
+Result ncclGroupStart() {
+  ++depth;
+  return note("GroupStart");
+}
+Result ncclGroupEnd() {
+  const Result result = note("GroupEnd");
+  if (--depth > 0 || grouped.empty()) return result;
+  Comm* comm = comm_of_group;
+  launch(comm, stream_of_group, [comm, calls = std::move(grouped), after = std::move(after_group)] {
+    Group group(*comm, 0);
+    for (const auto& call : calls) call(group);
+    group.run();
+    if (comm->aborted || comm->error != kSuccess) return;
+    for (const auto& last : after) last();
+  });
+  grouped.clear(), after_group.clear();
+  return result;
+}
+Result ncclSend(const void* x, size_t count, DataType type, int peer, Comm* comm, CudaStream* stream) {
+  return add(note("Send", "%llx count=%zu type=%d peer=%d stream=%llx", number(x), count, type, peer, number(stream)),
+             comm, stream, [=](Group& group) { group.tag(1), group.send(x, count * size_of(type), peer); });
+}
+Result ncclRecv(void* out, size_t count, DataType type, int peer, Comm* comm, CudaStream* stream) {
+  return add(note("Recv", "%llx count=%zu type=%d peer=%d stream=%llx", number(out), count, type, peer, number(stream)),
+             comm, stream, [=](Group& group) { group.tag(1), group.receive(out, count * size_of(type), peer); });
+}
+
+namespace {
+Result collective(const char* name, int kind, const void* x, void* out, size_t count, DataType type, Comm* comm,
+                  CudaStream* stream, bool gathers, bool scatters, bool sums) {
+  const Result result =
+      note(name, "%llx %llx count=%zu type=%d stream=%llx", number(x), number(out), count, type, number(stream));
+  const size_t bytes = count * size_of(type);
+  const uint64_t tag = tag_of(*comm, kind, count, type, sums ? x : nullptr, gathers ? out : nullptr);
+  auto landing = std::make_shared<std::vector<char>>(sums ? bytes * comm->size : 0);
+  char* const to = sums ? landing->data() : static_cast<char*>(out);
+  const char* const from = static_cast<const char*>(x);
+  const auto calls = [=](Group& group) {
+    group.tag(tag);
+    for (int peer = 0; peer < comm->size; ++peer) {
+      const char* part = from + (scatters ? peer * bytes : 0);
+      if (peer != comm->rank) {
+        group.send(part, bytes, peer);
+        group.receive(to + peer * bytes, bytes, peer);
+      } else if (to + peer * bytes != part) {
+        memmove(to + peer * bytes, part, bytes);
+      }
+    }
+  };
+  const auto after = [=] {
+    if (!sums) return;
+    std::vector<const char*> parts;
+    for (int rank = 0; rank < comm->size; ++rank) parts.push_back(landing->data() + rank * bytes);
+    sum(static_cast<char*>(out), parts, count, type);
+  };
+  return add(result, comm, stream, calls, after);
+}
+}  // namespace
+
+Result ncclAllGather(const void* x, void* out, size_t count, DataType type, Comm* comm, CudaStream* stream) {
+  return collective("AllGather", 2, x, out, count, type, comm, stream, true, false, false);
+}
+Result ncclAlltoAll(const void* x, void* out, size_t count, DataType type, Comm* comm, CudaStream* stream) {
+  return collective("AlltoAll", 3, x, out, count, type, comm, stream, true, true, false);
+}
+Result ncclReduceScatter(const void* x, void* out, size_t count, DataType type, RedOp, Comm* comm, CudaStream* stream) {
+  return collective("ReduceScatter", 4, x, out, count, type, comm, stream, false, true, true);
+}
+Result ncclAllReduce(const void* x, void* out, size_t count, DataType type, RedOp, Comm* comm, CudaStream* stream) {
+  return collective("AllReduce", 5, x, out, count, type, comm, stream, false, false, true);
+}
+
+Result ncclPutSignal(const void* x, size_t count, DataType type, int peer, Window* window, size_t offset, int, int,
+                     unsigned, Comm* comm, CudaStream* stream) {
+  fake::forbidden_while_capturing();  // up to 2.29 signals are numbered by the host
+  const Result result = note("PutSignal", "count=%zu peer=%d window=%d offset=%zu", count, peer, window->index, offset);
+  if (result != kSuccess || window_of(*comm, x) == nullptr) return result != kSuccess ? result : kInvalidArgument;
+  launch(comm, stream, [=] {
+    memcpy(window->peers[peer] + offset, x, count * size_of(type));
+    ++comm->board->signals[peer][comm->rank];
+  });
+  return result;
+}
+Result ncclSignal(int peer, int, int, unsigned, Comm* comm, CudaStream* stream) {
+  fake::forbidden_while_capturing();
+  const Result result = note("Signal", "peer=%d", peer);
+  launch(comm, stream, [=] { ++comm->board->signals[peer][comm->rank]; });
+  return result;
+}
+Result ncclWaitSignal(int count, WaitSignalDesc* waits, Comm* comm, CudaStream* stream) {
+  fake::forbidden_while_capturing();
+  Result result = kSuccess;
+  for (int i = 0; i < count; ++i) {
+    result = note("WaitSignal", "count=%d peer=%d", waits[i].count, waits[i].peer);
+    const int peer = waits[i].peer;
+    const uint64_t expected = comm->expected[peer] += waits[i].count;
+    launch(comm, stream, [=] {
+      static std::atomic<bool> never{false};
+      wait_until(holds_waits ? never : comm->aborted,
+                 [&] { return comm->board->signals[comm->rank][peer] >= expected; });
+    });
+  }
+  return result;
 }
 
 }  // extern "C"

@@ -1,34 +1,40 @@
-"""A libnccl for tests, compiled from ``fake_nccl.cpp``, and what the tests of the binding share."""
+"""A libnccl and a CUDA driver for tests, compiled from ``fake_nccl.cpp``; ranks over it that are threads."""
 
+import concurrent.futures
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[-1])
 # What the fake says that it is, unless told otherwise.
-VERSION = 22803
+VERSION = 22907
 
 _folder = tempfile.TemporaryDirectory()
+_sides = itertools.count(1)
 
 
 @functools.cache
-def build(name: str = "libfake.so", *flags: str) -> str:
+def build(name: str = "libfake.so") -> str:
     """The path of the compiled fake."""
     path = Path(_folder.name, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    compile_cpp(
-        ROOT / "tests/support/fake_nccl.cpp", f"-DFAKE_VERSION={VERSION}", "-fPIC", "-shared", "-o", path, *flags
-    )
+    if name != "libfake.so":
+        return str(shutil.copy(build(), path))
+    # By this name the binding finds the driver once the library is loaded.
+    flags = [f"-DFAKE_VERSION={VERSION}", "-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(path)]
+    compile_cpp(ROOT / "tests/support/fake_nccl.cpp", *flags)
     return str(path)
 
 
@@ -48,49 +54,73 @@ class Fake:
         self.path = path
         self._library = ctypes.CDLL(path)
         self._library.fake_log.restype = ctypes.c_char_p
+        self._library.fake_allocated.restype = ctypes.c_long
+        self._library.fake_memory.argtypes = [ctypes.c_size_t]
 
-    def reset(self) -> None:
-        self._library.fake_reset()
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """``reset``, ``logging``, ``discard``, ``holds_waits``, ``puts``, ``memory``, ``version``, ``async``, ..."""
+        return getattr(self._library, f"fake_{name}")
 
-    def version(self, code: int) -> None:
-        self._library.fake_version(code)
-
-    def background(self, error: int = 0, polls: int = 0) -> None:
-        """Work ends with ``error``, after it was found under way ``polls`` times; -1 is for ever."""
-        self._library.fake_async(error, polls)
-
-    def hold_abort(self, hold: bool) -> None:
-        """Whether aborting a communicator does not end."""
-        self._library.fake_hold_abort(hold)
-
-    def failing(self, function: str, code: int) -> None:
+    def fail(self, function: str, code: int) -> None:
         """``function``, without its prefix, returns ``code``."""
         self._library.fake_failing(function.encode(), code)
 
-    def alive(self) -> int:
-        """Communicators that were neither aborted nor destroyed."""
-        return self._library.fake_alive()
-
-    def log(self) -> list[str]:
-        """The calls so far, with their arguments."""
+    def calls(self) -> list[str]:
+        """The calls since logging was switched on, with their arguments."""
         return self._library.fake_log().decode().splitlines()
 
 
 @functools.cache
-def _loaded() -> Fake:
-    return Fake(build())
+def load(path: str | None = None) -> Fake:
+    """The fake in this process, where it takes the place of the driver."""
+    return Fake(path or build())
 
 
 @pytest.fixture
 def fake() -> Iterator[Fake]:
-    """The fake, with nothing in its log."""
-    fake = _loaded()
+    """The fake as it is by default."""
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA driver, for which it stands in")
+    fake = load()
     fake.reset()
-    before = fake.alive()
     yield fake
-    # A communicator that an exception's traceback holds writes to the log when it goes: now, not in a later test.
     fake.reset()
-    end = time.monotonic() + 1
-    while fake.alive() > before and time.monotonic() < end:  # a watch thread may hold it for a moment, too
-        gc.collect()
-        time.sleep(0.001)
+    gc.collect()
+
+
+def native(fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, grace: float = 10.0) -> Any:
+    """A communicator of the binding, and its library."""
+    from parallel_ops import _nccl
+
+    library = _nccl.Library.open(fake.path)
+    side = 0x1000 * next(_sides)
+    return _nccl.Communicator(library, unique_id, size, rank, -1, side, 16, timeout, timeout, grace), library
+
+
+def transport(
+    fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, stream: int = 0, **options: Any
+) -> Any:
+    """A rank's end over the fake, on CPU tensors; stream 0 is the calling thread."""
+    from parallel_ops.comm.nccl.transport import NcclTransport
+
+    made, library = native(fake, unique_id, size, rank, timeout)
+    end = NcclTransport(made, library, rank, size, torch.device("cpu"), lambda: stream, **options)
+    end.pool.poisoned = True
+    return end
+
+
+def unique_id(fake: Fake) -> bytes:
+    from parallel_ops import _nccl
+
+    return _nccl.Library.open(fake.path).unique_id()
+
+
+def on_ranks(fake: Fake, size: int, function: Callable[..., Any], **options: Any) -> list[Any]:
+    """What ``function(transport)`` returns on each rank; ranks are threads of this process."""
+    name = unique_id(fake)
+
+    def run(rank: int) -> Any:
+        return function(transport(fake, name, size, rank, **options))
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]

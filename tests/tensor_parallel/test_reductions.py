@@ -103,6 +103,9 @@ class Alone:
         self.log = []
         self.capabilities = base.Capabilities("alone", ("cpu",), True, False, False)
 
+    def workspace(self, op):
+        return base.TORCH_MEMORY
+
     def _started(self, name):
         self.log.append(f"start {name}")
         return Logged(Done(), self.log, name)

@@ -5,8 +5,8 @@ chunk just before it needs it. Nothing is ever enqueued after something that wai
 arrive in the order in which they were sent. Wait for a handle before writing its sent tensor or
 reading its received one.
 
-    c10d        any torch process group, CPU or CUDA, within a node or across nodes
-    nccl        CUDA, through a separate communicator: settings, timeouts and launches without torch's process group
+    nccl        CUDA, over a communicator of the package's own; the default where all ranks of a group can use it
+    c10d        any torch process group, CPU or CUDA, within a node or across nodes; the default elsewhere
     symmetric   GPUs of one node, by copy engines, without multiprocessors
     loopback    ranks in one process, deterministic, for tests
     paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
@@ -15,6 +15,7 @@ reading its received one.
 import abc
 import dataclasses
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -53,10 +54,16 @@ class Handle(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """``tensor``, contiguous, goes to rank ``peer`` of the group."""
+    """``tensor``, contiguous, goes to rank ``peer`` of the group.
+
+    Args:
+        at: where the peer receives it: there the same part of the same lease as this one here. Transports that write
+            into the memory of the peer use it, if ``tensor`` and ``at`` are from a ``Workspace``.
+    """
 
     tensor: Tensor
     peer: int
+    at: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,29 @@ class Receive:
 
     tensor: Tensor
     peer: int
+
+
+class Workspace:
+    """Memory of one op, which ends with the block: on every rank at the same place of the program.
+
+        with transport.workspace("all_gather_linear") as memory:
+            whole = memory.empty((rows, columns), like=x)
+
+    What it returns may be registered with the transport, which then sends from it and receives into it faster, or be
+    memory of torch's. It must not be used after the block. Every rank asks for the same sizes in the same order.
+    """
+
+    __slots__ = ()
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Contiguous, undefined; dtype and device of ``like``."""
+        return like.new_empty(tuple(shape))
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        """Gives the memory back, also after an error."""
 
 
 class Transport(Protocol):
@@ -87,6 +117,10 @@ class Transport(Protocol):
         """
         ...
 
+    def workspace(self, op: str) -> Workspace:
+        """Memory for what an op sends and receives."""
+        ...
+
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         """Starts one collective: part r of ``received`` is filled with ``sent`` of rank r, the own part too.
 
@@ -96,8 +130,14 @@ class Transport(Protocol):
         """
         ...
 
-    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        """Starts one collective: part r of ``received`` is filled with this rank's part of ``sent`` of rank r."""
+    def all_to_all(
+        self, op: str, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> Handle | None:
+        """Starts one collective: part r of ``received`` is filled with this rank's part of ``sent`` of rank r.
+
+        Args:
+            rows: the rows of each part of ``received`` and of ``sent``, if they are not equal.
+        """
         ...
 
     def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
@@ -114,6 +154,9 @@ class Transport(Protocol):
     def barrier(self, op: str) -> None:
         """Returns once every rank has called it. Raises PeerError."""
         ...
+
+
+TORCH_MEMORY = Workspace()
 
 
 class Endpoint(abc.ABC):
@@ -139,11 +182,17 @@ class Endpoint(abc.ABC):
         check_chunks(op, chunks, self)
         return self._start(op, chunks) if chunks else []
 
+    def workspace(self, op: str) -> Workspace:
+        """As in Transport."""
+        return TORCH_MEMORY
+
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         """As in Transport."""
         return None
 
-    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
+    def all_to_all(
+        self, op: str, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> Handle | None:
         """As in Transport."""
         return None
 
@@ -164,31 +213,36 @@ class Endpoint(abc.ABC):
         """As in Transport."""
 
 
+_CHUNKS = (Send, Receive)
+
+
 def check_chunks(op: str, chunks: Sequence[Send | Receive], transport: Transport) -> None:
     """ValueError or TypeError for a chunk that no transport could send."""
-    device_types = transport.capabilities.device_types
+    rank, size, device_types = transport.rank, transport.size, transport.capabilities.device_types
+    device = None
     for i, chunk in enumerate(chunks):
-        if not isinstance(chunk, Send | Receive):
+        if not isinstance(chunk, _CHUNKS):
             raise TypeError(f"{op}: chunks[{i}] must be a Send or a Receive, got {type(chunk).__name__}")
-        if not isinstance(chunk.tensor, Tensor):
-            raise TypeError(f"{op}: chunks[{i}].tensor must be a tensor, got {type(chunk.tensor).__name__}")
-        if not 0 <= chunk.peer < transport.size or chunk.peer == transport.rank:
+        tensor, peer = chunk.tensor, chunk.peer
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: chunks[{i}].tensor must be a tensor, got {type(tensor).__name__}")
+        if not 0 <= peer < size or peer == rank:
             raise ValueError(
-                f"{op}: chunks[{i}].peer is {chunk.peer}, but must be another rank of the {transport.size}, "
-                f"and this is rank {transport.rank}"
+                f"{op}: chunks[{i}].peer is {peer}, but must be another rank of the {size}, and this is rank {rank}"
             )
-        if chunk.tensor.device.type not in device_types:
-            raise ValueError(
-                f"{op}: chunks[{i}] is on {chunk.tensor.device}, "
-                f"but {transport.capabilities.name} sends from {' and '.join(device_types)}"
-            )
-        if chunk.tensor.device.type != chunks[0].tensor.device.type:
-            raise ValueError(
-                f"{op}: chunks[{i}] is on {chunk.tensor.device}, but chunks[0] on {chunks[0].tensor.device}; "
-                "post them as two batches"
-            )
-        if not chunk.tensor.is_contiguous():
-            raise ValueError(f"{op}: chunks[{i}] must be contiguous, got strides {chunk.tensor.stride()}")
+        if tensor.device != device:
+            if tensor.device.type not in device_types:
+                raise ValueError(
+                    f"{op}: chunks[{i}] is on {tensor.device}, "
+                    f"but {transport.capabilities.name} sends from {' and '.join(device_types)}"
+                )
+            if device is not None:
+                raise ValueError(
+                    f"{op}: chunks[{i}] is on {tensor.device}, but chunks[0] on {device}; post them as two batches"
+                )
+            device = tensor.device
+        if not tensor.is_contiguous():
+            raise ValueError(f"{op}: chunks[{i}] must be contiguous, got strides {tensor.stride()}")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ set TORCH_NCCL_BLOCKING_WAIT=1, which makes each wait block the host.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,8 +75,17 @@ class C10dTransport(Endpoint):
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         return self._collective(op, all_gather_single, received, _flat(received), _flat(sent))
 
-    def all_to_all(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
-        return self._collective(op, dist.all_to_all_single, received, _flat(received), _flat(sent))
+    def all_to_all(
+        self, op: str, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> Handle | None:
+        if rows is None:
+            return self._collective(op, dist.all_to_all_single, received, _flat(received), _flat(sent))
+        arriving, leaving = map(list, rows)
+        with translate_backend_errors(op, self._group):
+            work = dist.all_to_all_single(
+                _rows(received), _rows(sent), arriving, leaving, group=self._group, async_op=True
+            )
+        return _Work(self._group, op, "lost the other ranks", work)
 
     def reduce_scatter(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         return self._collective(op, reduce_scatter_single, sent, received.view(-1), sent.view(-1))
@@ -101,6 +111,12 @@ class C10dTransport(Endpoint):
 def _flat(tensor: Tensor) -> Tensor:
     # gloo takes these as they are; more steps on the way take the host longer than a small message.
     return tensor.view(-1) if tensor.dtype in _SENT_AS_THEY_ARE else as_bytes(tensor)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _SENT_AS_THEY_ARE:
+        return tensor
+    return as_bytes(tensor).view(tensor.shape[0], math.prod(tensor.shape[1:]) * tensor.itemsize)
 
 
 def _fails(chunk: Send | Receive) -> str:

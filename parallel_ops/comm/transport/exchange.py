@@ -1,6 +1,9 @@
 """Messages that an overlapped op has on their way while it computes."""
 
 import os
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
 
@@ -26,6 +29,33 @@ class Exchange:
 
     def wait(self) -> None:
         """Until all have arrived and left. May be called again."""
+        waited: Handle | None = None
         while self._handles:
-            self._handles.pop(0).wait()
+            handle = self._handles.pop(0)
+            if handle is not waited:  # one launch has one handle for all of its chunks
+                handle.wait()
+            waited = handle
         self._kept.clear()
+
+
+def start_exchange(
+    op: str, transport: Transport, received: Tensor, sent: Tensor, rows: tuple[Sequence[int], Sequence[int]]
+) -> Handle:
+    """Starts an all-to-all of uneven parts: part r of ``received`` is filled by rank r.
+
+    Args:
+        received, sent: contiguous, of the same columns; must be kept until the wait.
+        rows: of each part of ``received`` and of ``sent``.
+    """
+    if (handle := transport.all_to_all(op, received, sent, rows)) is not None:
+        return handle
+    parts = [list(tensor.split(list(counts))) for tensor, counts in zip((received, sent), rows, strict=True)]
+    arriving, leaving = parts
+    arriving[transport.rank].copy_(leaving[transport.rank])
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    return Exchange(
+        op,
+        transport,
+        [Send(leaving[rank], rank) for rank in others],
+        [Receive(arriving[rank], rank) for rank in others],
+    )

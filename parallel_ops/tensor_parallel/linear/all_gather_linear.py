@@ -169,14 +169,17 @@ def column_forward(
 
     if transport is None:
         consume((0, h.shape[0]), h)
-    elif pieces in (GATED, FUSED) and group is not None:
+        return outputs
+    if pieces in (GATED, FUSED) and group is not None:
         gather_and_multiply(pieces, group, h, weights, biases, matrices)
-    elif pieces == OFF:
-        whole, arriving = start_gather(_NAME, transport, h, rows)
-        arriving.wait()
-        consume((0, sum(rows)), whole)
-    else:
-        gather(_NAME, transport, h, rows, pieces, consume)
+        return outputs
+    with transport.workspace(_NAME) as memory:
+        if pieces == OFF:
+            whole, arriving = start_gather(_NAME, transport, h, rows, memory)
+            arriving.wait()
+            consume((0, sum(rows)), whole)
+        else:
+            gather(_NAME, transport, h, rows, pieces, consume, memory)
     return outputs
 
 
@@ -199,26 +202,27 @@ def column_backward(
     if transport is None:
         if products is not None:
             products(matrix(x))
-        return _input_gradient(grads, weights, x.shape) if needs_x else None
+        return _input_gradient(grads, weights, x.new_empty(x.shape)) if needs_x else None
     gathering = scattering = None
     rows = rows_of(sizes, x)
-    if products is not None:
-        gathering = start_gather(_NAME, transport, matrix(x), rows)
-        if not bulk:
+    with transport.workspace(_NAME) as memory:
+        if products is not None:
+            gathering = start_gather(_NAME, transport, matrix(x), rows, memory)
+            if not bulk:
+                gathering[1].wait()
+        if needs_x:
+            dx = memory.empty((sum(rows), x.shape[-1]), x)
+            _input_gradient(grads, weights, dx)
+            scattering = start_scatter(_NAME, transport, dx, rows, x.shape, exact=exact, memory=memory)
+            if not bulk:
+                scattering.wait()
+        if gathering is not None and products is not None:
             gathering[1].wait()
-    if needs_x:
-        dx = _input_gradient(grads, weights, (sum(rows), x.shape[-1]))
-        scattering = start_scatter(_NAME, transport, dx.flatten(0, -2), rows, x.shape, exact=exact)
-        if not bulk:
-            scattering.wait()
-    if gathering is not None and products is not None:
-        gathering[1].wait()
-        products(gathering[0])
-    return None if scattering is None else scattering.total()
+            products(gathering[0])
+        return None if scattering is None else scattering.total()
 
 
-def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    total = grads[0].new_empty(shape)
+def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor) -> Tensor:
     rows = total.flatten(0, -2)
     torch.mm(grads[0], weights[0], out=rows)
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
@@ -229,7 +233,7 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], shape: S
 @communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
-    transport = call.transport()
+    transport = call.transport(x.device)
 
     def run(pieces: int) -> list[Tensor]:
         return column_forward(transport, x, call.sizes, weights, each, pieces, call.process_group())
@@ -249,7 +253,7 @@ def _gradients(
 ) -> tuple[Tensor | None, list[Tensor]]:
     dys = [matrix(g) for g in grads]
     dx = column_backward(
-        call.transport(),
+        call.transport(x.device),
         dys,
         x,
         call.sizes,

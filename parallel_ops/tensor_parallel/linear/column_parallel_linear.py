@@ -133,7 +133,7 @@ def column_parallel_linear_reference(
 
 @communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    transport = call.transport()
+    transport = call.transport(x.device)
     if transport is not None and call.needs[0]:  # else the backward sends nothing
         call.check_consistency(
             transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
@@ -155,13 +155,18 @@ def _start_sum(
     if pieces != OFF:
         own = sum_partials(scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial))
         return start_gather(_NAME, transport, own, rows)
-    dx = partial((0, sum(rows)), None)
-    if not call.exact and (handle := transport.all_reduce(_NAME, dx)) is not None:
-        return dx, handle
-    shape = (rows[transport.rank], x.shape[-1])
-    exchange = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact)
-    meanwhile()
-    return start_gather(_NAME, transport, exchange.total(), rows)
+    if not call.exact:
+        dx = partial((0, sum(rows)), None)
+        if (handle := transport.all_reduce(_NAME, dx)) is not None:
+            return dx, handle
+    with transport.workspace(_NAME) as memory:
+        if call.exact:
+            dx = partial((0, sum(rows)), memory.empty((sum(rows), x.shape[-1]), x))
+        shape = (rows[transport.rank], x.shape[-1])
+        exchange = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact, memory=memory)
+        meanwhile()
+        own = exchange.total()
+    return start_gather(_NAME, transport, own, rows)
 
 
 def _beside_exchange(work: list[int]) -> int:
@@ -176,7 +181,7 @@ def _beside_exchange(work: list[int]) -> int:
 def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
-    dys, transport = [matrix(g) for g in grads], call.transport()
+    dys, transport = [matrix(g) for g in grads], call.transport(x.device)
     needed, done = call.needs_weights(len(weights)), 0
     arriving = dx = None
 

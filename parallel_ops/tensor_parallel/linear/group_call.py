@@ -77,8 +77,8 @@ class GroupCall:
     def process_group(self) -> ProcessGroup | None:
         return None if self.group is None else resolve_group(self.group)
 
-    def transport(self) -> Transport | None:
-        return None if self.group is None else transport_of(resolve_group(self.group))
+    def transport(self, device: torch.device) -> Transport | None:
+        return None if self.group is None else transport_of(resolve_group(self.group), device)
 
     def pieces(
         self, phase: overlap_model.Phase, transport: Transport, like: Tensor, columns: int, inner: int,

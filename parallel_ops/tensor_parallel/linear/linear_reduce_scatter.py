@@ -136,7 +136,9 @@ def row_forward(
         return y
     shape = (sizes[transport.rank], *inner, weight.shape[0])
     if pieces == OFF:
-        return start_scatter(_NAME, transport, multiply(h, weight, None), rows, shape, exact=exact).total(bias)
+        with transport.workspace(_NAME) as memory:
+            parts = multiply(h, weight, None, memory.empty((sum(rows), weight.shape[0]), x))
+            return start_scatter(_NAME, transport, parts, rows, shape, exact=exact, memory=memory).total(bias)
     like = x.new_empty((0, weight.shape[0]))
     parts = scatter(
         _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
@@ -185,7 +187,7 @@ def _rows(call: GroupCall) -> int:
 
 @communicates
 def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    (weight,), bias, transport = weights, biases[0] if biases else None, call.transport()
+    (weight,), bias, transport = weights, biases[0] if biases else None, call.transport(x.device)
 
     def run(pieces: int) -> Tensor:
         return row_forward(transport, x, call.sizes, weight, bias, pieces, exact=call.exact)
@@ -201,7 +203,7 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
 def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
-    (grad,), (weight,), transport = grads, weights, call.transport()
+    (grad,), (weight,), transport = grads, weights, call.transport(x.device)
     if not any(call.needs[:2] if call.partial_bias else call.needs):
         return None, []
 

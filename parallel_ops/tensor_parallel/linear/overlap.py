@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from parallel_ops.comm.sum_partials import sum_partials
-from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
+from parallel_ops.comm.transport.base import TORCH_MEMORY, Handle, Receive, Send, Transport, Workspace
 from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, in_flight
 
 Span = tuple[int, int]
@@ -57,15 +57,22 @@ def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span
         yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
 
 
-def start_gather(op: str, transport: Transport, shard: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Handle]:
-    """Starts an all-gather: the rows of all ranks, complete after ``handle.wait()``, which may be called repeatedly."""
-    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+def start_gather(
+    op: str, transport: Transport, shard: Tensor, sizes: Sequence[int], memory: Workspace = TORCH_MEMORY
+) -> tuple[Tensor, Handle]:
+    """Starts an all-gather: the rows of all ranks, complete after ``handle.wait()``, which may be called repeatedly.
+
+    Args:
+        memory: of the rows.
+    """
+    whole = memory.empty((sum(sizes), *shard.shape[1:]), shard)
     if len(set(sizes)) == 1 and (handle := transport.all_gather(op, whole, shard)) is not None:
         return whole, handle
     where, rank = spans(sizes), transport.rank
-    whole[slice(*where[rank])].copy_(shard)
+    own = whole[slice(*where[rank])]
+    own.copy_(shard)
     others = [(rank + k) % transport.size for k in range(1, transport.size)]
-    sends = [Send(shard, peer) for peer in others]
+    sends = [Send(own, peer, own) for peer in others]
     receives = [Receive(whole[slice(*where[peer])], peer) for peer in others]
     return whole, Exchange(op, transport, sends, receives)
 
@@ -77,17 +84,18 @@ def gather(
     sizes: Sequence[int],
     pieces: int,
     consume: Callable[[Span, Tensor], None],
+    memory: Workspace = TORCH_MEMORY,
 ) -> Tensor:
     """Returns the rows of all ranks; calls ``consume(span, rows)`` for each piece as soon as it has arrived.
 
     Args:
         shard: ``[sizes[rank], H]``, contiguous.
         pieces: messages for each shard.
+        memory: of the rows.
     """
     rank, size = transport.rank, transport.size
-    whole = shard.new_empty((sum(sizes), *shard.shape[1:]))
+    whole = memory.empty((sum(sizes), *shard.shape[1:]), shard)
     where = spans(sizes)
-    first = where[rank][0]
     whole[slice(*where[rank])].copy_(shard)
     mine = split(where[rank], pieces)
     posted: deque[tuple[Span, Exchange]] = deque()
@@ -97,9 +105,9 @@ def gather(
         for k, j in steps:
             to, source = (rank - k) % size, (rank + k) % size
             span = split(where[source], pieces)[j]
-            leaving = Send(shard[mine[j][0] - first : mine[j][1] - first], to)
+            leaving = whole[slice(*mine[j])]
             arriving = Receive(whole[slice(*span)], source)
-            posted.append((span, Exchange(op, transport, [leaving], [arriving])))
+            posted.append((span, Exchange(op, transport, [Send(leaving, to, leaving)], [arriving])))
             return
 
     for _ in range(in_flight(transport)):
@@ -173,14 +181,16 @@ class Scattered:
 
 
 def start_scatter(
-    op: str, transport: Transport, parts: Tensor, sizes: Sequence[int], shape: Sequence[int], *, exact: bool
-) -> Scattered:
+    op: str, transport: Transport, parts: Tensor, sizes: Sequence[int], shape: Sequence[int], *, exact: bool,
+    memory: Workspace = TORCH_MEMORY,
+) -> Scattered:  # fmt: skip
     """Starts a reduce-scatter of whole parts.
 
     Args:
         parts: ``[sum(sizes), N]``, contiguous: this rank's part of all rows; must not change before the wait.
         shape: of the result, ``[sizes[rank], N]`` or its rows in several dimensions.
         exact: send every part as it is and add in rank order; otherwise a backend that sums parts of equal sizes does.
+        memory: of the parts of other ranks, until their sum was taken.
     """
     rank, where = transport.rank, spans(sizes)
     even = len(set(sizes)) == 1
@@ -188,7 +198,7 @@ def start_scatter(
         total = parts.new_empty(tuple(shape))
         if (handle := transport.reduce_scatter(op, total, parts)) is not None:
             return Scattered(handle, total, summed=True)
-    landing = parts.new_empty((transport.size, *shape))
+    landing = (memory if even else TORCH_MEMORY).empty((transport.size, *shape), parts)
     if even and (handle := transport.all_to_all(op, landing, parts)) is not None:
         return Scattered(handle, landing, summed=False)
     rows = [of_rank.view(sizes[rank], *parts.shape[1:]) for of_rank in landing]

@@ -139,13 +139,6 @@ def test_a_driver_without_the_functions(tmp_path):
     assert all("the CUDA driver cannot be used: it is older than CUDA 12" in error for error in errors)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_without_a_driver():
-    assert stream_signal.why_not() == "the CUDA driver (libcuda.so.1) is not installed"
-    with pytest.raises(RuntimeError, match=r"stream_wait_value: .*libcuda.so.1 is not installed"):
-        torch.ops.parallel_ops.stream_wait_value(0, 0, 4, 0)
-
-
 @pytest.mark.parametrize(
     ("flags", "index", "message"),
     [
