@@ -120,7 +120,6 @@ def extension() -> Extension:
         sources=[
             "csrc/registration.cpp",
             *sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
-            *sorted(glob("csrc/cuda/*.cpp")),
             *cuda,
         ],
         depends=sorted(glob("csrc/**/*.h", recursive=True)),

@@ -1,7 +1,8 @@
 """The command line: ``python -m benchmarks overlap``, or under ``torchrun`` for real transports.
 
     python -m benchmarks overlap                                            a paced link, one process
-    torchrun --nproc-per-node 8 -m benchmarks overlap --transport c10d      processes: gloo or NCCL
+    torchrun --nproc-per-node 8 -m benchmarks overlap --transport c10d      processes: gloo or torch's NCCL
+    torchrun --nproc-per-node 8 -m benchmarks overlap --transport nccl      GPUs: the package's own communicator
 
 What is measured stands in ``overlap.py``.
 """
@@ -27,11 +28,12 @@ from benchmarks.timing import CudaTimer, HostTimer, Timer
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.comm.transport.registry import transport_of, why_not_nccl
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LINKS = (45.0, 170.0, 370.0, 450.0)  # GB/s: a network port, PCIe 5 and NVLink in practice and by the data sheet
-_TRANSPORTS = ("paced", "c10d", "symmetric")
+_TRANSPORTS = ("paced", "c10d", "nccl")
 _CPU_SCALE = 8
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -39,7 +41,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def main(
-    transport: Annotated[str, typer.Option(help="paced, c10d or symmetric; the last two under torchrun.")] = "paced",
+    transport: Annotated[str, typer.Option(help="paced, c10d or nccl; the last two under torchrun.")] = "paced",
     model: Annotated[list[str] | None, typer.Option(help="llama-70b or gpt-175b; both by default.")] = None,
     link: Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")] = None,
     latency_us: Annotated[float, typer.Option(help="Latency of a chunk on the paced link.")] = 0.0,
@@ -124,14 +126,9 @@ class _Session:
     def real(self, chosen: list[Gemm], name: str) -> list[Row]:
         group = dist.group.WORLD
         assert group is not None
-        if name == "symmetric":
-            from parallel_ops.comm.transport.symmetric.transport import symmetric_transport
-
-            # A batch sends each peer at most one shard of the largest activation.
-            largest = max(g.rows // self.scale // self.size * max(g.columns, g.inner) // self.scale for g in chosen)
-            transport: Transport = symmetric_transport(group, slot_bytes=largest * _DTYPES[self.dtype].itemsize)
-        else:
-            transport = C10dTransport(group)
+        transport: Transport = C10dTransport(group) if name == "c10d" else transport_of(group, self.device)
+        if transport.capabilities.name != name:
+            fail(f"these ranks cannot send over {name}: {why_not_nccl(group) or 'it needs GPUs'}")
         timer, rounds = GroupTimer(group, self.device), Rounds(3, 3) if self.quick else Rounds(20, 20)
         rows = []
         for whole in chosen:

@@ -104,8 +104,8 @@ memory_ops=(rms_norm layer_norm bias_gelu bias_swiglu silu_mul bias_dropout_add 
 compiled_ops=(rms_norm bias_swiglu vocab_parallel_cross_entropy bias_dropout_add layer_norm scaled_causal_softmax)
 # Of the tests over process groups those that a single GPU can run.
 device_tests=(tests/ops tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
-  tests/comm/test_capture.py tests/benchmarks/test_simulated_link.py tests/comm/transport/test_stream_signal.py
-  tests/kernels/test_launch.py tests/kernels/test_finish.py)
+  tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py tests/kernels/test_launch.py
+  tests/kernels/test_finish.py)
 
 for name in $steps; do
   case $name in

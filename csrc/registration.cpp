@@ -162,10 +162,6 @@ STABLE_TORCH_LIBRARY(parallel_ops, m) {
       "unpermute_backward(Tensor grad, Tensor? y, Tensor rows, Tensor places, Tensor? weights, bool needs_y) -> "
       "(Tensor dy, Tensor dweights)");
   m.def("sum_partials(Tensor partials, Tensor? bias, Tensor? residual) -> Tensor");
-  m.def("stream_write_value(int device, int stream, int address, int value) -> ()");
-  m.def("stream_wait_value(int device, int stream, int address, int value) -> ()");
-  m.def("thread_exchange_stream_capture_mode(int device, int mode) -> int");
-  m.def("stream_signal_status() -> int");
 }
 
 // `import parallel_ops._C` loads the library, which runs the registrations above; the module is empty.

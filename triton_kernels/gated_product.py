@@ -3,7 +3,7 @@
     out = rows W^T + bias        rows [P s, K], shard r of s rows complete when flags[r] has reached ``ready``
 
 One program a multiprocessor takes tile after tile: first those of the own shard, then those of the next rank's, in the
-order in which shards are pulled (``comm/symmetric``). So a wave of tiles is never cut at the end of a shard, as it is
+order in which shards are pulled (``comm/pulls.py``). So a wave of tiles is never cut at the end of a shard, as it is
 where each shard is a product of its own, and the host enqueues one kernel.
 
 A program that waits holds its multiprocessor. What it waits for must therefore need none: copy engines and flags that

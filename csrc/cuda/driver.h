@@ -6,22 +6,16 @@
 
 #include <dlfcn.h>
 
-#include <cstdint>
-
 namespace parallel_ops::cuda {
 
-using Result = int;                   // CUresult
-using Stream = void*;                 // CUstream
-using Event = void*;                  // CUevent
-using DevicePointer = uint64_t;       // CUdeviceptr
-constexpr Result kSuccess = 0;        // CUDA_SUCCESS
-constexpr Result kNotReady = 600;     // CUDA_ERROR_NOT_READY
-constexpr unsigned kNoTiming = 2;     // CU_EVENT_DISABLE_TIMING
-constexpr int kThreadLocalMode = 1;   // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-constexpr unsigned kWaitGeq = 0;      // CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32_t)(*address - value) >= 0
-constexpr unsigned kWriteFenced = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT: after all earlier writes of the stream
+using Result = int;                  // CUresult
+using Stream = void*;                // CUstream
+using Event = void*;                 // CUevent
+constexpr Result kSuccess = 0;       // CUDA_SUCCESS
+constexpr Result kNotReady = 600;    // CUDA_ERROR_NOT_READY
+constexpr unsigned kNoTiming = 2;    // CU_EVENT_DISABLE_TIMING
+constexpr int kThreadLocalMode = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
-using StreamValue32 = Result (*)(Stream, DevicePointer, uint32_t, unsigned);
 using ExchangeCaptureMode = Result (*)(int*);  // CUstreamCaptureMode*
 using GetErrorString = Result (*)(Result, const char**);
 using ContextGetCurrent = Result (*)(void** context);
@@ -35,11 +29,6 @@ using StreamWaitEvent = Result (*)(Stream, Event, unsigned flags);
 using StreamIsCapturing = Result (*)(Stream, int*);  // CUstreamCaptureStatus*
 
 struct Driver {
-  enum Status : int64_t { kFound = 0, kNoLibrary = 1, kNoFunction = 2 };
-
-  Status status = kNoLibrary;
-  StreamValue32 stream_write_value = nullptr;
-  StreamValue32 stream_wait_value = nullptr;
   ExchangeCaptureMode exchange_capture_mode = nullptr;
   GetErrorString get_error_string = nullptr;
   ContextGetCurrent context_get_current = nullptr;
@@ -57,8 +46,8 @@ struct Driver {
     return driver;
   }
 
-  // Every driver that NCCL works with has these.
-  bool has_events() const {
+  // Every driver that NCCL works with is.
+  bool complete() const {
     return context_get_current && context_set_current && primary_context_retain && exchange_capture_mode &&
            get_error_string && event_create && event_destroy && event_record && event_query && stream_wait_event &&
            stream_is_capturing;
@@ -80,8 +69,6 @@ struct Driver {
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
     if (library == nullptr) return;
-    stream_write_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWriteValue32_v2"));
-    stream_wait_value = reinterpret_cast<StreamValue32>(dlsym(library, "cuStreamWaitValue32_v2"));
     exchange_capture_mode = reinterpret_cast<ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
     get_error_string = reinterpret_cast<GetErrorString>(dlsym(library, "cuGetErrorString"));
     context_get_current = reinterpret_cast<ContextGetCurrent>(dlsym(library, "cuCtxGetCurrent"));
@@ -93,9 +80,6 @@ struct Driver {
     event_query = reinterpret_cast<EventQuery>(dlsym(library, "cuEventQuery"));
     stream_wait_event = reinterpret_cast<StreamWaitEvent>(dlsym(library, "cuStreamWaitEvent"));
     stream_is_capturing = reinterpret_cast<StreamIsCapturing>(dlsym(library, "cuStreamIsCapturing"));
-    const bool complete = stream_write_value && stream_wait_value && exchange_capture_mode && get_error_string &&
-                          context_get_current && context_set_current && primary_context_retain;
-    status = complete ? kFound : kNoFunction;
   }
 };
 

@@ -31,7 +31,7 @@ void Event::record(CudaStream* stream) const {
 }
 
 std::shared_ptr<EventPool> EventPool::create() {
-  if (!cuda::Driver::get().has_events()) throw NotSupported("the CUDA driver, libcuda.so.1, is not there or too old");
+  if (!cuda::Driver::get().complete()) throw NotSupported("the CUDA driver, libcuda.so.1, is not there or too old");
   return std::shared_ptr<EventPool>(new EventPool);
 }
 

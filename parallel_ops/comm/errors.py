@@ -19,10 +19,6 @@ class PeerError(RuntimeError):
     """A rank of the group is gone, stuck, or makes other calls. The message names the op and, if known, the rank."""
 
 
-class TransportUnavailable(RuntimeError):
-    """This machine, driver or backend lacks a transport. The message names what is missing."""
-
-
 # Long enough for ranks that time out in the same collective, which they entered at slightly different times.
 REPORT_SECONDS = 1.0
 _POLL_SECONDS = 0.02

@@ -112,7 +112,7 @@ def test_the_documentation_has_the_rows_that_were_measured():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--transport", "tcp"], "unknown transport 'tcp'; choose from paced, c10d, symmetric"),
+        (["--transport", "tcp"], "unknown transport 'tcp'; choose from paced, c10d, nccl"),
         (["--transport", "c10d"], "the transport c10d needs processes: torchrun"),
         (["--model", "bert"], "unknown model 'bert'; choose from llama-70b, gpt-175b"),
         (["--link", "0"], "a link must have a positive bandwidth, got [0.0]"),

@@ -6,10 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COMM = "parallel_ops.comm"
 
-# What users call, or hand to what they call: ``use_transport(group, symmetric_transport(group))``.
+# What users call.
 ENTRY_POINTS = {
     "parallel_ops.comm.transport.registry.use_transport",
-    "parallel_ops.comm.transport.symmetric.transport.symmetric_transport",
     "parallel_ops.comm.transport.registry.why_not_nccl",
 }
 

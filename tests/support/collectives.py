@@ -15,7 +15,6 @@ from parallel_ops import comm, vocab_parallel_cross_entropy, vocab_parallel_line
 from parallel_ops.comm import consistency
 from parallel_ops.comm.transport.base import Receive, Send
 from parallel_ops.comm.transport.c10d import C10dTransport
-from parallel_ops.comm.transport.symmetric import transport as symmetric
 
 
 def call(rank: int, op: str, shards: list[Tensor], grads: list[Tensor] | None, options: Any) -> tuple[Tensor, Any]:
@@ -161,10 +160,6 @@ def refused_chunks(rank: int) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
-
-
-def symmetric_transport(rank: int, options: dict[str, Any]) -> None:
-    symmetric.symmetric_transport(dist.group.WORLD, **options)
 
 
 def compared_once(rank: int) -> tuple[int, int, str]:

@@ -47,6 +47,17 @@ def compile_cpp(source: Path, *flags: str | Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def installed() -> Path:
+    """The real library, or skips the test where there is none."""
+    from parallel_ops.comm.nccl.library import installed_libraries
+
+    named = os.environ.get("PARALLEL_OPS_NCCL")
+    paths = [Path(named)] if named else installed_libraries()
+    if not paths:
+        pytest.skip("needs nvidia-nccl-cu13 or nvidia-nccl-cu12, or PARALLEL_OPS_NCCL naming a library")
+    return paths[0]
+
+
 class Fake:
     """The controls of a fake that is loaded."""
 

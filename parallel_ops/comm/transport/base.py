@@ -7,7 +7,6 @@ reading its received one.
 
     nccl        CUDA, over a communicator of the package's own; the default where all ranks of a group can use it
     c10d        any torch process group, CPU or CUDA, within a node or across nodes; the default elsewhere
-    symmetric   GPUs of one node, by copy engines, without multiprocessors
     loopback    ranks in one process, deterministic, for tests
     paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
 """

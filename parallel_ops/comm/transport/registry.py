@@ -29,10 +29,10 @@ def use_transport(group: ProcessGroup, transport: Transport | None) -> None:
     ``transport`` in ``group``.
 
     Args:
-        transport: this rank's end, such as ``symmetric_transport(group)`` or ``C10dTransport(group)``, the process
-            group's own backend; ``None`` for the default: on CUDA the package's own NCCL communicator if all ranks can
-            use it, else the process group's backend. Every rank of the group must make the same choice between the same
-            calls. It is kept, with its memory, until another is chosen.
+        transport: this rank's end, such as ``C10dTransport(group)``, the process group's own backend; ``None`` for the
+            default: on CUDA the package's own NCCL communicator if all ranks can use it, else the process group's
+            backend. Every rank of the group must make the same choice between the same calls. It is kept, with its
+            memory, until another is chosen.
 
     Raises:
         TypeError: ``group`` is not a process group. ValueError: the transport has another rank or size than the group.

@@ -1,4 +1,4 @@
-"""How NCCL is found, and the real library and header, where nvidia-nccl-cu13 or -cu12 is installed."""
+"""How NCCL is found, and the real library, where nvidia-nccl-cu13 or -cu12 is installed."""
 
 import ctypes
 import os
@@ -83,19 +83,9 @@ def test_order(tmp_path):
     assert warning.startswith(f"PARALLEL_OPS_NCCL={named} is ignored: this process has already loaded {system}")
 
 
-def installed() -> Path:
-    from parallel_ops.comm.nccl.library import installed_libraries
-
-    named = os.environ.get("PARALLEL_OPS_NCCL")
-    paths = [Path(named)] if named else installed_libraries()
-    if not paths:
-        pytest.skip("needs nvidia-nccl-cu13 or nvidia-nccl-cu12, or PARALLEL_OPS_NCCL naming a library")
-    return paths[0]
-
-
 @pytest.fixture
 def library():
-    return _nccl.Library.open(str(installed()))
+    return _nccl.Library.open(str(support.installed()))
 
 
 def test_the_real_library(library):
@@ -131,104 +121,3 @@ def test_connecting_without_a_driver_says_what_is_wrong(library):
         [sys.executable, "-c", ALONE, _nccl.__file__, library.path], capture_output=True, text=True, check=True
     )
     assert run.stdout == "the CUDA driver, libcuda.so.1, is not there or too old\n"
-
-
-STUBS = {
-    "cuda_runtime.h": "#include <cstddef>\n#define CUDART_VERSION 0\ntypedef struct CUstream_st* cudaStream_t;\n"
-    "typedef struct CUevent_st* cudaEvent_t;\n",
-    "cuda_fp16.h": "",
-}
-
-COMPARISON = """
-#include <nccl.h>
-#include <nccl_device/core.h>
-#include <cstddef>
-#include <type_traits>
-#include "api.h"
-namespace p = parallel_ops::nccl;
-
-template <class A, class B>
-constexpr bool alike = sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> &&
-                       std::is_class_v<A> == std::is_class_v<B>;
-template <class R, class... A, class S, class... B>
-constexpr bool same_call(R (*)(A...), S (*)(B...)) {
-  if constexpr (sizeof...(A) != sizeof...(B)) return false;
-  else return alike<R, S> && (alike<A, B> && ...);
-}
-#define COMPARE(name, since, result, parameters) \\
-  static_assert(same_call(&::nccl##name, static_cast<result (*) parameters>(nullptr)), "nccl" #name);
-"""
-
-FIELDS = {
-    "size": "size",
-    "magic": "magic",
-    "header_version": "version",
-    "blocking": "blocking",
-    "cga_cluster_size": "cgaClusterSize",
-    "min_ctas": "minCTAs",
-    "max_ctas": "maxCTAs",
-    "net_name": "netName",
-    "split_share": "splitShare",
-    "traffic_class": "trafficClass",
-    "comm_name": "commName",
-    "collnet_enable": "collnetEnable",
-    "cta_policy": "CTAPolicy",
-    "shrink_share": "shrinkShare",
-    "nvls_ctas": "nvlsCTAs",
-    "channels_per_net_peer": "nChannelsPerNetPeer",
-    "nvlink_centric_sched": "nvlinkCentricSched",
-}
-VALUES = {
-    **{f"k{n}": f"nccl{n}" for n in ("Success", "UnhandledCudaError", "SystemError", "InternalError", "RemoteError")},
-    **{f"k{n}": f"nccl{n}" for n in ("InvalidArgument", "InvalidUsage", "InProgress")},
-    **{f"k{n}": f"nccl{n}" for n in ("Int8", "Uint8", "Int32", "Uint32", "Int64", "Uint64", "Float16", "Float32")},
-    **{f"k{n}": f"nccl{n}" for n in ("Float64", "Bfloat16", "Float8e4m3", "Float8e5m2")},
-    "kSum": "ncclSum",
-    "kUndefined": "NCCL_CONFIG_UNDEF_INT",
-    "kCtaPolicyZero": "NCCL_CTA_POLICY_ZERO",
-    "kWindowSymmetric": "NCCL_WIN_COLL_SYMMETRIC",
-}
-PROPERTIES = {
-    "rank": "rank",
-    "size_of_group": "nRanks",
-    "device_api": "deviceApiSupport",
-    "gin_type": "ginType",
-    "lsa_teams": "nLsaTeams",
-    "host_rma": "hostRmaSupport",
-    "railed_gin_type": "railedGinType",
-}
-DESCRIPTOR = {"count": "opCnt", "peer": "peer", "signal_index": "sigIdx", "context": "ctx"}
-
-
-def test_own_declarations_agree_with_the_header(tmp_path):
-    """Layouts, values and signatures, checked by the compiler; CUDA's types are stubs, so no toolkit is needed."""
-    include = installed().parent.parent / "include"
-    if not (include / "nccl.h").exists():
-        pytest.skip("needs nccl.h beside the library")
-    if int(re.search(r"NCCL_VERSION_CODE (\d+)", (include / "nccl.h").read_text())[1]) < 22907:
-        pytest.skip("needs the header of NCCL 2.29.7 or later, which has all functions")
-    for name, text in STUBS.items():
-        (tmp_path / name).write_text(text)
-    lines = [COMPARISON, "namespace parallel_ops::nccl {", "PARALLEL_OPS_NCCL_FUNCTIONS(COMPARE)", "}"]
-    lines += [
-        f"static_assert(offsetof(p::{kind}, {own}) == offsetof({theirs}, {field}));"
-        for kind, theirs, fields in (
-            ("RawConfig", "ncclConfig_t", FIELDS),
-            ("Properties", "ncclCommProperties_t", PROPERTIES),
-            ("WaitSignalDesc", "ncclWaitSignalDesc_t", DESCRIPTOR),
-        )
-        for own, field in fields.items()
-    ]
-    lines += [f"static_assert(int(p::{own}) == int({theirs}));" for own, theirs in VALUES.items()]
-    lines += [
-        "static_assert(sizeof(p::UniqueId) == sizeof(ncclUniqueId));",
-        "static_assert(sizeof(p::RawConfig) <= sizeof(ncclConfig_t));",
-        "static_assert(sizeof(p::Properties) <= sizeof(ncclCommProperties_t));",
-        "static_assert(sizeof(p::WaitSignalDesc) == sizeof(ncclWaitSignalDesc_t));",
-        "static_assert(p::version(2, NCCL_MINOR, NCCL_PATCH) == NCCL_VERSION_CODE);",
-        "constexpr ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;",
-        "static_assert(p::RawConfig().magic == theirs.magic);",
-    ]
-    source = tmp_path / "comparison.cpp"
-    source.write_text("\n".join(lines) + "\n")
-    support.compile_cpp(source, "-fsyntax-only", "-I", include, "-I", tmp_path)
