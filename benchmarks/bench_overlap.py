@@ -29,6 +29,7 @@ from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.comm.transport.registry import transport_of, why_not_nccl
+from parallel_ops.tensor_parallel.linear.overlap_plan import decode
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -196,7 +197,7 @@ def _print(console: Console, rows: list[Row]) -> None:
         link = "" if row.link_gb_per_s is None else f"{row.link_gb_per_s:g}"
         times = (row.ms_gemm, row.ms_comm, row.ms_unfused, row.ms_overlapped)
         table.add_row(
-            f"{row.model} {row.layer} ({row.phase})", link, *(f"{t:.3g}" for t in times), str(row.pieces),
+            f"{row.model} {row.layer} ({row.phase})", link, *(f"{t:.3g}" for t in times), str(decode(row.pieces)),
             f"{row.ms_ideal:.3g}", f"{row.efficiency:.2f}", f"{row.chunking_tax:.2f}x",
             f"{row.ms_unfused / row.ms_overlapped:.2f}x",
         )  # fmt: skip

@@ -5,7 +5,7 @@ For each product of a layer, on one rank of ``size``:
     gemm        the whole product, all data there
     comm        the all-gather of its input, or the reduce-scatter of its output with the sum, and nothing else
     unfused     one after the other: the op with overlap="off"
-    overlapped  the op with the number of pieces that is fastest
+    overlapped  the op with the number of pieces that is fastest, or with two or four shards a product
     chunked     the products that the overlapped op makes, without communication
 
     efficiency    (gemm + comm - overlapped) / min(gemm, comm)     1: all that can be hidden is hidden
@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops._internal.overlap_model import OFF
+from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
@@ -41,7 +41,7 @@ from parallel_ops.tensor_parallel.linear.products import multiply
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12
 REFERENCE_ITEMSIZE = 2
-PIECES = (1, 2, 4)
+PIECES = (QUADS, PAIRS, 1, 2, 4)
 _OP = "bench_overlap"
 
 

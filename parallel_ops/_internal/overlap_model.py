@@ -6,12 +6,14 @@
     T_r     reduction: one kernel reads the parts of all ranks and writes their sum
 
     plain   T_g + T_c + T_r                                         one collective, one product (cuBLAS) beside nothing
-    gather  T_s + max(parts T_g', T_c' + T_g')                      the last piece arrives, then is multiplied
-    scatter max(parts T_g' + T_c' / messages, T_g' + T_c') + T_r    the first piece is computed, then sent
+    gather  T_s, then the own rows; each product when its messages have arrived
+    scatter each product, then its messages; the own rows at the end, and T_r
     gated   T_s + T_b + max(T_g'', T_c' + T_g'' / P)                shards are pulled, one product waits for their flags
 
-``gated`` has the waves of the whole product, on all processors, at the rate of our own product (``gated_share`` of a
-library's); T_b are two barriers.
+Products take a piece of a shard, or with ``PAIRS`` and ``QUADS`` two or four whole shards that lie beside each other,
+which arrive or leave in a message each. Of ranks whose shards lie otherwise the slowest counts. ``gated`` has the waves
+of the whole product, on all processors, at the rate of our own product (``gated_share`` of a library's); T_b are two
+barriers.
 
 Pieces cost: T_g' > T_g, since a piece has fewer tiles than the device has processors, whose waves are not full, and
 since a transport that copies by kernels takes processors; a latency for each message; and the host, which cannot
@@ -21,7 +23,9 @@ enqueue pieces faster than it calls. A plan with pieces takes at least as long a
 choice is never slower than ``plain`` as far as the model is right.
 """
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +33,10 @@ Phase = Literal["gather", "scatter"]
 
 # Codes of the ways, as in the ops' schemas; positive numbers are pieces of a rank's shard.
 OFF = 0
-CANDIDATES = (OFF, 1, 2, 4)
+# A message for each shard, and products of as many shards at a time.
+PAIRS, QUADS = -5, -6
+TOGETHER = {PAIRS: 2, QUADS: 4}
+CANDIDATES = (OFF, QUADS, PAIRS, 1, 2, 4)
 # Gathers over symmetric memory: a product that waits for flags, and torch's own op, which the model does not know.
 GATED, FUSED = -3, -4
 
@@ -113,9 +120,10 @@ class Times:
     """A way to do the work, in seconds.
 
     Attributes:
-        pieces: of each rank's shard; ``OFF`` for none, or ``GATED``.
-        tiles, waves: of each product. products: how many there are.
-        product: one product. communication: all messages. staging, reduction: see the module.
+        pieces: of each rank's shard; ``OFF`` for none, ``PAIRS``, ``QUADS`` or ``GATED``.
+        tiles, waves: of each product, the largest. products: how many there are.
+        product: the largest product. computing: all of them. communication: all messages. staging, reduction: see the
+            module.
         host: in which the host enqueues everything. total: what the way takes.
     """
 
@@ -124,6 +132,7 @@ class Times:
     waves: int
     products: int
     product: float
+    computing: float
     communication: float
     staging: float
     reduction: float
@@ -149,21 +158,57 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
         communication = rates.latency + work.sent / rates.bandwidth
         total = seconds + communication + reduction
         # Two calls: the host is ahead of the device.
-        return Times(OFF, tiles, waves, 1, seconds, communication, 0.0, reduction, 0.0, total)
+        return Times(OFF, tiles, waves, 1, seconds, seconds, communication, 0.0, reduction, 0.0, total)
     if pieces == GATED:
         return _gated(work, rates)
-    parts, messages = work.size * pieces, (work.size - 1) * pieces
     # At least one is left, so that products end.
     free = max(1, rates.processors - rates.taken) if work.takes_processors else rates.processors
-    tiles, waves, seconds = product(rates, math.ceil(work.rows / parts), work.columns, work.inner, free)
+    a_shard = max(1, pieces)
+    messages = (work.size - 1) * a_shard
     communication = messages * rates.latency + work.sent / rates.bandwidth
     if work.phase == "gather":
         staging = rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth
-        device = staging + max(parts * seconds, communication + seconds)
-    else:
-        device = max(parts * seconds + communication / max(1, messages), seconds + communication) + reduction
-    host = parts * rates.host_product + messages * rates.host_message
-    return Times(pieces, tiles, waves, parts, seconds, communication, staging, reduction, host, max(device, host))
+    found = []
+    for order in _orders(work.size, pieces):
+        rows = {n: min(work.rows, math.ceil(n * work.rows / (work.size * a_shard))) for n in (1, *order)}
+        each = {n: product(rates, rows[n], work.columns, work.inner, free) for n in rows}
+        taken = {n: each[n][2] for n in each}
+        tiles, waves, largest = max(each.values())
+        device = _device(work.phase, order, taken, a_shard * taken[1], communication / max(1, messages))
+        parts, computing = len(order) + a_shard, a_shard * taken[1] + sum(taken[n] for n in order)
+        host = parts * rates.host_product + messages * rates.host_message
+        total = max(staging + device + reduction, host)
+        found.append(
+            Times(pieces, tiles, waves, parts, largest, computing, communication, staging, reduction, host, total)
+        )  # fmt: skip
+    return max(found, key=lambda way: way.total)
+
+
+@functools.cache
+def _orders(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
+    """How many messages each product has, own rows left out, on the ranks that differ in this."""
+    together = TOGETHER.get(pieces, 1)
+    if together == 1:
+        return ((1,) * ((size - 1) * pieces),)
+    found = set()
+    for rank in range(size):
+        runs = (size - 1 - rank, rank)  # behind the last rank comes the first, which does not lie beside it
+        lengths = (min(together, run - start) for run in runs for start in range(0, run, together))
+        found.add(tuple(lengths))
+    return tuple(sorted(found))
+
+
+def _device(phase: Phase, order: Sequence[int], seconds: Mapping[int, float], own: float, message: float) -> float:
+    """Seconds until the last product and message are done; ``own``: of the products of the own rows."""
+    now, link = own if phase == "gather" else 0.0, 0.0
+    for n in order:
+        if phase == "gather":
+            link += n * message
+            now = max(now, link) + seconds[n]
+        else:
+            now += seconds[n]
+            link = max(now, link) + n * message
+    return now if phase == "gather" else max(now + own, link)
 
 
 def _gated(work: Work, rates: Rates) -> Times:
@@ -175,7 +220,12 @@ def _gated(work: Work, rates: Rates) -> Times:
     staging = 2 * (rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth) + 2 * rates.latency
     total = staging + max(seconds, communication + seconds / work.size)
     host = rates.host_product + (messages + 4) * rates.host_pull
-    return Times(GATED, tiles, waves, 1, seconds, communication, staging, 0.0, host, max(total, host))
+    return Times(GATED, tiles, waves, 1, seconds, seconds, communication, staging, 0.0, host, max(total, host))
+
+
+def is_cut(way: int) -> bool:
+    """Whether shards are multiplied apart, as messages bring or take them."""
+    return way > OFF or way in TOGETHER
 
 
 def candidates(work: Work) -> tuple[int, ...]:
@@ -198,7 +248,7 @@ def reason(work: Work, rates: Rates) -> str:
         hidden = whole.total - best.total
         return f"hides {1e6 * hidden:,.0f} of {1e6 * whole.communication:,.0f} us of communication"
     costs = {
-        "waves that are not full": best.products * best.product - whole.product,
+        "waves that are not full": best.computing - whole.computing,
         "the host": best.total if best.host >= best.total else 0.0,
         "staging and sums": best.staging + best.reduction - whole.reduction,
         "latencies": best.communication - whole.communication,

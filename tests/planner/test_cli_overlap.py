@@ -48,7 +48,7 @@ def test_the_table_has_every_number_of_the_choice(run, pulls):
 
 @pytest.mark.parametrize("gpu", ["a100-80", "h100", "h200", "b200"])
 @pytest.mark.parametrize("reduction", ["backend", "exact"])
-@pytest.mark.parametrize("pulls", [(), ("--pulls",)])
+@pytest.mark.parametrize("pulls", [(), ("--pulls",), ("--pulls", "--puts")])
 def test_no_row_is_below_the_plain_way(run, gpu, reduction, pulls):
     for hidden in (1024, 4096, 8192, 16384):
         for tokens in (1024, 8192, 65536):
@@ -70,11 +70,19 @@ def test_what_changes_a_choice(run):
     """Pulled shards leave the waves of a product whole; few tokens, and few tiles, are not worth pieces."""
     by_kernels, _ = linears(run)
     by_engines, _ = linears(run, "--pulls")
-    assert by_kernels["qkv"]["chosen"] == 0 and by_engines["qkv"]["chosen"] == model.GATED
+    assert by_kernels["proj, dx"]["chosen"] == 0 and by_engines["proj, dx"]["chosen"] == model.GATED
     assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
     few, _ = linears(run, "--tokens", 512)
     assert {row["chosen"] for row in few.values()} == {0}
-    assert "plain" in by_kernels["qkv"]["reason"] and by_kernels["qkv"]["speedup"] == 1.0
+    assert "plain" in by_kernels["proj, dx"]["reason"] and by_kernels["proj, dx"]["speedup"] == 1.0
+
+
+def test_copy_engines_leave_multiprocessors_to_the_products(run):
+    by_kernels, _ = linears(run)
+    by_engines, _ = linears(run, "--puts")
+    assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
+    assert by_engines["fc2"]["speedup"] > 1.2 > by_kernels["fc2"]["speedup"]
+    assert "multiprocessors taken none by copy engines 0" in " ".join(run(*LAYER, "--puts")[1].split())
 
 
 def test_the_figures_are_those_of_the_presets(run):

@@ -28,6 +28,7 @@ from support.loopback import LoopbackGroup
 from support.parallel_linear import integers
 
 groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)
+cuts = st.sampled_from([model.QUADS, model.PAIRS, 1, 2, 3, 4])
 
 
 class Recorded:
@@ -45,7 +46,7 @@ class Recorded:
 
 
 @settings(max_examples=30)
-@given(sizes=groups, pieces=st.integers(1, 4), seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+@given(sizes=groups, pieces=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
 def test_gather_hands_out_every_row_once_own_rows_first(sizes, pieces, seed, credits):
     whole = torch.arange(sum(sizes) * 3).view(-1, 3)
 
@@ -59,15 +60,15 @@ def test_gather_hands_out_every_row_once_own_rows_first(sizes, pieces, seed, cre
         assert all(torch.equal(rows, whole[slice(*span)]) for span, rows in handed)
         assert sum(n for kind, _, n in recorded.log if kind == "send") == sizes[transport.rank] * (len(sizes) - 1)
         first = sum(sizes[: transport.rank])
-        own = [span for span, _ in handed[:pieces]]
-        assert own == split((first, first + sizes[transport.rank]), pieces)
+        mine = split((first, first + sizes[transport.rank]), max(1, pieces))
+        assert [span for span, _ in handed[: len(mine)]] == mine
         return True
 
     assert all(LoopbackGroup(len(sizes), seed=seed, credits=credits).run(run))
 
 
 @settings(max_examples=30)
-@given(sizes=groups, pieces=st.integers(1, 4), seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+@given(sizes=groups, pieces=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
 def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, seed, credits):
     size = len(sizes)
 
@@ -97,6 +98,23 @@ def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, see
         assert torch.equal(total, want)
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "expected"),
+    [
+        (0, 8, [(0, 2), (2, 6), (6, 10), (10, 14), (14, 16)]),
+        (5, 8, [(10, 12), (12, 16), (0, 4), (4, 8), (8, 10)]),
+        (6, 8, [(12, 14), (14, 16), (0, 4), (4, 8), (8, 12)]),
+        (1, 2, [(2, 4), (0, 2)]),
+        (0, 1, [(0, 2)]),
+    ],
+)
+def test_pairs_lie_beside_each_other(rank, size, expected):
+    sizes = [2] * size
+    assert list(gather_order(rank, sizes, model.PAIRS)) == expected
+    assert list(scatter_order(rank, sizes, model.PAIRS)) == [*expected[1:], expected[0]]
+    assert tuple((b - a) // 2 for a, b in expected[1:]) in model._orders(size, model.PAIRS)
+
+
 @settings(max_examples=20)
 @given(sizes=groups, seed=st.integers(0, 10**6))
 def test_whole_exchanges(sizes, seed):
@@ -120,7 +138,7 @@ def test_whole_exchanges(sizes, seed):
 @settings(max_examples=20)
 @given(
     sizes=groups,
-    pieces=st.integers(0, 3),
+    pieces=st.sampled_from([model.OFF, model.QUADS, model.PAIRS, 1, 2, 3]),
     bulk=st.booleans(),
     needs_x=st.booleans(),
     needs_weight=st.booleans(),
@@ -225,9 +243,20 @@ def chosen(work, rates):
 
 class TestModel:
     def test_hides_what_can_be_hidden(self):
-        assert plan.modelled(TASK, RATES) > 0
+        assert model.is_cut(plan.modelled(TASK, RATES))
         whole, best = (model.times(TASK, RATES, n).total for n in (model.OFF, plan.modelled(TASK, RATES)))
         assert best < 0.98 * whole
+
+    def test_larger_products_where_messages_are_fast(self):
+        """Every rank of eight has two products of four shards or less, and at most two more for the rest."""
+        task = dataclasses.replace(TASK, takes_processors=False)
+        assert plan.modelled(task, RATES) == model.QUADS
+        whole, pairs, quads, one = (model.times(task, RATES, way) for way in (model.OFF, model.PAIRS, model.QUADS, 1))
+        assert (one.products, pairs.products, quads.products) == (8, 5, 4)
+        assert quads.communication == pairs.communication == one.communication
+        assert whole.computing < quads.computing < pairs.computing < one.computing
+        slow = dataclasses.replace(RATES, bandwidth=RATES.bandwidth / 8)  # the last messages are not hidden
+        assert model.times(task, slow, model.QUADS).total > model.times(task, slow, 1).total
 
     def test_does_not_overlap_where_it_does_not_pay(self):
         small = dataclasses.replace(TASK, rows=64, sent=7 * 8 * 8192 * 2)  # every piece costs as much as the whole
@@ -254,10 +283,10 @@ class TestModel:
     def test_never_slower_than_the_plain_way_nor_faster_than_its_parts(self, work, rates):
         plain = model.times(work, rates, model.OFF)
         assert chosen(work, rates) <= plain.total
-        for pieces in (1, 2, 4):
-            cut = model.times(work, rates, pieces)
-            assert cut.total >= 0.999 * max(cut.products * cut.product, cut.communication, cut.host)
-            assert cut.product * cut.products >= 0.999 * (plain.product - rates.launch)
+        for way in model.CANDIDATES[1:]:
+            cut = model.times(work, rates, way)
+            assert cut.total >= 0.999 * max(cut.computing, cut.communication, cut.host)
+            assert cut.products * cut.product >= 0.999 * cut.computing >= 0.998 * (plain.product - rates.launch)
         assert model.choose(work, rates) in model.CANDIDATES
         assert model.reason(work, rates).startswith("hides" if chosen(work, rates) < plain.total else "pieces take")
 
@@ -283,9 +312,9 @@ class TestModel:
         assert [plan._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]
 
     def test_the_measured_choice_wants_a_margin(self):
-        assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.985, 1.2]) == plan.OFF
-        assert plan.pick(model.CANDIDATES, [1.0, 0.99, 0.9, 1.2]) == 2
-        assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 1.1, 0.99, 0.985, 1.2]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 1.1, 0.99, 0.9, 1.2]) == 2
+        assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5, 1.5, 1.5]) == plan.OFF
 
 
 def test_cpu_tensors_are_not_timed():

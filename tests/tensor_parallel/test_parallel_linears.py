@@ -17,7 +17,7 @@ from support.parallel_linear import OPS, integers, leaf, normal, sharded_linear,
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])
 
-OVERLAPS = ["off", "bulk", "auto", 1, 3]
+OVERLAPS = ["off", "bulk", "auto", "pairs", "quads", 1, 3]
 SIZES = {2: [[4, 4], [5, 2]], 3: [[3, 3, 3], [1, 0, 4]], 4: [[2, 2, 2, 2], [4, 1, 0, 3]]}
 
 
@@ -273,7 +273,11 @@ class TestOneRank:
             ({"weight": torch.randn(3, 7)}, ValueError, r"weight must have shape \[N, 8\]"),
             ({"weight": torch.randn(3, 8).double()}, TypeError, "weight is torch.float64, but x is torch.float32"),
             ({"bias": torch.randn(4)}, ValueError, r"bias must have shape \[3\]"),
-            ({"overlap": 0}, ValueError, "overlap must be one of 'off', 'bulk', 'auto', 'gated', 'fused' or a number"),
+            (
+                {"overlap": 0},
+                ValueError,
+                "overlap must be one of 'off', 'bulk', 'auto', 'pairs', 'quads', 'gated', 'fused' or",
+            ),
             ({"overlap": "on"}, ValueError, "overlap must be .* got 'on'"),
             ({"overlap": 1.5}, TypeError, "overlap must be .* got 1.5"),
             ({"sizes": [3]}, ValueError, r"3, but x"),

@@ -112,7 +112,7 @@ def connect(
         if not connected:
             return None, why_not or f"rank {rank} could not make its communicator"
     assert transport is not None
-    transport.puts = all(row[1] for row in ranks)  # or some would put and others send
+    transport.use_puts(all(row[1] for row in ranks))  # or some would put and others send
     return transport, ""
 
 

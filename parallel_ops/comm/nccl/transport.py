@@ -14,6 +14,7 @@ and receives. Not yet run on GPUs.
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -132,10 +133,14 @@ class NcclTransport(Endpoint):
         self.pool = Pool(self._grow, self._index, least=min(_LEAST_SEGMENT, most_memory), limit=limit)
         # NCCL 2.28 gathers without multiprocessors only what is itself in a window.
         self._in_place = library.version_code < 22900
-        # Whether chunks are put into windows; the same on all ranks.
-        self.puts = native.puts
+        self.use_puts(native.puts)
         self._last: Event | None = None
         self.abandoned: list[tuple[Event, Sequence[Tensor]]] = []
+
+    def use_puts(self, puts: bool) -> None:
+        """Whether chunks are put into windows, by copy engines; the same on all ranks."""
+        self.puts = puts
+        self._capabilities = dataclasses.replace(self._capabilities, uses_compute_units=not puts)
 
     def workspace(self, op: str) -> Workspace:
         return _Leased(self, op)

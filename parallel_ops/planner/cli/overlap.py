@@ -13,6 +13,8 @@ from rich.table import Table
 from parallel_ops._internal.overlap_model import (
     GATED,
     OFF,
+    PAIRS,
+    QUADS,
     Phase,
     Rates,
     Times,
@@ -49,7 +51,15 @@ class Row:
 
 
 def linears(
-    hidden: int, ffn: int, kv: int, tokens: int, tp: int, *, pulls: bool = False, exact: bool = False
+    hidden: int,
+    ffn: int,
+    kv: int,
+    tokens: int,
+    tp: int,
+    *,
+    pulls: bool = False,
+    puts: bool = False,
+    exact: bool = False,
 ) -> dict[str, Work]:
     """The products whose communication ``"auto"`` may cut: of a layer's forward and backward, by name.
 
@@ -57,7 +67,7 @@ def linears(
         hidden, ffn, kv: widths of the layer, of the gated MLP between its linears, and of all keys.
         tokens: rows of a sequence-parallel batch on all ranks together.
         tp: ranks.
-        pulls: ranks may read each other's memory (``allow_pulls``).
+        pulls: ranks may read each other's memory (``allow_pulls``). puts: copy engines bring messages.
         exact: sums in rank order, also where nothing is cut.
 
     Raises:
@@ -67,17 +77,18 @@ def linears(
         if value % tp:
             raise ValueError(f"overlap: {name} must be a multiple of --tp {tp}, got {value}")
 
-    def work(phase: Phase, columns: int, inner: int) -> Work:
+    def work(phase: Phase, columns: int, inner: int, *, leased: bool = True) -> Work:
         sent = (tokens - tokens // tp) * (inner if phase == "gather" else columns) * _ITEMSIZE
-        return Work(phase, tokens, columns, inner, sent, tp, _ITEMSIZE, exact, pulled=pulls)
+        return Work(phase, tokens, columns, inner, sent, tp, _ITEMSIZE, exact, not (puts and leased), pulled=pulls)
 
     return {
         "qkv": work("gather", (hidden + 2 * kv) // tp, hidden),
         "proj": work("scatter", hidden, hidden // tp),
         "fc1": work("gather", 2 * ffn // tp, hidden),
         "fc2": work("scatter", hidden, ffn // tp),
-        "proj, dx": work("gather", hidden // tp, hidden),
-        "fc2, dx": work("gather", ffn // tp, hidden),
+        # Gathered gradients stay for those of the weights, so they are not in memory that copy engines put them into.
+        "proj, dx": work("gather", hidden // tp, hidden, leased=False),
+        "fc2, dx": work("gather", ffn // tp, hidden, leased=False),
     }
 
 
@@ -117,6 +128,9 @@ def overlap_command(
     pulls: Annotated[
         bool, typer.Option("--pulls", help="Ranks may read each other's memory (allow_pulls): a gather may be gated.")
     ] = False,
+    puts: Annotated[
+        bool, typer.Option("--puts", help="Messages are put by copy engines (NCCL 2.29.7 and later, within a node).")
+    ] = False,
     reduction: Annotated[
         str,
         typer.Option(help="backend: NCCL's reduce-scatter where nothing is cut; exact: an exchange and one kernel."),
@@ -135,7 +149,7 @@ def overlap_command(
     rates = rates_of(gpu)
     works = linears(
         hidden, 7 * hidden // 2 if ffn is None else ffn, hidden // 8 if kv is None else kv, tokens, tp,
-        pulls=pulls, exact=reduction == "exact",
+        pulls=pulls, puts=puts, exact=reduction == "exact",
     )  # fmt: skip
     found = rows(works, rates)
     if json:
@@ -144,7 +158,7 @@ def overlap_command(
     console = Console(width=132)  # the widest row
     sheet, link = presets.gpu(gpu), presets.cluster(gpu).intra
     console.print(f"bf16, {tokens:,} tokens, {tp} ranks of {gpu}, reduction {reduction}\n")
-    console.print(_assumptions(rates, sheet.peak("bf16"), link.name, link.bandwidth, sheet.bandwidth, pulls))
+    console.print(_assumptions(rates, sheet.peak("bf16"), link.name, link.bandwidth, sheet.bandwidth, pulls, puts))
     console.print(_ways(found))
     console.print(_choices(found))
     console.print(
@@ -160,7 +174,9 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory: float, pulls: bool) -> Table:
+def _assumptions(
+    rates: Rates, flops: float, link: str, bandwidth: float, memory: float, pulls: bool, puts: bool
+) -> Table:  # fmt: skip
     table = _table("What the model believes", "", "from", "value")
     share = rates.flops * rates.processors / flops
     lines: list[tuple[str, str, str]] = [
@@ -174,7 +190,7 @@ def _assumptions(rates: Rates, flops: float, link: str, bandwidth: float, memory
         ("between two kernels", "assumed", f"{1e6 * rates.launch:g} us"),
         ("host, a product", "assumed", f"{1e6 * rates.host_product:g} us"),
         ("host, a message", "25 us measured without NCCL, 15 assumed for it", f"{1e6 * rates.host_message:g} us"),
-        ("multiprocessors taken", "assumed", str(rates.taken)),
+        ("multiprocessors taken", *(("none by copy engines", "0") if puts else ("assumed", str(rates.taken)))),
     ]  # fmt: skip
     if pulls:
         lines.append(("rate of a gated product", "of a plain one, assumed", f"{rates.gated_share:g}"))
@@ -216,4 +232,4 @@ def _choices(found: list[Row]) -> Table:
 
 
 def _way(pieces: int) -> str:
-    return {OFF: "plain", GATED: "gated"}.get(pieces, f"{pieces} a shard")
+    return {OFF: "plain", PAIRS: "pairs", QUADS: "quads", GATED: "gated"}.get(pieces, f"{pieces} a shard")

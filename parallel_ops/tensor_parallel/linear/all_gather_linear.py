@@ -91,7 +91,8 @@ def all_gather_linear(
         overlap: how communication overlaps with the products.
             ``"off"``: gather, then multiply.
             ``"bulk"``: the same in the forward; in the backward, whole collectives beside whole products.
-            A number: each shard is sent in that many pieces in the forward; bulk in the backward.
+            A number: each shard is sent in that many pieces in the forward; bulk in the backward. ``"pairs"`` and
+            ``"quads"``: shards are sent whole and multiplied two or four at a time, where messages are faster.
             ``"gated"``: copy engines pull the shards, and one product waits for them tile by tile; ``"fused"``: torch's
             ``fused_all_gather_matmul``, without bias; bulk in the backward. Both for GPUs of one node, 16 bits, equal
             shards.

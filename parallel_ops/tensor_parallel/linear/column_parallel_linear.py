@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.overlap_model import OFF
+from parallel_ops._internal.overlap_model import OFF, is_cut
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
@@ -86,7 +86,7 @@ def column_parallel_linear(
             ``"bulk"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
             the sums are gathered beside the others; or the backend's all-reduce runs while dW is computed.
             A number: each rank's rows of dX are sent in that many pieces while dX is computed, and the sums are
-            gathered while dW is.
+            gathered while dW is. ``"pairs"``, ``"quads"``: whole, of two or four ranks by a product.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
             (``overlap_plan.py``); the weights must then have the same shapes on every rank.
         reduction: how the partial sums of the gradient of x are added.
@@ -153,7 +153,9 @@ def _start_sum(
     """
     rows = rows_of(call.sizes, x)
     if pieces != OFF:
-        own = sum_partials(scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial))
+        with transport.workspace(_NAME) as memory:
+            parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial, memory)
+            own = sum_partials(parts)
         return start_gather(_NAME, transport, own, rows)
     if not call.exact:
         dx = partial((0, sum(rows)), None)
@@ -204,7 +206,7 @@ def _gradients(
         def run(pieces: int) -> None:
             _start_sum(call, transport, x, pieces, partial)[1].wait()
 
-        pieces = max(call.overlap, OFF)
+        pieces = call.overlap if is_cut(call.overlap) else OFF
         if call.exact:  # else the backend's all-reduce runs beside dW, which pieces cannot beat by much
             pieces = call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
         bulk = call.bulk(x.device)

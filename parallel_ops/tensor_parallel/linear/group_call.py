@@ -82,7 +82,7 @@ class GroupCall:
 
     def pieces(
         self, phase: overlap_model.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
-        run: Callable[[int], object], *, bias: bool = False,
+        run: Callable[[int], object], *, bias: bool = False, leased: bool = True,
     ) -> int:  # fmt: skip
         """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
 
@@ -91,10 +91,11 @@ class GroupCall:
             like: ``[s, ..., any]`` in the dtype and on the device of the product, any number of rows.
             run: runs the op with a number of pieces, for timing.
             bias: whether a product behind a gather has one.
+            leased: whether messages are in the transport's own memory, as those that copy engines put.
         """
         if self.overlap in (GATED, FUSED):
             return self.overlap if phase == "gather" else overlap_model.OFF
-        if self.overlap > 0:
+        if overlap_model.is_cut(self.overlap):
             return self.overlap
         if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
             return overlap_model.OFF
@@ -109,7 +110,7 @@ class GroupCall:
             size=transport.size,
             itemsize=like.itemsize,
             exact=self.exact,
-            takes_processors=transport.capabilities.uses_compute_units,
+            takes_processors=transport.capabilities.uses_compute_units or not leased,
             pulled=may_pull(resolve_group(self.group), like, rows),
             dtype=like.dtype,
             transport=transport.capabilities.name,

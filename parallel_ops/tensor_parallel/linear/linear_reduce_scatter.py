@@ -62,7 +62,8 @@ def linear_reduce_scatter(
         group: the ranks that share the input features; ``None`` for one rank.
         overlap: how communication overlaps with the products.
             ``"off"`` and ``"bulk"``: multiply, then reduce (no second product could run beside the collective).
-            A number: each shard is sent in that many pieces, forward and backward.
+            A number: each shard is sent in that many pieces, forward and backward. ``"pairs"`` and ``"quads"``: shards
+            are sent whole and multiplied two or four at a time, where messages are faster.
             ``"gated"``, ``"fused"``: as ``"bulk"``; the backward gathers as ``all_gather_linear`` does with these.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
             (``overlap_plan.py``); the weight must then have the same shape on every rank.
@@ -139,11 +140,13 @@ def row_forward(
         with transport.workspace(_NAME) as memory:
             parts = multiply(h, weight, None, memory.empty((sum(rows), weight.shape[0]), x))
             return start_scatter(_NAME, transport, parts, rows, shape, exact=exact, memory=memory).total(bias)
-    like = x.new_empty((0, weight.shape[0]))
-    parts = scatter(
-        _NAME, transport, rows, pieces, like, lambda span, out: multiply(h[slice(*span)], weight, None, out)
-    )
-    return sum_partials(parts.view(transport.size, *shape), bias)
+
+    def produce(span: Span, out: Tensor | None) -> Tensor:
+        return multiply(h[slice(*span)], weight, None, out)
+
+    with transport.workspace(_NAME) as memory:
+        parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, weight.shape[0])), produce, memory)
+        return sum_partials(parts.view(transport.size, *shape), bias)
 
 
 def row_backward(
@@ -214,7 +217,7 @@ def _gradients(
 
     pieces = OFF
     if transport is not None and call.needs[0]:
-        pieces = call.pieces("gather", transport, grad, weight.shape[1], weight.shape[0], run)
+        pieces = call.pieces("gather", transport, grad, weight.shape[1], weight.shape[0], run, leased=False)
     dx, whole = run(pieces)
     if call.needs[1]:
         factors([whole], matrix(x))

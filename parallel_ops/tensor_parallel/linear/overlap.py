@@ -5,7 +5,9 @@
 
 In step k every rank sends to one rank and receives from one, so the exchanges of a step form a permutation, and each
 exchange is one grouped call that cannot deadlock. A shard is sent in ``pieces`` messages, the same number on every
-rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent.
+rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent. With ``PAIRS`` or ``QUADS`` shards are
+sent whole, and two or four that lie beside each other are multiplied at once: fewer products, which are larger, where
+messages are faster.
 
 Producers are enqueued before consumers: one host thread posts an exchange, waits for it, then reads its rows. No kernel
 here spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one
@@ -21,11 +23,12 @@ Whole shards go by one collective where the transport has it: an all-gather, and
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
+from parallel_ops._internal.overlap_model import TOGETHER
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import TORCH_MEMORY, Handle, Receive, Send, Transport, Workspace
 from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, in_flight
@@ -45,16 +48,33 @@ def split(span: Span, pieces: int) -> list[Span]:
     return [(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
 
 
+def _messages(rank: int, sizes: Sequence[int], pieces: int, steps: Iterable[int]) -> list[list[Span]]:
+    """The spans of other ranks in the order of their steps, those that one product takes together."""
+    where, together = spans(sizes), TOGETHER.get(pieces, 1)
+    found: list[list[Span]] = []
+    for k in steps:
+        for span in split(where[(rank + k) % len(sizes)], max(1, pieces)):
+            if found and len(found[-1]) < together and found[-1][-1][1] == span[0]:
+                found[-1].append(span)
+            else:
+                found.append([span])
+    return found
+
+
+def _joined(group: Sequence[Span]) -> Span:
+    return group[0][0], group[-1][1]
+
+
 def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``gather`` calls ``consume`` on ``rank``."""
-    for k in range(len(sizes)):
-        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+    yield from split(spans(sizes)[rank], max(1, pieces))
+    yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
 
 
 def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``scatter`` calls ``produce`` on ``rank``."""
-    for k in (*range(1, len(sizes)), 0):
-        yield from split(spans(sizes)[(rank + k) % len(sizes)], pieces)
+    yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
+    yield from split(spans(sizes)[rank], max(1, pieces))
 
 
 def start_gather(
@@ -90,35 +110,36 @@ def gather(
 
     Args:
         shard: ``[sizes[rank], H]``, contiguous.
-        pieces: messages for each shard.
+        pieces: messages for each shard, ``PAIRS`` or ``QUADS``.
         memory: of the rows.
     """
     rank, size = transport.rank, transport.size
     whole = memory.empty((sum(sizes), *shard.shape[1:]), shard)
     where = spans(sizes)
     whole[slice(*where[rank])].copy_(shard)
-    mine = split(where[rank], pieces)
-    posted: deque[tuple[Span, Exchange]] = deque()
-    steps = ((k, j) for k in range(1, size) for j in range(pieces))
+    mine = split(where[rank], max(1, pieces))
+    groups = _messages(rank, sizes, pieces, range(1, size))
+    posted: deque[Exchange] = deque()
+    leaves = [(k, own) for k in range(1, size) for own in mine]
+    steps = zip(leaves, [span for group in groups for span in group], strict=True)
 
     def post() -> None:
-        for k, j in steps:
+        for (k, own), span in steps:
             to, source = (rank - k) % size, (rank + k) % size
-            span = split(where[source], pieces)[j]
-            leaving = whole[slice(*mine[j])]
-            arriving = Receive(whole[slice(*span)], source)
-            posted.append((span, Exchange(op, transport, [Send(leaving, to, leaving)], [arriving])))
+            leaving, landing = whole[slice(*own)], whole[slice(*span)]
+            posted.append(Exchange(op, transport, [Send(leaving, to, leaving)], [Receive(landing, source)]))
             return
 
-    for _ in range(in_flight(transport)):
+    ahead = in_flight(transport)
+    for _ in range(ahead if ahead == 1 else max(ahead, TOGETHER.get(pieces, 1))):
         post()
     for span in mine:
         consume(span, whole[slice(*span)])
-    while posted:
-        span, exchange = posted.popleft()
-        exchange.wait()
-        post()
-        consume(span, whole[slice(*span)])
+    for group in groups:
+        for _ in group:
+            posted.popleft().wait()
+            post()
+        consume(_joined(group), whole[slice(*_joined(group))])
     return whole
 
 
@@ -129,26 +150,36 @@ def scatter(
     pieces: int,
     like: Tensor,
     produce: Callable[[Span, Tensor | None], Tensor],
+    memory: Workspace = TORCH_MEMORY,
 ) -> Tensor:
     """Returns ``[P, sizes[rank], N]``, the parts that all ranks computed for this rank's rows, in rank order.
 
     Args:
         like: ``[any, N]``: dtype, device and columns of a part.
         produce: ``produce(span, out)`` computes this rank's part for the rows of ``span``, into ``out`` if given.
+        memory: of all parts, where ranks have equal rows.
     """
     rank, size = transport.rank, transport.size
-    where = spans(sizes)
+    where, total, columns = spans(sizes), sum(sizes), like.shape[1:]
     first = where[rank][0]
-    landing = like.new_empty((size, sizes[rank], *like.shape[1:]))
-    mine = split(where[rank], pieces)
+    parts = None
+    if memory is TORCH_MEMORY or len(set(sizes)) > 1:
+        landing = like.new_empty((size, sizes[rank], *columns))
+    else:  # both at once, so that either all ranks have them where others can write, or none
+        parts, landing = memory.empty((2, total, *columns), like)
+        landing = landing.view(size, sizes[rank], *columns)
+    mine = split(where[rank], max(1, pieces))
     posted: deque[Exchange] = deque()
-    for k in range(1, size):
-        to, source = (rank + k) % size, (rank - k) % size
-        for j, span in enumerate(split(where[to], pieces)):
-            leaving = Send(produce(span, None), to)
-            arriving = Receive(landing[source, mine[j][0] - first : mine[j][1] - first], source)
-            posted.append(Exchange(op, transport, [leaving], [arriving]))
-            if len(posted) > IN_FLIGHT:
+    steps = ((k, own) for k in range(1, size) for own in mine)
+    for group in _messages(rank, sizes, pieces, range(1, size)):
+        start, stop = _joined(group)
+        part = produce((start, stop), None if parts is None else parts[start:stop])
+        for span in group:
+            k, own = next(steps)
+            to, source, rows = (rank + k) % size, (rank - k) % size, slice(own[0] - first, own[1] - first)
+            leaving = Send(part[span[0] - start : span[1] - start], to, None if parts is None else landing[rank, rows])
+            posted.append(Exchange(op, transport, [leaving], [Receive(landing[source, rows], source)]))
+            if len(posted) > max(IN_FLIGHT, TOGETHER.get(pieces, 1)):
                 posted.popleft().wait()
     for span in mine:
         produce(span, landing[rank, span[0] - first : span[1] - first])

@@ -19,15 +19,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal import overlap_model
-from parallel_ops._internal.overlap_model import FUSED, GATED, MARGIN, OFF, Rates, Work, candidates
+from parallel_ops._internal.overlap_model import FUSED, GATED, MARGIN, OFF, PAIRS, QUADS, Rates, Work, candidates
 from parallel_ops.comm.device_rates import rates_of
 
-Overlap = Literal["auto", "off", "bulk", "gated", "fused"] | int
+Overlap = Literal["auto", "off", "bulk", "pairs", "quads", "gated", "fused"] | int
 Reduction = Literal["exact", "backend"]
 
 # Codes in the ops' schemas; positive numbers are pieces.
 BULK, AUTO = -1, -2
-_WORDS: dict[str, int] = {"off": OFF, "bulk": BULK, "auto": AUTO, "gated": GATED, "fused": FUSED}
+_WORDS: dict[str, int] = {
+    "off": OFF, "bulk": BULK, "auto": AUTO, "pairs": PAIRS, "quads": QUADS, "gated": GATED, "fused": FUSED,
+}  # fmt: skip
 
 
 def encode(op: str, overlap: Overlap) -> int:
@@ -43,8 +45,8 @@ def encode(op: str, overlap: Overlap) -> int:
 
 def decode(pieces: int) -> Overlap:
     """The inverse of ``encode``."""
-    words: dict[int, Overlap] = {OFF: "off", BULK: "bulk", AUTO: "auto", GATED: "gated", FUSED: "fused"}
-    return words.get(pieces, pieces)
+    words = {code: word for word, code in _WORDS.items()}
+    return words.get(pieces, pieces)  # type: ignore[return-value]
 
 
 def is_exact(op: str, reduction: Reduction) -> bool:
