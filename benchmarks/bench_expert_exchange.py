@@ -33,6 +33,7 @@ from parallel_ops._internal.command_line import fail
 from parallel_ops._internal.turns import together
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
+from parallel_ops.train.malloc import keep_freed_memory
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 _RANKS = 2
@@ -110,6 +111,7 @@ def measure(
     rank: int, sizes: dict[str, int], shares: list[float], chunks: list[int], rounds: int
 ) -> tuple[float, int, dict[str, list[float]]]:
     """Seconds without a link, of the fastest way; bytes; seconds of each way, by share."""
+    keep_freed_memory()  # as the trainer does: otherwise each way faults in pages after those of another
     mesh = ParallelMesh(dp_shard=_RANKS, ep=_RANKS)
     generator = torch.Generator().manual_seed(rank)
     x, grad = (torch.randn(sizes["tokens"], sizes["hidden"], generator=generator) for _ in range(2))
