@@ -189,7 +189,17 @@ def _print(console: Console, rows: list[Row]) -> None:
         title=f"overlap, {first.size} ranks, {first.transport}, {first.dtype}, dimensions / {first.scale}",
         title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for name in ("", "link\nGB/s", "gemm\nms", "comm\nms", "unfused\nms", "overl.\nms", "pieces", "ideal\nms"):
+    for name in (
+        "",
+        "link\nGB/s",
+        "gemm\nms",
+        "comm\nms",
+        "unfused\nms",
+        "overl.\nms",
+        "pieces",
+        "model\nms",
+        "ideal\nms",
+    ):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for name in ("E", "chunking\ntax", "vs\nunfused"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -198,7 +208,7 @@ def _print(console: Console, rows: list[Row]) -> None:
         times = (row.ms_gemm, row.ms_comm, row.ms_unfused, row.ms_overlapped)
         table.add_row(
             f"{row.model} {row.layer} ({row.phase})", link, *(f"{t:.3g}" for t in times), str(decode(row.pieces)),
-            f"{row.ms_ideal:.3g}", f"{row.efficiency:.2f}", f"{row.chunking_tax:.2f}x",
+            f"{row.ms_model:.3g}", f"{row.ms_ideal:.3g}", f"{row.efficiency:.2f}", f"{row.chunking_tax:.2f}x",
             f"{row.ms_unfused / row.ms_overlapped:.2f}x",
         )  # fmt: skip
     console.print(table)

@@ -12,6 +12,7 @@ For each product of a layer, on one rank of ``size``:
     chunking tax  chunked / gemm                                   what smaller products cost
     ideal         gather  max(gemm, comm + gemm / size)            the last shard must arrive and be multiplied
                   scatter max(gemm + comm / size, gemm / size + comm)
+    model         what the model behind overlap="auto" says, given the times of chunked and comm
 
 Over a paced link one rank runs the real op, and chunks arrive when a link of that bandwidth would deliver them. On a
 GPU the shapes are the models' own. On a CPU every dimension is divided by ``scale``, and the link is proportionate:
@@ -31,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS
+from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS, slowest
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
@@ -115,6 +116,14 @@ class Row(Environment):
     ms_ideal: float
     efficiency: float
     chunking_tax: float
+
+    @property
+    def ms_model(self) -> float:
+        """What the model that chooses the pieces makes of these products and this communication."""
+        a_shard = max(1, self.pieces)
+        product = self.ms_gemm * self.chunking_tax / (self.size * a_shard)
+        message = self.ms_comm / ((self.size - 1) * a_shard)
+        return slowest("gather" if self.phase == "gather" else "scatter", self.size, self.pieces, product, message)
 
     @property
     def key(self) -> tuple[str, ...]:

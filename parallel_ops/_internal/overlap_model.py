@@ -198,6 +198,19 @@ def _orders(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(found))
 
 
+def slowest(phase: Phase, size: int, pieces: int, product: float, message: float) -> float:
+    """Seconds of a way on the slowest rank, without staging and sums.
+
+    Args:
+        product: of the product of one message's rows, n times as long for n of them. message: of a message.
+    """
+    a_shard = max(1, pieces)
+    return max(
+        _device(phase, order, {n: n * product for n in order}, a_shard * product, message)
+        for order in _orders(size, pieces)
+    )
+
+
 def _device(phase: Phase, order: Sequence[int], seconds: Mapping[int, float], own: float, message: float) -> float:
     """Seconds until the last product and message are done; ``own``: of the products of the own rows."""
     now, link = own if phase == "gather" else 0.0, 0.0

@@ -88,6 +88,15 @@ def test_rows_are_written_and_replaced(tmp_path):
         assert min(row.ms_gemm, row.ms_comm, row.ms_unfused, row.ms_overlapped) > 0
 
 
+def test_the_model_is_right_about_the_rows_that_were_measured():
+    """Its order of products and messages, given how long they take: that decides between the ways."""
+    rows = results.read_as(Row, Path(__file__).parents[2] / "benchmarks/results/amd-epyc-2-cores-overlap.csv")
+    errors = {(row.model, row.layer, row.link_gb_per_s): abs(row.ms_model / row.ms_overlapped - 1) for row in rows}
+    assert len(errors) == 32 and max(errors.values()) < 0.15, errors
+    assert sum(errors.values()) / len(errors) < 0.05
+    assert all(row.ms_unfused > row.ms_overlapped for row in rows)
+
+
 def test_the_documentation_has_the_rows_that_were_measured():
     root = Path(__file__).parents[2]
     cells, taxes = {}, []
