@@ -33,19 +33,20 @@ def settings_of(data, **sections):
 
 
 PLANS = [
-    {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2}, {"dp": 2, "zero": 3}, {"cp": 2},
-    {"tp": 2, "dp": 2, "zero": 3}, {"pp": 2}, {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+    {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"dp": 2, "zero": 3}, {"cp": 2}, {"tp": 2, "dp": 2, "zero": 3},
+    {"pp": 2, "tp": 2, "schedule": "zb-h1"},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_any_plan_takes_the_steps_of_one_process(data, kind):
+# Linears of a GPT have biases: what a plan does with them shows with one axis each.
+@pytest.mark.parametrize(("kind", "plans"), [("llama", PLANS), ("gpt", [{"tp": 2}, {"pp": 2}])], ids=["llama", "gpt"])
+def test_any_plan_takes_the_steps_of_one_process(data, kind, plans):
     plain = {"model": runs.MODELS[kind]}
-    want = runs.steps_of(0, settings_of(data, **plain), steps=4)
+    want = runs.steps_of(0, settings_of(data, **plain), steps=3)
     assert want[-1][0] < want[0][0]
-    for plan in PLANS:
+    for plan in plans:
         processes = plan.get("tp", 1) * plan.get("dp", 1) * plan.get("cp", 1) * plan.get("pp", 1)
-        got = ranks(processes).run(runs.steps_of, settings_of(data, **plain, parallel=plan), None, 4)
+        got = ranks(processes).run(runs.steps_of, settings_of(data, **plain, parallel=plan), None, 3)
         np.testing.assert_allclose(got[0], want, rtol=1e-4, err_msg=str(plan))
 
 
@@ -53,12 +54,12 @@ def test_any_plan_takes_the_steps_of_one_process(data, kind):
 def test_shared_key_heads_dropout_and_recomputation(data, heads, recompute):
     """One key head on two ranks has its weight, and B, whole on both."""
     sections = {"model": {**LLAMA, "num_kv_heads": heads}, "lora": {"dropout": 0.3}, "recompute": {"kind": recompute}}
-    want = runs.steps_of(0, settings_of(data, **sections), steps=3)
-    without = runs.steps_of(0, settings_of(data, **{**sections, "lora": {"dropout": 0.0}}), steps=3)
+    want = runs.steps_of(0, settings_of(data, **sections), steps=2)
+    without = runs.steps_of(0, settings_of(data, **{**sections, "lora": {"dropout": 0.0}}), steps=2)
     assert abs(want[-1][0] - without[-1][0]) > 1e-5  # masks are drawn
     for parallel in (True, False):
         plan = {"tp": 2, "sequence_parallel": parallel}
-        got = ranks(2).run(runs.steps_of, settings_of(data, **sections, parallel=plan), None, 3)
+        got = ranks(2).run(runs.steps_of, settings_of(data, **sections, parallel=plan), None, 2)
         np.testing.assert_allclose(got[0], want, rtol=1e-4)
 
 

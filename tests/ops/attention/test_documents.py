@@ -1,7 +1,5 @@
 """Bounds of documents are made once for all layers and for the backward."""
 
-import gc
-
 import pytest
 import torch
 
@@ -88,7 +86,6 @@ def test_another_tensor_at_the_same_place_in_memory():
         starts = torch.tensor([0, end, 64])
         assert bounds(starts).spans[0, 63] == end
         del starts
-        gc.collect()
 
 
 def test_values_that_change_between_calls():
