@@ -56,8 +56,8 @@ demo: commands
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
 # All but whole runs; of the tests that compile or execute Triton kernels without a GPU, one case each.
-test: venv
-	$(TEST_ENV) $(PYTEST) -m "not runs"
+test: venv  # three workers on two cores: ranks of process groups wait for each other
+	$(TEST_ENV) $(PYTEST) -n 3 -m "not runs"
 
 # Commands and examples from their start to their end.
 test-runs: venv
