@@ -3,7 +3,6 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from collections.abc import Sequence as PySequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,29 @@ import typer
 from rich.console import Console
 
 from parallel_ops._internal.command_line import fail, run, waiting
-from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs, tables
+from parallel_ops.planner.cli.options import (
+    Batch,
+    ClusterName,
+    Html,
+    Json,
+    Launcher,
+    ModelName,
+    Only,
+    PlanText,
+    Price,
+    Sequence,
+    SoftwareName,
+    System,
+    completed,
+)
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.software import CURRENT, era, eras
+from parallel_ops.planner.compute.software import CURRENT, era
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS, TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
-from parallel_ops.planner.export.launcher import LAUNCHERS, script
+from parallel_ops.planner.export.launcher import script
 from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.model import Model
@@ -43,65 +56,6 @@ app = typer.Typer(
     help="Plans and runs the parallel training of a language model. Every figure of a plan is an estimate; `validate` "
     "prints the errors. `parallel-ops COMMAND --help` has an example.",
 )
-
-
-def _completed(names: Callable[[], PySequence[str]]) -> Callable[[str], list[str]]:
-    """Completes a value in a shell."""
-    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
-
-
-ModelName = Annotated[
-    str,
-    typer.Option(
-        "--model", help="Preset (llama3-70b) or JSON file with the fields of Model.",
-        autocompletion=_completed(presets.models),
-    ),
-]  # fmt: skip
-ClusterName = Annotated[
-    str,
-    typer.Option(
-        "--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.",
-        autocompletion=_completed(presets.clusters),
-    ),
-]  # fmt: skip
-Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", show_default="the model's")]
-Batch = Annotated[
-    str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
-]
-PlanText = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp takes the remaining GPUs.",
-        show_default="the fastest",
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--for", help=f"Only plans that one system can run: {', '.join(TARGETS)}.",
-        autocompletion=_completed(lambda: list(TARGETS)),
-    ),
-]  # fmt: skip
-Only = Annotated[
-    str | None,
-    typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
-]
-SoftwareName = Annotated[
-    str | None,
-    typer.Option(
-        "--software",
-        help=f"Era of the training software, whose kernels and overlap the times are of: {', '.join(eras())}.",
-        show_default=f"that of --for, or {CURRENT}",
-    ),
-]
-Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
-Launcher = Annotated[
-    str | None,
-    typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
 
 
 def main() -> None:
@@ -220,7 +174,7 @@ def estimate_command(
 def schedule_command(
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")],
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
-    kind: Annotated[str, typer.Option(help=", ".join(KINDS), autocompletion=_completed(lambda: KINDS))] = "1f1b",
+    kind: Annotated[str, typer.Option(help=", ".join(KINDS), autocompletion=completed(lambda: KINDS))] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(help="Stages a rank.", show_default="the schedule's")] = None,
     times: Annotated[str, typer.Option(help="Times of F, I and W of one stage.")] = "1,1,1",
     link: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
@@ -293,7 +247,7 @@ def config_command(
     cluster: ClusterName,
     batch: Batch,
     format: Annotated[
-        str, typer.Option("--format", help=", ".join(FORMATS), autocompletion=_completed(lambda: FORMATS))
+        str, typer.Option("--format", help=", ".join(FORMATS), autocompletion=completed(lambda: FORMATS))
     ],
     seq: Sequence = None,
     plan: PlanText = None,

@@ -1,0 +1,72 @@
+"""Options that several commands of ``parallel-ops`` have."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as PySequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parallel_ops.planner import presets
+from parallel_ops.planner.compute.software import CURRENT, eras
+from parallel_ops.planner.export import TARGETS
+from parallel_ops.planner.export.launcher import LAUNCHERS
+
+
+def completed(names: Callable[[], PySequence[str]]) -> Callable[[str], list[str]]:
+    """Completes a value in a shell."""
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+
+
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Preset (llama3-70b) or JSON file with the fields of Model.",
+        autocompletion=completed(presets.models),
+    ),
+]  # fmt: skip
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.",
+        autocompletion=completed(presets.clusters),
+    ),
+]  # fmt: skip
+Sequence = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", show_default="the model's")]
+Batch = Annotated[
+    str, typer.Option("--batch", help="Sequences of a step (2048), or tokens with k or M for 2^10 or 2^20 (16M).")
+]
+PlanText = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        help="Fields of the plan (tp=8,pp=4,zero=1), or JSON file with them. dp takes the remaining GPUs.",
+        show_default="the fastest",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--for", help=f"Only plans that one system can run: {', '.join(TARGETS)}.",
+        autocompletion=completed(lambda: list(TARGETS)),
+    ),
+]  # fmt: skip
+Only = Annotated[
+    str | None,
+    typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
+]
+SoftwareName = Annotated[
+    str | None,
+    typer.Option(
+        "--software",
+        help=f"Era of the training software, whose kernels and overlap the times are of: {', '.join(eras())}.",
+        show_default=f"that of --for, or {CURRENT}",
+    ),
+]
+Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]
