@@ -5,6 +5,7 @@ and end. The grid, its order and its tiles are those that the launcher chooses; 
 place for is that of the compiled kernel.
 """
 
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ def grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[Grid]:
     return [grid for grid, _ in launched_grids(shape, device, compiled=compiled)]
 
 
+@functools.cache
 def launched_grids(shape: Shape, device: Device, *, compiled: bool = True) -> list[tuple[Grid, Any]]:
     """Grids and launches of a forward and a backward in bfloat16, as the launchers choose them for the device.
 

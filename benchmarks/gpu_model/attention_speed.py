@@ -9,7 +9,6 @@ Two speeds: where nothing of a tile hides beside its products, and where the sho
 warps, each of which waits for its products before its softmax, are between the two; barriers and waits come on top.
 """
 
-import csv
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.gpu_model import attention, table
 from benchmarks.gpu_model.attention import Grid
 from benchmarks.gpu_model.devices import CLONE, ISSUE_SLOTS, L2_BYTES, LAUNCH_GAP, SPECIAL_FUNCTIONS, Device
+from benchmarks.gpu_session.attention import Row
 
 # Multiply-adds a cycle of a multiprocessor's tensor cores in 16 bits, and TFLOP/s of all as specified for dense
 # products: whitepapers of A100 and H100, datasheets of H100, H200 and HGX B200. The clock of products follows.
@@ -27,6 +28,8 @@ MULTIPLY_ADDS = {80: 1024, 90: 2048, 100: 4096}
 PEAKS = {"A100": 312.0, "H100 PCIe": 756.0, "H100 SXM": 989.4, "H200": 989.4, "B200": 2250.0}
 # Bytes a cycle of shared memory: 32 banks of 4 bytes (CUDA C++ Programming Guide).
 SHARED_BYTES = 128
+# 256 dims, beside the shapes of the grids.
+_WIDE: attention.Shape = (1, 8192, 16, 4, 256, None)
 # Forward and backward multiply so often; the backward's two kernels make S and dP twice.
 _PRODUCTS = {"_forward_kernel": 2, "_keys_kernel": 4, "_queries_kernel": 3}
 
@@ -100,6 +103,7 @@ class Speed:
         return " and ".join(dict.fromkeys(t.limit for t in self.tiles.values()))
 
 
+@functools.cache
 def speeds(shape: attention.Shape, device: Device) -> dict[str, Speed]:
     """Forward and backward in bfloat16, causal."""
     batch, tokens, heads, kv_heads, dims, window = shape
@@ -132,11 +136,10 @@ def measured(folder: Path) -> dict[tuple[str, str, str], float]:
     """TFLOP/s of the Triton kernels by shape, direction and GPU; ``benchmarks.gpu_session.attention`` writes them."""
     found: dict[tuple[str, str, str], float] = {}
     for path in sorted(folder.glob("*-attention.csv")):
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                device = table.device_of(row["device"])
-                if (row["provider"], row["mask"]) == ("triton", "causal") and device is not None:
-                    found[row["shape"], row["direction"], device] = float(row["tflops"])
+        for row in results.read_as(Row, path):
+            device = table.device_of(row.device)
+            if (row.provider, row.mask) == ("triton", "causal") and device is not None:
+                found[row.shape, row.direction, device] = row.tflops
     return found
 
 
@@ -167,7 +170,7 @@ def section(devices: Sequence[Device], measured: Mapping[tuple[str, str, str], f
         "| shape | direction | " + " | ".join(d.name for d in named) + " |",
         "|---|---|" + "---|" * len(named),
     ]
-    for shape in (*attention.SHAPES, (1, 8192, 16, 4, 256, None)):
+    for shape in (*attention.SHAPES, _WIDE):
         name = attention.name_of(shape)
         by_device = {d.name: speeds(shape, d) for d in named}
         for direction in ("forward", "backward"):
@@ -177,7 +180,9 @@ def section(devices: Sequence[Device], measured: Mapping[tuple[str, str, str], f
                 cells.append(f"{speed.apart:.0f} to {speed.beside:.0f}, {speed.limit}")
                 cells[-1] += "" if real is None else f", measured {real:.0f}"
             lines.append(f"| {name} | {direction} | " + " | ".join(cells) + " |")
-    share = _keys_share()
+    (h100,) = (d for d in named if d.name == "H100 SXM")
+    of_keys = speeds(_WIDE, h100)["backward"].tiles["_keys_kernel"]
+    share = of_keys.least / of_keys.products
     lines += [
         "",
         f"dK and dV of 256 dims on sm_90 multiply at {share:.0%} of the peak at most: a key's and a value's gradients",
@@ -187,11 +192,3 @@ def section(devices: Sequence[Device], measured: Mapping[tuple[str, str, str], f
         "whether that is faster.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _keys_share() -> float:
-    from benchmarks.gpu_model import devices
-
-    (h100,) = (d for d in devices.load() if d.name == "H100 SXM")
-    of_keys = speeds((1, 8192, 16, 4, 256, None), h100)["backward"].tiles["_keys_kernel"]
-    return of_keys.least / of_keys.products

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import results
+from benchmarks.environment import describe
 from benchmarks.gpu_model import attention_speed, devices, table
 from benchmarks.gpu_model.cases import Row, benchmark
 from benchmarks.gpu_model.facts import SAMPLE, directions, launched
 from benchmarks.gpu_model.prediction import Prediction, predict, wave_efficiency
+from benchmarks.gpu_session import attention
 from parallel_ops import bias_gelu, silu_mul, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.aot
@@ -76,10 +79,14 @@ def test_attention_is_between_what_hides_and_what_does_not():
 
 
 def test_measured_attention_is_that_of_the_kernels(tmp_path):
-    rows = ["triton,causal,600", "cudnn,causal,650", "triton,window,400"]
-    lines = [f"{row},1x8192x8x1x128,forward,nvidia-h100-80gb-hbm3" for row in rows]
-    file = tmp_path / "nvidia-h100-80gb-hbm3-attention.csv"
-    file.write_text("\n".join(["provider,mask,tflops,shape,direction,device", *lines]))
+    where = {**vars(describe(torch.device("cpu"))), "device": "nvidia-h100-80gb-hbm3"}
+    rows = [
+        attention.Row(
+            provider=provider, mask=mask, shape="1x8192x8x1x128", direction="forward", ms=1.0, tflops=tflops, **where
+        )
+        for provider, mask, tflops in (("triton", "causal", 600), ("cudnn", "causal", 650), ("triton", "window", 400))
+    ]
+    results.merge(tmp_path / "nvidia-h100-80gb-hbm3-attention.csv", rows)
     assert attention_speed.measured(tmp_path) == {("1x8192x8x1x128", "forward", "H100 SXM"): 600.0}
 
 
