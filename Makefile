@@ -9,10 +9,12 @@ ARGS ?=
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.cpp csrc/*/*/*.h)
 FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
 
-# Two test processes with one thread each: the suite's time goes into many small steps, not into large tensors.
+# Test processes with one thread each: the suite's time goes into many small steps, not into large tensors. `make test`
+# has three, since ranks of process groups wait for each other while a core is free.
 # Inductor's cache does not notice that an op's outputs changed, so each environment has its own.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+WORKERS := 2
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile
 # The oldest Triton that the kernels are for; constraints.txt pins the newest.
 OLDEST_TRITON := 3.6.0
 
@@ -56,8 +58,9 @@ demo: commands
 	@$(BIN)/python -m benchmarks.demo --tp 2 --sequence-parallel $(if $(filter undefined,$(origin TEXT)),,--text "$(TEXT)") $(ARGS)
 
 # All but whole runs; of the tests that compile or execute Triton kernels without a GPU, one case each.
-test: venv  # three workers on two cores: ranks of process groups wait for each other
-	$(TEST_ENV) $(PYTEST) -n 3 -m "not runs"
+test: WORKERS := 3
+test: venv
+	$(TEST_ENV) $(PYTEST) -m "not runs"
 
 # Commands and examples from their start to their end.
 test-runs: venv
