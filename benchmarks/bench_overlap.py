@@ -190,16 +190,8 @@ def _print(console: Console, rows: list[Row]) -> None:
         title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for name in (
-        "",
-        "link\nGB/s",
-        "gemm\nms",
-        "comm\nms",
-        "unfused\nms",
-        "overl.\nms",
-        "pieces",
-        "model\nms",
-        "ideal\nms",
-    ):
+        "", "link\nGB/s", "gemm\nms", "comm\nms", "unfused\nms", "overl.\nms", "pieces", "model\nms", "ideal\nms",
+    ):  # fmt: skip
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for name in ("E", "chunking\ntax", "vs\nunfused"):
         table.add_column(name, justify="right", no_wrap=True)

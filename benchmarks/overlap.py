@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS, slowest
+from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS, cut, slowest
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
@@ -120,7 +120,7 @@ class Row(Environment):
     @property
     def ms_model(self) -> float:
         """What the model that chooses the pieces makes of these products and this communication."""
-        a_shard = max(1, self.pieces)
+        a_shard, _ = cut(self.pieces)
         product = self.ms_gemm * self.chunking_tax / (self.size * a_shard)
         message = self.ms_comm / ((self.size - 1) * a_shard)
         return slowest("gather" if self.phase == "gather" else "scatter", self.size, self.pieces, product, message)

@@ -43,10 +43,12 @@ def error(way: Overlap, shape: tuple[int, int, int], device: torch.device, dtype
 
 
 def _rank(rank: int, folder: str, kind: str, ways: Sequence[Overlap]) -> None:
+    # torch maps the memory of another rank on the same GPU only with it.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     store = dist.FileStore(os.path.join(folder, "store"), PROCESSES)  # type: ignore[attr-defined]
     # NCCL refuses ranks that share a GPU.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=20))
-    device, wrong = torch.device(kind, 0) if kind == "cuda" else torch.device(kind), 0
+    device, wrong = torch.device(kind), 0
     for way in ways:
         for shape in SHAPES:
             found = error(way, shape, device, torch.bfloat16)
@@ -62,8 +64,6 @@ def _rank(rank: int, folder: str, kind: str, ways: Sequence[Overlap]) -> None:
 
 
 def main(kind: str = "cuda", ways: Sequence[Overlap] = WAYS) -> int:
-    # Set before CUDA starts in the processes: torch maps the memory of another rank on the same GPU only with it.
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(_rank, (folder, kind, ways), nprocs=PROCESSES)

@@ -87,26 +87,40 @@ def bytes_bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
 
 
+def terminal_console(*, stderr: bool = False, margin: int = 0) -> Any:
+    """A console that does not hide the cursor, which a killed process could not restore.
+
+    Args:
+        margin: columns at the end of a line that stay free.
+    """
+    from rich.console import Console, ConsoleDimensions
+
+    class Terminal(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+        @property  # type: ignore[misc]
+        def size(self) -> ConsoleDimensions:
+            width, height = super().size
+            return ConsoleDimensions(max(1, width - margin), height)
+
+    return Terminal(stderr=stderr)
+
+
 @contextlib.contextmanager
 def waiting(text: Callable[[], str]) -> Iterator[None]:
     """A spinner on a terminal, with what is being done now and for how long, until the block ends or prints a bar."""
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
     from rich.progress import Progress, ProgressColumn, SpinnerColumn, TimeElapsedColumn
     from rich.text import Text
-
-    class Terminal(Console):
-        """Does not hide the cursor, which a killed process could not restore."""
-
-        def show_cursor(self, show: bool = True) -> bool:
-            return False
 
     class Now(ProgressColumn):
         def render(self, task: Any) -> Text:
             return Text(text())
 
-    with Progress(SpinnerColumn(), Now(), TimeElapsedColumn(), console=Terminal(stderr=True), transient=True) as bar:
+    console = terminal_console(stderr=True)
+    with Progress(SpinnerColumn(), Now(), TimeElapsedColumn(), console=console, transient=True) as bar:
         bar.add_task("", total=None)
         yield

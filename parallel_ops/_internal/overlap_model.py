@@ -163,7 +163,7 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
         return _gated(work, rates)
     # At least one is left, so that products end.
     free = max(1, rates.processors - rates.taken) if work.takes_processors else rates.processors
-    a_shard = max(1, pieces)
+    a_shard, _ = cut(pieces)
     messages = (work.size - 1) * a_shard
     communication = messages * rates.latency + work.sent / rates.bandwidth
     if work.phase == "gather":
@@ -187,9 +187,9 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
 @functools.cache
 def _orders(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
     """How many messages each product has, own rows left out, on the ranks that differ in this."""
-    together = TOGETHER.get(pieces, 1)
+    a_shard, together = cut(pieces)
     if together == 1:
-        return ((1,) * ((size - 1) * pieces),)
+        return ((1,) * ((size - 1) * a_shard),)
     found = set()
     for rank in range(size):
         runs = (size - 1 - rank, rank)  # behind the last rank comes the first, which does not lie beside it
@@ -204,7 +204,7 @@ def slowest(phase: Phase, size: int, pieces: int, product: float, message: float
     Args:
         product: of the product of one message's rows, n times as long for n of them. message: of a message.
     """
-    a_shard = max(1, pieces)
+    a_shard, _ = cut(pieces)
     return max(
         _device(phase, order, {n: n * product for n in order}, a_shard * product, message)
         for order in _orders(size, pieces)
@@ -234,6 +234,11 @@ def _gated(work: Work, rates: Rates) -> Times:
     total = staging + max(seconds, communication + seconds / work.size)
     host = rates.host_product + (messages + 4) * rates.host_pull
     return Times(GATED, tiles, waves, 1, seconds, seconds, communication, staging, 0.0, host, max(total, host))
+
+
+def cut(way: int) -> tuple[int, int]:
+    """Messages of a shard, and how many messages a product has at most; of a way that is not ``is_cut`` one."""
+    return max(1, way), TOGETHER.get(way, 1)
 
 
 def is_cut(way: int) -> bool:

@@ -38,7 +38,7 @@ def auxiliary_losses(model: Model, scale: Tensor | float | None, loads: Place | 
         return None
     if scale is None and model.stages is not None and torch.is_grad_enabled():
         raise ValueError("Transformer: aux_scale must be given for a model with stages and auxiliary losses")
-    over_model = experts.aux_loss_over == "model" and experts.aux_loss > 0
+    over_model = experts.loss_over_model
     if over_model and loads is None and model.stages is not None and torch.is_grad_enabled():
         raise ValueError("Transformer: aux_loads must be given for stages and an auxiliary loss over the whole model")
     return AuxiliaryLosses(

@@ -86,6 +86,11 @@ class ExpertsConfig:
         if self.capacity_factor is not None and not self.capacity_factor >= 0:
             self._fail(f"capacity_factor must be at least 0, got {self.capacity_factor}")
 
+    @property
+    def loss_over_model(self) -> bool:
+        """Whether there is one auxiliary loss, over all layers."""
+        return self.aux_loss > 0 and self.aux_loss_over == "model"
+
     def _check_experts(self) -> None:
         """Checks the fields about the experts' own layers."""
         for name in ("swiglu_alpha", "swiglu_up_offset"):

@@ -169,7 +169,7 @@ class Transformer(PretrainedModel):
     def loads_of_model(self) -> ModelLoads | None:
         """For the pipeline of a model whose auxiliary loss is over all its layers; ``None`` for others."""
         experts = self.config.experts
-        if self.stages is None or experts is None or not experts.aux_loss or experts.aux_loss_over != "model":
+        if self.stages is None or experts is None or not experts.loss_over_model:
             return None
         return ModelLoads(
             experts.num_experts, self.config.num_layers - experts.dense_layers, self.stages.count - 1

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel_ops._internal.command_line import terminal_console
 from parallel_ops.train import description
 from parallel_ops.train.throughput import peak_share
 
@@ -120,23 +121,10 @@ def _bar(steps: int, done: int) -> Any:
     """A bar on the terminal; ``None`` if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return None
-    from rich.console import Console, ConsoleDimensions
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    class Terminal(Console):
-        """Does not hide the cursor, which a killed process could not restore, and leaves room for ``^C`` on the line of
-        the bar."""
-
-        def show_cursor(self, show: bool = True) -> bool:
-            return False
-
-        @property  # type: ignore[misc]
-        def size(self) -> ConsoleDimensions:
-            width, height = super().size
-            return ConsoleDimensions(max(1, width - 5), height)
-
-    console = Terminal()
+    console = terminal_console(margin=5)  # room for ``^C`` on the line of the bar
     if console.is_dumb_terminal:
         return None
     columns = (BarColumn(None), TextColumn("{task.fields[text]}", markup=False))

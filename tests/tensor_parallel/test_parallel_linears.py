@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
@@ -183,25 +182,6 @@ def test_only_the_gradients_that_are_wanted(kind, overlap, wanted):
     for some, every in zip(ranks(2).run(frozen, kind, wanted, overlap), both, strict=True):
         for got, want, needed in zip(some, every, wanted, strict=True):
             assert torch.equal(got, want) if needed else got is None
-
-
-def compiled(rank: int, kind: str, backend: str, overlap: Any, around: bool):
-    """(y, dx, dW, db), eager and compiled to one graph, on two sizes; with arithmetic ``around`` the op, or alone."""
-    torch._dynamo.reset()
-
-    def run(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        y = OPS[kind](x * 1 if around else x, w, b, group=dist.group.WORLD, overlap=overlap)
-        return F.gelu(y) if around else y
-
-    results = []
-    function = torch.compile(run, fullgraph=True, backend=backend)
-    for s in (4, 6):
-        for f in (run, function):
-            leaves = [leaf(normal(s, 2, 8, seed=1)), leaf(normal(6, 8, seed=2)), leaf(normal(6, seed=3))]
-            y = f(*leaves)
-            y.sum().backward()
-            results.append([y.detach(), *(t.grad for t in leaves)])
-    return results
 
 
 def partial_bias(rank: int, sizes: list[int], compiled: bool) -> list[Tensor]:

@@ -49,13 +49,14 @@ def start_exchange(
     """
     if (handle := transport.all_to_all(op, received, sent, rows)) is not None:
         return handle
-    parts = [list(tensor.split(list(counts))) for tensor, counts in zip((received, sent), rows, strict=True)]
-    arriving, leaving = parts
-    arriving[transport.rank].copy_(leaving[transport.rank])
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-    return Exchange(
-        op,
-        transport,
-        [Send(leaving[rank], rank) for rank in others],
-        [Receive(arriving[rank], rank) for rank in others],
-    )
+    arriving, leaving = (tensor.split(list(counts)) for tensor, counts in zip((received, sent), rows, strict=True))
+    return exchange_parts(op, transport, arriving, leaving)
+
+
+def exchange_parts(op: str, transport: Transport, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> Exchange:
+    """Starts one message to each rank and one from it: ``arriving[r]`` is filled with what rank r has for this one."""
+    rank, size = transport.rank, transport.size
+    arriving[rank].copy_(leaving[rank])
+    others = [(rank + k) % size for k in range(1, size)]
+    sends, receives = [Send(leaving[peer], peer) for peer in others], [Receive(arriving[peer], peer) for peer in others]
+    return Exchange(op, transport, sends, receives)

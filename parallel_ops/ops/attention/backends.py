@@ -182,9 +182,10 @@ def resolve(
         chosen = "triton" if refusal(backend, call) else backend
     if log:
         logger.debug("%s: %s for %s", backend, chosen, call)
-    if len(_chosen) >= _MOST_CHOICES:
-        _chosen.clear()
-    _chosen[signature] = chosen
+    if state is not None:
+        if len(_chosen) >= _MOST_CHOICES:
+            _chosen.clear()
+        _chosen[signature] = chosen
     return chosen
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.compat import current_raw_stream
+
 T = TypeVar("T")
 
 # Tensors of which results are kept, the newest, and results of each: two for each block of a ring.
@@ -51,4 +53,4 @@ def _changes_unseen(t: Tensor) -> bool:
 
 
 def _stream(t: Tensor) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(t.device.index)) if t.is_cuda else 0
+    return current_raw_stream(t.device)() if t.is_cuda else 0

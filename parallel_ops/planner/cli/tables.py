@@ -202,11 +202,10 @@ def own_runs(rows: Sequence[Measurement]) -> Table:
     out.add_column("run", ratio=1)
     for name in ("measured", "planner", "error", "±"):
         out.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        found = row.predicted()
-        band = error_band(row.cluster, row.plan, software=row.software, experts=row.model.experts > 0)
-        figures = f"{row.seconds:.4g}", f"{found:.4g}", f"{found / row.seconds - 1:+.1%}", f"{band.time:.0%}"
-        out.add_row(f"{row.table}: {row.name}", *figures)
+    for row in own_runs_data(rows):
+        seconds, found = row["measured"], row["predicted"]
+        figures = f"{seconds:.4g}", f"{found:.4g}", f"{found / seconds - 1:+.1%}", f"{row['band']:.0%}"
+        out.add_row(f"{row['table']}: {row['run']}", *figures)
     return out
 
 

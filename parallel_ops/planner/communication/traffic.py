@@ -120,7 +120,7 @@ def _sum(cluster: Cluster, plan: Plan, efficiency: Efficiency, size: float, *, g
 def _wide(work: Work) -> int:
     """Bytes of a parameter's gradient before it is reduced. FSDP2 and ``replicate`` cast parameters; a rank that shares
     its parameters with no other has them in fp32, and casts them op by op."""
-    return 4 if work.fsdp and work.alone else 4 if work.dtype == "fp32" else 2
+    return 4 if work.dtype == "fp32" or (work.fsdp and work.alone) else 2
 
 
 def _tensor_parallel(

@@ -28,10 +28,10 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from parallel_ops._internal.overlap_model import TOGETHER
+from parallel_ops._internal.overlap_model import cut
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import TORCH_MEMORY, Handle, Receive, Send, Transport, Workspace
-from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, in_flight
+from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, exchange_parts, in_flight
 
 Span = tuple[int, int]
 
@@ -50,10 +50,10 @@ def split(span: Span, pieces: int) -> list[Span]:
 
 def _messages(rank: int, sizes: Sequence[int], pieces: int, steps: Iterable[int]) -> list[list[Span]]:
     """The spans of other ranks in the order of their steps, those that one product takes together."""
-    where, together = spans(sizes), TOGETHER.get(pieces, 1)
+    where, (a_shard, together) = spans(sizes), cut(pieces)
     found: list[list[Span]] = []
     for k in steps:
-        for span in split(where[(rank + k) % len(sizes)], max(1, pieces)):
+        for span in split(where[(rank + k) % len(sizes)], a_shard):
             if found and len(found[-1]) < together and found[-1][-1][1] == span[0]:
                 found[-1].append(span)
             else:
@@ -67,14 +67,14 @@ def _joined(group: Sequence[Span]) -> Span:
 
 def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``gather`` calls ``consume`` on ``rank``."""
-    yield from split(spans(sizes)[rank], max(1, pieces))
+    yield from split(spans(sizes)[rank], cut(pieces)[0])
     yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
 
 
 def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``scatter`` calls ``produce`` on ``rank``."""
     yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
-    yield from split(spans(sizes)[rank], max(1, pieces))
+    yield from split(spans(sizes)[rank], cut(pieces)[0])
 
 
 def start_gather(
@@ -117,7 +117,8 @@ def gather(
     whole = memory.empty((sum(sizes), *shard.shape[1:]), shard)
     where = spans(sizes)
     whole[slice(*where[rank])].copy_(shard)
-    mine = split(where[rank], max(1, pieces))
+    a_shard, together = cut(pieces)
+    mine = split(where[rank], a_shard)
     groups = _messages(rank, sizes, pieces, range(1, size))
     posted: deque[Exchange] = deque()
     leaves = [(k, own) for k in range(1, size) for own in mine]
@@ -131,7 +132,7 @@ def gather(
             return
 
     ahead = in_flight(transport)
-    for _ in range(ahead if ahead == 1 else max(ahead, TOGETHER.get(pieces, 1))):
+    for _ in range(ahead if ahead == 1 else max(ahead, together)):
         post()
     for span in mine:
         consume(span, whole[slice(*span)])
@@ -168,7 +169,8 @@ def scatter(
     else:  # both at once, so that either all ranks have them where others can write, or none
         parts, landing = memory.empty((2, total, *columns), like)
         landing = landing.view(size, sizes[rank], *columns)
-    mine = split(where[rank], max(1, pieces))
+    a_shard, together = cut(pieces)
+    mine = split(where[rank], a_shard)
     posted: deque[Exchange] = deque()
     steps = ((k, own) for k in range(1, size) for own in mine)
     for group in _messages(rank, sizes, pieces, range(1, size)):
@@ -179,7 +181,7 @@ def scatter(
             to, source, rows = (rank + k) % size, (rank - k) % size, slice(own[0] - first, own[1] - first)
             leaving = Send(part[span[0] - start : span[1] - start], to, None if parts is None else landing[rank, rows])
             posted.append(Exchange(op, transport, [leaving], [Receive(landing[source, rows], source)]))
-            if len(posted) > max(IN_FLIGHT, TOGETHER.get(pieces, 1)):
+            if len(posted) > max(IN_FLIGHT, together):
                 posted.popleft().wait()
     for span in mine:
         produce(span, landing[rank, span[0] - first : span[1] - first])
@@ -223,8 +225,7 @@ def start_scatter(
         exact: send every part as it is and add in rank order; otherwise a backend that sums parts of equal sizes does.
         memory: of the parts of other ranks, until their sum was taken.
     """
-    rank, where = transport.rank, spans(sizes)
-    even = len(set(sizes)) == 1
+    rank, even = transport.rank, len(set(sizes)) == 1
     if even and not exact:
         total = parts.new_empty(tuple(shape))
         if (handle := transport.reduce_scatter(op, total, parts)) is not None:
@@ -233,8 +234,4 @@ def start_scatter(
     if even and (handle := transport.all_to_all(op, landing, parts)) is not None:
         return Scattered(handle, landing, summed=False)
     rows = [of_rank.view(sizes[rank], *parts.shape[1:]) for of_rank in landing]
-    rows[rank].copy_(parts[slice(*where[rank])])
-    others = [(rank + k) % transport.size for k in range(1, transport.size)]
-    sends = [Send(parts[slice(*where[peer])], peer) for peer in others]
-    receives = [Receive(rows[peer], peer) for peer in others]
-    return Scattered(Exchange(op, transport, sends, receives), landing, summed=False)
+    return Scattered(exchange_parts(op, transport, rows, parts.split(list(sizes))), landing, summed=False)
