@@ -5,7 +5,7 @@ For each product of a layer, on one rank of ``size``:
     gemm        the whole product, all data there
     comm        the all-gather of its input, or the reduce-scatter of its output with the sum, and nothing else
     unfused     one after the other: the op with overlap="off"
-    overlapped  the op with the number of pieces that is fastest, or with two or four shards a product
+    overlapped  the op with the number of pieces that is fastest, or with tapered products
     chunked     the products that the overlapped op makes, without communication
 
     efficiency    (gemm + comm - overlapped) / min(gemm, comm)     1: all that can be hidden is hidden
@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops._internal.overlap_model import OFF, PAIRS, QUADS, cut, slowest
+from parallel_ops._internal.overlap_schedule import OFF, TAPERED, cut, slowest
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
@@ -42,7 +42,7 @@ from parallel_ops.tensor_parallel.linear.products import multiply
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12
 REFERENCE_ITEMSIZE = 2
-PIECES = (QUADS, PAIRS, 1, 2, 4)
+PIECES = (TAPERED, 1, 2, 4)
 _OP = "bench_overlap"
 
 
@@ -120,7 +120,7 @@ class Row(Environment):
     @property
     def ms_model(self) -> float:
         """What the model that chooses the pieces makes of these products and this communication."""
-        a_shard, _ = cut(self.pieces)
+        a_shard = cut(self.pieces)
         product = self.ms_gemm * self.chunking_tax / (self.size * a_shard)
         message = self.ms_comm / ((self.size - 1) * a_shard)
         return slowest("gather" if self.phase == "gather" else "scatter", self.size, self.pieces, product, message)
@@ -206,11 +206,11 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
     columns, inner = (gemm.columns // size, gemm.inner) if gathers else (gemm.columns, gemm.inner // size)
     whole = torch.randn(gemm.rows, inner, device=device).to(dtype)
     weight = torch.randn(columns, inner, device=device).to(dtype)
-    out = torch.empty(gemm.rows, columns, dtype=dtype, device=device)
+    parts = torch.randn(gemm.rows, columns, device=device).to(dtype)
     shard = whole[: rows[0]].clone()
 
     def chunked(pieces: int) -> None:
-        order = gather_order if gathers else scatter_order
+        order, out = gather_order if gathers else scatter_order, whole.new_empty(gemm.rows, columns)
         for start, stop in order(rank, rows, pieces):
             multiply(whole[start:stop], weight, None, out[start:stop])
 
@@ -219,7 +219,7 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
             gathered, exchange = start_gather(_OP, transport, shard, rows)
             exchange.wait()
             return gathered
-        return start_scatter(_OP, transport, out, rows, (rows[rank], columns), exact=True).total()
+        return start_scatter(_OP, transport, parts, rows, (rows[rank], columns), exact=True).total()
 
     def op(pieces: int) -> object:
         if gathers:
@@ -227,7 +227,7 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
         return row_forward(transport, whole, rows, weight, None, pieces)
 
     result: dict[str, Call] = {
-        "gemm": lambda: multiply(whole, weight, None, out),
+        "gemm": lambda: multiply(whole, weight, None),
         "comm": comm,
         "unfused": functools.partial(op, OFF),
     }

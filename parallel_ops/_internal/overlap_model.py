@@ -10,35 +10,29 @@
     scatter each product, then its messages; the own rows at the end, and T_r
     gated   T_s + T_b + max(T_g'', T_c' + T_g'' / P)                shards are pulled, one product waits for their flags
 
-Products take a piece of a shard, or with ``PAIRS`` and ``QUADS`` two or four whole shards that lie beside each other,
-which arrive or leave in a message each. Of ranks whose shards lie otherwise the slowest counts. ``gated`` has the waves
-of the whole product, on all processors, at the rate of our own product (``gated_share`` of a library's); T_b are two
-barriers.
+Products take a piece of a shard, or with ``TAPERED`` as many whole shards that lie beside each other as had their turn
+before (gather) or have it later (scatter): 1, 2, 4. Of ranks whose shards lie otherwise the slowest counts. ``gated``
+has the waves of the whole product, on all processors, at the rate of our own product (``gated_share`` of a library's);
+T_b are two barriers.
 
-Pieces cost: T_g' > T_g, since a piece has fewer tiles than the device has processors, whose waves are not full, and
-since a transport that copies by kernels takes processors; a latency for each message; and the host, which cannot
-enqueue pieces faster than it calls. A plan with pieces takes at least as long as its host.
+Products take turns on ``lanes`` streams. A product starts when its messages are there and the one before it on its
+stream has ended; its tiles run in order on the first processors that are free. So with two streams the next product
+fills the last wave of the one before, and with one every product ends on a wave that is not full.
+
+Pieces cost: waves that are not full at the end, and processors that a transport takes which copies by kernels; a
+latency for each message; and the host, which cannot enqueue pieces faster than it calls. A plan with pieces takes at
+least as long as its host.
 
 ``plain`` is what other libraries do, with the same calls. Pieces are chosen only if they beat it by a margin, so the
 choice is never slower than ``plain`` as far as the model is right.
 """
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Phase = Literal["gather", "scatter"]
+from parallel_ops._internal.overlap_schedule import GATED, LANES, OFF, TAPERED, Lanes, Phase, cut, finished, orders
 
-# Codes of the ways, as in the ops' schemas; positive numbers are pieces of a rank's shard.
-OFF = 0
-# A message for each shard, and products of as many shards at a time.
-PAIRS, QUADS = -5, -6
-TOGETHER = {PAIRS: 2, QUADS: 4}
-CANDIDATES = (OFF, QUADS, PAIRS, 1, 2, 4)
-# Gathers over symmetric memory: a product that waits for flags, and torch's own op, which the model does not know.
-GATED, FUSED = -3, -4
+CANDIDATES = (OFF, TAPERED, 1, 2, 4)
 
 # Largest ratio to the time without overlap at which overlap is chosen.
 MARGIN = 0.98
@@ -58,8 +52,9 @@ class Rates:
         bandwidth: bytes per second that one rank sends. memory_bandwidth: bytes per second, reads and writes together.
         latency: seconds of a message. launch: seconds between two kernels.
         taken: processors that a transport which copies by kernels keeps from the products beside it. Assumed.
-        host_product, host_message: seconds in which the host enqueues a product, and a message. Of the latter 25 us
-            were measured (Python and torch without a backend, AMD EPYC, 2026-11); the rest is assumed for NCCL.
+        host_product, host_message: seconds in which the host enqueues a product on its stream, and a message. Of the
+            latter 25 us were measured (Python and torch without a backend, AMD EPYC, 2026-11); the rest is assumed for
+            NCCL.
         gated_share: rate of the product that waits for flags over that of a library's. Assumed: its loop has the
             tensor-core instructions of a plain product of the same tiles, but no copies by descriptors.
         host_pull: seconds in which the host enqueues a copy and its flag. Assumed.
@@ -72,7 +67,7 @@ class Rates:
     latency: float = 10e-6
     launch: float = 4e-6
     taken: int = 16
-    host_product: float = 8e-6
+    host_product: float = 12e-6
     host_message: float = 40e-6
     gated_share: float = 0.9
     host_pull: float = 10e-6
@@ -101,6 +96,7 @@ class Work:
         exact: sums are in rank order in fp32, also without pieces.
         takes_processors: messages are copied by kernels.
         pulled: ranks may read each other's memory, so ``GATED`` is a way.
+        lanes: streams on which products take turns.
     """
 
     phase: Phase
@@ -113,6 +109,7 @@ class Work:
     exact: bool = True
     takes_processors: bool = True
     pulled: bool = False
+    lanes: int = LANES
 
 
 @dataclass(frozen=True)
@@ -120,10 +117,10 @@ class Times:
     """A way to do the work, in seconds.
 
     Attributes:
-        pieces: of each rank's shard; ``OFF`` for none, ``PAIRS``, ``QUADS`` or ``GATED``.
+        pieces: of each rank's shard; ``OFF`` for none, ``TAPERED`` or ``GATED``.
         tiles, waves: of each product, the largest. products: how many there are.
-        product: the largest product. computing: all of them. communication: all messages. staging, reduction: see the
-            module.
+        product: the largest product alone. computing: all of them, if no message is waited for. communication: all
+            messages. staging, reduction: see the module.
         host: in which the host enqueues everything. total: what the way takes.
     """
 
@@ -147,6 +144,9 @@ def product(rates: Rates, rows: int, columns: int, inner: int, processors: int |
     return tiles, waves, rates.launch + waves * 2 * TILE[0] * TILE[1] * inner / rates.flops
 
 
+_Each = dict[int, tuple[int, int, float]]
+
+
 def times(work: Work, rates: Rates, pieces: int) -> Times:
     """The work with ``pieces`` pieces a shard, or without overlap for ``OFF``."""
     own = math.ceil(work.rows / work.size)
@@ -163,65 +163,29 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
         return _gated(work, rates)
     # At least one is left, so that products end.
     free = max(1, rates.processors - rates.taken) if work.takes_processors else rates.processors
-    a_shard, _ = cut(pieces)
+    a_shard = cut(pieces)
     messages = (work.size - 1) * a_shard
     communication = messages * rates.latency + work.sent / rates.bandwidth
     if work.phase == "gather":
         staging = rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth
+    tile = 2 * TILE[0] * TILE[1] * work.inner / rates.flops
     found = []
-    for order in _orders(work.size, pieces):
+    for order in orders(work.phase, work.size, pieces):
         rows = {n: min(work.rows, math.ceil(n * work.rows / (work.size * a_shard))) for n in (1, *order)}
         each = {n: product(rates, rows[n], work.columns, work.inner, free) for n in rows}
-        taken = {n: each[n][2] for n in each}
         tiles, waves, largest = max(each.values())
-        device = _device(work.phase, order, taken, a_shard * taken[1], communication / max(1, messages))
-        parts, computing = len(order) + a_shard, a_shard * taken[1] + sum(taken[n] for n in order)
+
+        def device(message: float, order: tuple[int, ...] = order, each: _Each = each) -> float:
+            lanes = Lanes(work.lanes, free, rates.launch, tile, {n: each[n][0] for n in each})
+            return finished(work.phase, order, a_shard, lanes.run, message)
+
+        parts, computing = len(order) + a_shard, device(0.0)
         host = parts * rates.host_product + messages * rates.host_message
-        total = max(staging + device + reduction, host)
+        total = max(staging + device(communication / max(1, messages)) + reduction, host)
         found.append(
             Times(pieces, tiles, waves, parts, largest, computing, communication, staging, reduction, host, total)
         )  # fmt: skip
     return max(found, key=lambda way: way.total)
-
-
-@functools.cache
-def _orders(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
-    """How many messages each product has, own rows left out, on the ranks that differ in this."""
-    a_shard, together = cut(pieces)
-    if together == 1:
-        return ((1,) * ((size - 1) * a_shard),)
-    found = set()
-    for rank in range(size):
-        runs = (size - 1 - rank, rank)  # behind the last rank comes the first, which does not lie beside it
-        lengths = (min(together, run - start) for run in runs for start in range(0, run, together))
-        found.add(tuple(lengths))
-    return tuple(sorted(found))
-
-
-def slowest(phase: Phase, size: int, pieces: int, product: float, message: float) -> float:
-    """Seconds of a way on the slowest rank, without staging and sums.
-
-    Args:
-        product: of the product of one message's rows, n times as long for n of them. message: of a message.
-    """
-    a_shard, _ = cut(pieces)
-    return max(
-        _device(phase, order, {n: n * product for n in order}, a_shard * product, message)
-        for order in _orders(size, pieces)
-    )
-
-
-def _device(phase: Phase, order: Sequence[int], seconds: Mapping[int, float], own: float, message: float) -> float:
-    """Seconds until the last product and message are done; ``own``: of the products of the own rows."""
-    now, link = own if phase == "gather" else 0.0, 0.0
-    for n in order:
-        if phase == "gather":
-            link += n * message
-            now = max(now, link) + seconds[n]
-        else:
-            now += seconds[n]
-            link = max(now, link) + n * message
-    return now if phase == "gather" else max(now + own, link)
 
 
 def _gated(work: Work, rates: Rates) -> Times:
@@ -234,16 +198,6 @@ def _gated(work: Work, rates: Rates) -> Times:
     total = staging + max(seconds, communication + seconds / work.size)
     host = rates.host_product + (messages + 4) * rates.host_pull
     return Times(GATED, tiles, waves, 1, seconds, seconds, communication, staging, 0.0, host, max(total, host))
-
-
-def cut(way: int) -> tuple[int, int]:
-    """Messages of a shard, and how many messages a product has at most; of a way that is not ``is_cut`` one."""
-    return max(1, way), TOGETHER.get(way, 1)
-
-
-def is_cut(way: int) -> bool:
-    """Whether shards are multiplied apart, as messages bring or take them."""
-    return way > OFF or way in TOGETHER
 
 
 def candidates(work: Work) -> tuple[int, ...]:

@@ -23,17 +23,17 @@ def measured(phase, gemm, comm, overlapped, chunked=None):
 
 
 def test_efficiency_is_the_share_that_is_hidden():
-    assert measured("gather", 8.0, 4.0, [12.0] * 5).efficiency == 0
-    assert measured("gather", 8.0, 4.0, [8.0, *[12.0] * 4]).efficiency == 1
-    best = measured("gather", 4.0, 8.0, [12.0, 11.5, 11.0, 10.0, 10.5], chunked=5.0)
+    assert measured("gather", 8.0, 4.0, [12.0] * 4).efficiency == 0
+    assert measured("gather", 8.0, 4.0, [8.0, *[12.0] * 3]).efficiency == 1
+    best = measured("gather", 4.0, 8.0, [12.0, 11.0, 10.0, 10.5], chunked=5.0)
     assert (best.pieces, best.overlapped, best.efficiency, best.chunking_tax) == (2, 10.0, 0.5, 1.25)
 
 
 def test_ideal():
-    assert measured("gather", 8.0, 4.0, [9.0] * 5).ideal == 8.0
-    assert measured("gather", 4.0, 8.0, [9.0] * 5).ideal == 9.0
-    assert measured("scatter", 8.0, 4.0, [9.0] * 5).ideal == 9.0
-    assert measured("scatter", 4.0, 8.0, [9.0] * 5).ideal == 9.0
+    assert measured("gather", 8.0, 4.0, [9.0] * 4).ideal == 8.0
+    assert measured("gather", 4.0, 8.0, [9.0] * 4).ideal == 9.0
+    assert measured("scatter", 8.0, 4.0, [9.0] * 4).ideal == 9.0
+    assert measured("scatter", 4.0, 8.0, [9.0] * 4).ideal == 9.0
 
 
 def test_products_of_the_layers():

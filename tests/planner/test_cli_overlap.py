@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("typer")
 
 from parallel_ops._internal import overlap_model as model
+from parallel_ops._internal.overlap_schedule import GATED, LANES
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli import overlap  # noqa: F401  (adds its command)
 
@@ -41,8 +42,9 @@ def test_the_table_has_every_number_of_the_choice(run, pulls):
         assert f" {1e6 * assumed:g} us " in flat
     assert "NVLink data sheet, 450 GB/s; messages reach 0.80 360 GB/s" in flat
     assert f"multiprocessors taken assumed {rates.taken}" in flat
+    assert f"streams of products assumed: the next fills the last wave {LANES}" in flat
     assert ("rate of a gated product of a plain one, assumed 0.9" in flat) == pulls
-    assert any(row["chosen"] == model.GATED for row in found.values()) == pulls
+    assert any(row["chosen"] == GATED for row in found.values()) == pulls
     assert "No figure is measured on a GPU." in flat
 
 
@@ -70,18 +72,19 @@ def test_what_changes_a_choice(run):
     """Pulled shards leave the waves of a product whole; few tokens, and few tiles, are not worth pieces."""
     by_kernels, _ = linears(run)
     by_engines, _ = linears(run, "--pulls")
-    assert by_kernels["proj, dx"]["chosen"] == 0 and by_engines["proj, dx"]["chosen"] == model.GATED
+    assert by_kernels["proj, dx"]["chosen"] == 1 and by_engines["proj, dx"]["chosen"] == GATED
     assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
     few, _ = linears(run, "--tokens", 512)
     assert {row["chosen"] for row in few.values()} == {0}
-    assert "plain" in by_kernels["proj, dx"]["reason"] and by_kernels["proj, dx"]["speedup"] == 1.0
+    assert all("plain" in row["reason"] and row["speedup"] == 1.0 for row in few.values())
 
 
 def test_copy_engines_leave_multiprocessors_to_the_products(run):
     by_kernels, _ = linears(run)
     by_engines, _ = linears(run, "--puts")
     assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
-    assert by_engines["fc2"]["speedup"] > 1.2 > by_kernels["fc2"]["speedup"]
+    assert by_engines["fc1"]["speedup"] > 1.15 > by_kernels["fc1"]["speedup"] > 1.05
+    assert by_engines["fc2"]["speedup"] > by_kernels["fc2"]["speedup"] > 1.2
     assert "multiprocessors taken none by copy engines 0" in " ".join(run(*LAYER, "--puts")[1].split())
 
 

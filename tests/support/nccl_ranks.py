@@ -86,7 +86,7 @@ def results(rank: int) -> dict[str, list[Tensor]]:
     """What the ops of this package compute over the group, by name."""
     size = dist.get_world_size()
     found: dict[str, list[Tensor]] = {}
-    for overlap in ("off", "bulk", "pairs", 2):
+    for overlap in ("off", "bulk", "tapered", 2):
         found[f"gather {overlap}"] = _linear(all_gather_linear, rank, 4, 5, overlap=overlap)
         found[f"scatter {overlap}"] = _linear(linear_reduce_scatter, rank, 4 * size, 5, overlap=overlap)
         found[f"replicated {overlap}"] = _linear(column_parallel_linear, 0, 5, 5, overlap=overlap)

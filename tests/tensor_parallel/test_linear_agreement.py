@@ -129,9 +129,8 @@ def test_messages_go_over_the_transport_that_was_chosen():
 
 def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
     """As if a CPU's timings were worth something: (what was chosen, how often was timed, whether results are right)."""
-    seconds = [[1.0, 0.7, 0.7, 0.5, 0.9, 0.95], [1.0, 0.95, 0.95, 0.99, 0.9, 0.8]][
-        rank
-    ]  # the slowest rank's count: 2 pieces
+    # The slowest rank's count: 2 pieces.
+    seconds = [[1.0, 0.7, 0.5, 0.9, 0.95], [1.0, 0.95, 0.99, 0.9, 0.95]][rank]
     timed = []
 
     def fastest(run: Any, pieces: int, device: torch.device) -> float:

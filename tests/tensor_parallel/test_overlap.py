@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_ops._internal import overlap_model as model
+from parallel_ops._internal import overlap_schedule as schedule
+from parallel_ops._internal.overlap_schedule import OFF, TAPERED
 from parallel_ops.comm import device_rates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.planner import presets
@@ -28,7 +31,7 @@ from support.loopback import LoopbackGroup
 from support.parallel_linear import integers
 
 groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)
-cuts = st.sampled_from([model.QUADS, model.PAIRS, 1, 2, 3, 4])
+cuts = st.sampled_from([TAPERED, 1, 2, 3, 4])
 
 
 class Recorded:
@@ -99,20 +102,29 @@ def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, see
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "expected"),
+    ("rank", "size", "gathers", "scatters"),
     [
-        (0, 8, [(0, 2), (2, 6), (6, 10), (10, 14), (14, 16)]),
-        (5, 8, [(10, 12), (12, 16), (0, 4), (4, 8), (8, 10)]),
-        (6, 8, [(12, 14), (14, 16), (0, 4), (4, 8), (8, 12)]),
-        (1, 2, [(2, 4), (0, 2)]),
-        (0, 1, [(0, 2)]),
+        (0, 8, [1, 2, 4], [4, 2, 1]),
+        (5, 8, [1, 1, 3, 2], [2, 2, 2, 1]),
+        (6, 8, [1, 2, 4], [1, 3, 2, 1]),
+        (7, 8, [1, 2, 4], [4, 2, 1]),
+        (1, 2, [1], [1]),
+        (0, 1, [], []),
     ],
 )
-def test_pairs_lie_beside_each_other(rank, size, expected):
+def test_tapered_products_take_what_lies_side_by_side(rank, size, gathers, scatters):
     sizes = [2] * size
-    assert list(gather_order(rank, sizes, model.PAIRS)) == expected
-    assert list(scatter_order(rank, sizes, model.PAIRS)) == [*expected[1:], expected[0]]
-    assert tuple((b - a) // 2 for a, b in expected[1:]) in model._orders(size, model.PAIRS)
+    for phase, spans, own, counts in (
+        ("gather", list(gather_order(rank, sizes, TAPERED)), 0, gathers),
+        ("scatter", list(scatter_order(rank, sizes, TAPERED)), -1, scatters),
+    ):
+        assert schedule.order(phase, size, rank, TAPERED) == tuple(counts)
+        assert tuple(counts) in schedule.orders(phase, size, TAPERED)
+        assert spans.pop(own) == (2 * rank, 2 * rank + 2)
+        assert [(stop - start) // 2 for start, stop in spans] == counts
+        assert [n for span in spans for n in range(*span)] == [
+            n for k in range(1, size) for n in range(2 * ((rank + k) % size), 2 * ((rank + k) % size) + 2)
+        ]
 
 
 @settings(max_examples=20)
@@ -138,7 +150,7 @@ def test_whole_exchanges(sizes, seed):
 @settings(max_examples=20)
 @given(
     sizes=groups,
-    pieces=st.sampled_from([model.OFF, model.QUADS, model.PAIRS, 1, 2, 3]),
+    pieces=st.sampled_from([OFF, TAPERED, 1, 2, 3]),
     bulk=st.booleans(),
     needs_x=st.booleans(),
     needs_weight=st.booleans(),
@@ -223,7 +235,7 @@ def works(draw):
     width = inner if phase == "gather" else columns
     return model.Work(
         phase, rows, columns, inner, sent=2 * width * rows * (size - 1) // size, size=size,
-        exact=draw(st.booleans()), takes_processors=draw(st.booleans()),
+        exact=draw(st.booleans()), takes_processors=draw(st.booleans()), lanes=draw(st.integers(1, 2)),
     )  # fmt: skip
 
 
@@ -243,45 +255,75 @@ def chosen(work, rates):
 
 class TestModel:
     def test_hides_what_can_be_hidden(self):
-        assert model.is_cut(plan.modelled(TASK, RATES))
-        whole, best = (model.times(TASK, RATES, n).total for n in (model.OFF, plan.modelled(TASK, RATES)))
+        assert schedule.is_cut(plan.modelled(TASK, RATES))
+        whole, best = (model.times(TASK, RATES, n).total for n in (OFF, plan.modelled(TASK, RATES)))
         assert best < 0.98 * whole
 
-    def test_larger_products_where_messages_are_fast(self):
-        """Every rank of eight has two products of four shards or less, and at most two more for the rest."""
+    def test_a_second_stream_fills_the_last_waves(self):
+        """Pieces of 224 tiles on 132 processors are two waves each, and 14 together, where one after another has 16."""
         task = dataclasses.replace(TASK, takes_processors=False)
-        assert plan.modelled(task, RATES) == model.QUADS
-        whole, pairs, quads, one = (model.times(task, RATES, way) for way in (model.OFF, model.PAIRS, model.QUADS, 1))
-        assert (one.products, pairs.products, quads.products) == (8, 5, 4)
-        assert quads.communication == pairs.communication == one.communication
-        assert whole.computing < quads.computing < pairs.computing < one.computing
+        two, one = (model.times(dataclasses.replace(task, lanes=n), RATES, 1) for n in (2, 1))
+        tile = (two.product - RATES.launch) / two.waves
+        assert (two.tiles, two.waves, two.products) == (one.tiles, one.waves, one.products) == (224, 2, 8)
+        assert two.computing == pytest.approx(14 * tile, rel=0.01)
+        assert one.computing == pytest.approx(8 * one.product)
+        assert model.times(task, RATES, OFF).total > 1.15 * two.total
+
+    def test_larger_products_where_messages_are_fast(self):
+        """On one stream, where each product ends on a wave that is not full."""
+        task = dataclasses.replace(TASK, takes_processors=False, columns=3584, lanes=1)
+        assert plan.modelled(task, RATES) == TAPERED
+        whole, tapered, one = (model.times(task, RATES, way) for way in (OFF, TAPERED, 1))
+        assert (one.products, tapered.products) == (8, 5)
+        assert tapered.communication == one.communication
+        assert whole.computing < tapered.computing < one.computing
         slow = dataclasses.replace(RATES, bandwidth=RATES.bandwidth / 8)  # the last messages are not hidden
-        assert model.times(task, slow, model.QUADS).total > model.times(task, slow, 1).total
+        assert model.times(task, slow, TAPERED).total > model.times(task, slow, 1).total
+
+    @given(
+        data=st.data(),
+        lanes=st.integers(1, 3),
+        processors=st.integers(1, 9),
+        launch=st.sampled_from([0.0, 0.25]),
+    )
+    def test_tiles_take_the_first_processors_that_are_free(self, data, lanes, processors, launch):
+        products = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), min_size=1, max_size=6))
+        products = list(zip(accumulate(ready for ready, _ in products), (n for _, n in products), strict=True))
+        found = schedule.Lanes(lanes, processors, launch, 1.0, {n: n for _, n in products})
+        free, ends = [0.0] * processors, [0.0] * lanes
+        for ready, tiles in products:
+            start, last = max(ready, ends.pop(0)) + launch, 0.0
+            for _ in range(tiles):
+                free.sort()
+                free[0] = max(free[0], start) + 1.0
+                last = max(last, free[0])
+            ends.append(last)
+            assert found.run(tiles, float(ready)) == pytest.approx(last)
 
     def test_does_not_overlap_where_it_does_not_pay(self):
         small = dataclasses.replace(TASK, rows=64, sent=7 * 8 * 8192 * 2)  # every piece costs as much as the whole
-        assert plan.modelled(small, RATES) == model.OFF
+        assert plan.modelled(small, RATES) == OFF
         free = dataclasses.replace(RATES, bandwidth=math.inf, latency=0.0)
-        assert plan.modelled(TASK, free) == model.OFF
-        assert plan.modelled(TASK, None) == model.OFF
+        assert plan.modelled(TASK, free) == OFF
+        assert plan.modelled(TASK, None) == OFF
 
     def test_what_pieces_cost(self):
         """Each of it alone is enough to leave a task whole that is cut without it."""
         task = dataclasses.replace(TASK, takes_processors=False)
-        assert model.choose(task, RATES) != model.OFF
-        assert model.choose(task, dataclasses.replace(RATES, host_message=1e-3)) == model.OFF
+        assert model.choose(task, RATES) != OFF
+        assert model.choose(task, dataclasses.replace(RATES, host_message=1e-3)) == OFF
         assert "the host" in model.reason(task, dataclasses.replace(RATES, host_message=1e-3))
-        assert model.choose(task, dataclasses.replace(RATES, latency=1e-3)) == model.OFF
-        assert model.choose(task, dataclasses.replace(RATES, memory_bandwidth=1e10)) == model.OFF
+        assert model.choose(task, dataclasses.replace(RATES, latency=1e-3)) == OFF
+        assert model.choose(task, dataclasses.replace(RATES, memory_bandwidth=1e10)) == OFF
         kernels = dataclasses.replace(task, takes_processors=True)
-        assert model.choose(kernels, dataclasses.replace(RATES, taken=100)) == model.OFF
-        fewer_tiles = dataclasses.replace(task, columns=1024)
-        assert model.choose(fewer_tiles, RATES) == model.OFF
+        assert model.choose(kernels, dataclasses.replace(RATES, taken=100)) == OFF
+        fewer_tiles = dataclasses.replace(task, columns=1024, lanes=1)
+        assert model.choose(fewer_tiles, RATES) == OFF
         assert "waves that are not full" in model.reason(fewer_tiles, RATES)
 
     @given(work=works(), rates=device_of())
     def test_never_slower_than_the_plain_way_nor_faster_than_its_parts(self, work, rates):
-        plain = model.times(work, rates, model.OFF)
+        plain = model.times(work, rates, OFF)
         assert chosen(work, rates) <= plain.total
         for way in model.CANDIDATES[1:]:
             cut = model.times(work, rates, way)
@@ -312,9 +354,9 @@ class TestModel:
         assert [plan._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]
 
     def test_the_measured_choice_wants_a_margin(self):
-        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 1.1, 0.99, 0.985, 1.2]) == plan.OFF
-        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 1.1, 0.99, 0.9, 1.2]) == 2
-        assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5, 1.5, 1.5]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 0.99, 0.985, 1.2]) == plan.OFF
+        assert plan.pick(model.CANDIDATES, [1.0, 1.1, 0.99, 0.9, 1.2]) == 2
+        assert plan.pick(model.CANDIDATES, [1.0, 1.5, 1.5, 1.5, 1.5]) == plan.OFF
 
 
 def test_cpu_tensors_are_not_timed():

@@ -16,7 +16,7 @@ from support.parallel_linear import OPS, integers, leaf, normal, sharded_linear,
 groups = pytest.mark.parametrize("size", [2, 3, 4])
 kinds = pytest.mark.parametrize("kind", ["column", "row"])
 
-OVERLAPS = ["off", "bulk", "auto", "pairs", "quads", 1, 3]
+OVERLAPS = ["off", "bulk", "auto", "tapered", 1, 3]
 SIZES = {2: [[4, 4], [5, 2]], 3: [[3, 3, 3], [1, 0, 4]], 4: [[2, 2, 2, 2], [4, 1, 0, 3]]}
 
 
@@ -256,7 +256,7 @@ class TestOneRank:
             (
                 {"overlap": 0},
                 ValueError,
-                "overlap must be one of 'off', 'bulk', 'auto', 'pairs', 'quads', 'gated', 'fused' or",
+                "overlap must be one of 'off', 'bulk', 'auto', 'tapered', 'gated', 'fused' or",
             ),
             ({"overlap": "on"}, ValueError, "overlap must be .* got 'on'"),
             ({"overlap": 1.5}, TypeError, "overlap must be .* got 1.5"),

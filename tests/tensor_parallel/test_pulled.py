@@ -12,6 +12,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
 from parallel_ops._internal import overlap_model as model
+from parallel_ops._internal.overlap_schedule import GATED, OFF
 from parallel_ops.comm import pulls
 from parallel_ops.tensor_parallel import allow_pulls
 from parallel_ops.tensor_parallel.linear import pulled
@@ -233,10 +234,10 @@ def test_allow_pulls_takes_groups():
 def test_the_model_pulls_where_waves_would_be_cut():
     rates = model.rates_of_sheet(989.5e12, 132, 450e9, 3350e9)
     work = model.Work("gather", 8192, 1280, 8192, 8192 * 7 // 8 * 8192 * 2, 8, pulled=True)
-    assert model.GATED in model.candidates(work)
-    way = model.times(work, rates, model.GATED)
-    assert way.products == 1 and way.waves == model.times(work, rates, model.OFF).waves
-    assert model.choose(work, rates) == model.GATED  # pieces take longer there, pairs a little shorter
+    assert GATED in model.candidates(work)
+    way = model.times(work, rates, GATED)
+    assert way.products == 1 and way.waves == model.times(work, rates, OFF).waves
+    assert model.choose(work, rates) == GATED  # pieces take longer there
     slow = model.Rates(**{**vars(rates), "gated_share": 0.3})
-    assert model.choose(work, slow) == model.PAIRS
-    assert model.GATED not in model.candidates(model.Work("scatter", 8, 8, 8, 8, 2, pulled=True))
+    assert model.choose(work, slow) == 1
+    assert GATED not in model.candidates(model.Work("scatter", 8, 8, 8, 8, 2, pulled=True))

@@ -10,21 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallel_ops._internal.overlap_model import (
-    GATED,
-    OFF,
-    PAIRS,
-    QUADS,
-    Phase,
-    Rates,
-    Times,
-    Work,
-    candidates,
-    choose,
-    reason,
-    times,
-)
+from parallel_ops._internal.overlap_model import Rates, Times, Work, candidates, choose, reason, times
 from parallel_ops._internal.overlap_model import rates_of_sheet as of_sheet
+from parallel_ops._internal.overlap_schedule import GATED, LANES, OFF, TAPERED, Phase
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli.app import app
 
@@ -192,6 +180,7 @@ def _assumptions(
         ("host, a message", "25 us measured without NCCL, 15 assumed for it", f"{1e6 * rates.host_message:g} us"),
         ("multiprocessors taken", *(("none by copy engines", "0") if puts else ("assumed", str(rates.taken)))),
     ]  # fmt: skip
+    lines.append(("streams of products", "assumed: the next fills the last wave", str(LANES)))
     if pulls:
         lines.append(("rate of a gated product", "of a plain one, assumed", f"{rates.gated_share:g}"))
         lines.append(("host, a pull and its flag", "assumed", f"{1e6 * rates.host_pull:g} us"))
@@ -232,4 +221,4 @@ def _choices(found: list[Row]) -> Table:
 
 
 def _way(pieces: int) -> str:
-    return {OFF: "plain", PAIRS: "pairs", QUADS: "quads", GATED: "gated"}.get(pieces, f"{pieces} a shard")
+    return {OFF: "plain", TAPERED: "tapered", GATED: "gated"}.get(pieces, f"{pieces} a shard")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.overlap_model import FUSED, GATED, OFF
+from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
@@ -91,8 +91,8 @@ def all_gather_linear(
         overlap: how communication overlaps with the products.
             ``"off"``: gather, then multiply.
             ``"bulk"``: the same in the forward; in the backward, whole collectives beside whole products.
-            A number: each shard is sent in that many pieces in the forward; bulk in the backward. ``"pairs"`` and
-            ``"quads"``: shards are sent whole and multiplied two or four at a time, where messages are faster.
+            A number: each shard is sent in that many pieces in the forward; bulk in the backward.
+            ``"tapered"``: shards are sent whole and multiplied 1, 2 and 4 at a time, where messages are faster.
             ``"gated"``: copy engines pull the shards, and one product waits for them tile by tile; ``"fused"``: torch's
             ``fused_all_gather_matmul``, without bias; bulk in the backward. Both for GPUs of one node, 16 bits, equal
             shards.

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.overlap_model import OFF, is_cut
+from parallel_ops._internal.overlap_schedule import OFF, is_cut
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
@@ -86,7 +86,7 @@ def column_parallel_linear(
             ``"bulk"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
             the sums are gathered beside the others; or the backend's all-reduce runs while dW is computed.
             A number: each rank's rows of dX are sent in that many pieces while dX is computed, and the sums are
-            gathered while dW is. ``"pairs"``, ``"quads"``: whole, of two or four ranks by a product.
+            gathered while dW is. ``"tapered"``: whole, of 4, 2 and 1 ranks by a product.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
             (``overlap_plan.py``); the weights must then have the same shapes on every rank.
         reduction: how the partial sums of the gradient of x are added.

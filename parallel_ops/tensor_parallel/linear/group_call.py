@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal import overlap_model
 from parallel_ops._internal.groups import resolve_group
-from parallel_ops._internal.overlap_model import FUSED, GATED
+from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF, Phase, is_cut
 from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.registry import transport_of
 from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear.lanes import lanes_of
 from parallel_ops.tensor_parallel.linear.pulled import check, may_pull
 
 
@@ -81,7 +81,7 @@ class GroupCall:
         return None if self.group is None else transport_of(resolve_group(self.group), device)
 
     def pieces(
-        self, phase: overlap_model.Phase, transport: Transport, like: Tensor, columns: int, inner: int,
+        self, phase: Phase, transport: Transport, like: Tensor, columns: int, inner: int,
         run: Callable[[int], object], *, bias: bool = False, leased: bool = True,
     ) -> int:  # fmt: skip
         """Number of pieces in which each shard of a product ``[rows, inner] @ [inner, columns]`` is sent.
@@ -94,11 +94,11 @@ class GroupCall:
             leased: whether messages are in the transport's own memory, as those that copy engines put.
         """
         if self.overlap in (GATED, FUSED):
-            return self.overlap if phase == "gather" else overlap_model.OFF
-        if overlap_model.is_cut(self.overlap):
+            return self.overlap if phase == "gather" else OFF
+        if is_cut(self.overlap):
             return self.overlap
         if self.overlap != plan.AUTO or self.group is None or not (like.is_cuda or plan.may_measure(like.device)):
-            return overlap_model.OFF
+            return OFF
         rows = rows_of(self.sizes, like)
         sent = {"gather": max(rows) * (transport.size - 1) * inner, "scatter": (sum(rows) - min(rows)) * columns}
         task = plan.Task(
@@ -111,6 +111,7 @@ class GroupCall:
             itemsize=like.itemsize,
             exact=self.exact,
             takes_processors=transport.capabilities.uses_compute_units or not leased,
+            lanes=lanes_of(like.device, transport).count,
             pulled=may_pull(resolve_group(self.group), like, rows),
             dtype=like.dtype,
             transport=transport.capabilities.name,
@@ -120,7 +121,7 @@ class GroupCall:
 
     def bulk(self, device: torch.device) -> bool:
         """Whether whole collectives overlap with whole products. On a GPU that is free; on a CPU it gains nothing."""
-        return self.overlap != overlap_model.OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
+        return self.overlap != OFF and not (self.overlap == plan.AUTO and device.type == "cpu")
 
 
 def rows_of(sizes: Sequence[int], t: Tensor) -> list[int]:

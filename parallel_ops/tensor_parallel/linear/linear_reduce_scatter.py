@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank, resolve_group
-from parallel_ops._internal.overlap_model import FUSED, GATED, OFF
+from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
 from parallel_ops.comm.consistency import communicates
@@ -62,8 +62,8 @@ def linear_reduce_scatter(
         group: the ranks that share the input features; ``None`` for one rank.
         overlap: how communication overlaps with the products.
             ``"off"`` and ``"bulk"``: multiply, then reduce (no second product could run beside the collective).
-            A number: each shard is sent in that many pieces, forward and backward. ``"pairs"`` and ``"quads"``: shards
-            are sent whole and multiplied two or four at a time, where messages are faster.
+            A number: each shard is sent in that many pieces, forward and backward. ``"tapered"``: shards are sent
+            whole and multiplied 4, 2 and 1 at a time, backward 1, 2 and 4, where messages are faster.
             ``"gated"``, ``"fused"``: as ``"bulk"``; the backward gathers as ``all_gather_linear`` does with these.
             ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
             (``overlap_plan.py``); the weight must then have the same shape on every rank.

@@ -5,9 +5,9 @@
 
 In step k every rank sends to one rank and receives from one, so the exchanges of a step form a permutation, and each
 exchange is one grouped call that cannot deadlock. A shard is sent in ``pieces`` messages, the same number on every
-rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent. With ``PAIRS`` or ``QUADS`` shards are
-sent whole, and two or four that lie beside each other are multiplied at once: fewer products, which are larger, where
-messages are faster.
+rank. While a piece is multiplied, the next ``IN_FLIGHT`` are being sent. With ``TAPERED`` shards are sent whole, and
+those that lie beside each other are multiplied together, 1, 2 and 4 in a gather, 4, 2 and 1 in a scatter: fewer
+products, which are larger, where messages are faster. On GPUs products take turns on two streams (``lanes.py``).
 
 Producers are enqueued before consumers: one host thread posts an exchange, waits for it, then reads its rows. No kernel
 here spins on a flag, so the order is correct for any number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). With one
@@ -23,15 +23,16 @@ Whole shards go by one collective where the transport has it: an all-gather, and
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from parallel_ops._internal.overlap_model import cut
+from parallel_ops._internal.overlap_schedule import Phase, cut, order
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import TORCH_MEMORY, Handle, Receive, Send, Transport, Workspace
 from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, exchange_parts, in_flight
+from parallel_ops.tensor_parallel.linear.lanes import Lanes, lanes_of
 
 Span = tuple[int, int]
 
@@ -48,17 +49,11 @@ def split(span: Span, pieces: int) -> list[Span]:
     return [(start + rows * j // pieces, start + rows * (j + 1) // pieces) for j in range(pieces)]
 
 
-def _messages(rank: int, sizes: Sequence[int], pieces: int, steps: Iterable[int]) -> list[list[Span]]:
+def _messages(phase: Phase, rank: int, sizes: Sequence[int], pieces: int) -> list[list[Span]]:
     """The spans of other ranks in the order of their steps, those that one product takes together."""
-    where, (a_shard, together) = spans(sizes), cut(pieces)
-    found: list[list[Span]] = []
-    for k in steps:
-        for span in split(where[(rank + k) % len(sizes)], a_shard):
-            if found and len(found[-1]) < together and found[-1][-1][1] == span[0]:
-                found[-1].append(span)
-            else:
-                found.append([span])
-    return found
+    size, where = len(sizes), spans(sizes)
+    messages = (span for k in range(1, size) for span in split(where[(rank + k) % size], cut(pieces)))
+    return [[next(messages) for _ in range(count)] for count in order(phase, size, rank, pieces)]
 
 
 def _joined(group: Sequence[Span]) -> Span:
@@ -67,14 +62,14 @@ def _joined(group: Sequence[Span]) -> Span:
 
 def gather_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``gather`` calls ``consume`` on ``rank``."""
-    yield from split(spans(sizes)[rank], cut(pieces)[0])
-    yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
+    yield from split(spans(sizes)[rank], cut(pieces))
+    yield from map(_joined, _messages("gather", rank, sizes, pieces))
 
 
 def scatter_order(rank: int, sizes: Sequence[int], pieces: int) -> Iterator[Span]:
     """The spans in the order in which ``scatter`` calls ``produce`` on ``rank``."""
-    yield from map(_joined, _messages(rank, sizes, pieces, range(1, len(sizes))))
-    yield from split(spans(sizes)[rank], cut(pieces)[0])
+    yield from map(_joined, _messages("scatter", rank, sizes, pieces))
+    yield from split(spans(sizes)[rank], cut(pieces))
 
 
 def start_gather(
@@ -110,37 +105,40 @@ def gather(
 
     Args:
         shard: ``[sizes[rank], H]``, contiguous.
-        pieces: messages for each shard, ``PAIRS`` or ``QUADS``.
+        pieces: messages for each shard, or ``TAPERED``.
         memory: of the rows.
     """
     rank, size = transport.rank, transport.size
     whole = memory.empty((sum(sizes), *shard.shape[1:]), shard)
     where = spans(sizes)
     whole[slice(*where[rank])].copy_(shard)
-    a_shard, together = cut(pieces)
-    mine = split(where[rank], a_shard)
-    groups = _messages(rank, sizes, pieces, range(1, size))
+    mine = split(where[rank], cut(pieces))
+    groups = _messages("gather", rank, sizes, pieces)
     posted: deque[Exchange] = deque()
     leaves = [(k, own) for k in range(1, size) for own in mine]
     steps = zip(leaves, [span for group in groups for span in group], strict=True)
 
-    def post() -> None:
+    def post(lanes: Lanes) -> None:
         for (k, own), span in steps:
             to, source = (rank - k) % size, (rank + k) % size
             leaving, landing = whole[slice(*own)], whole[slice(*span)]
-            posted.append(Exchange(op, transport, [Send(leaving, to, leaving)], [Receive(landing, source)]))
+            with lanes.messages():
+                posted.append(Exchange(op, transport, [Send(leaving, to, leaving)], [Receive(landing, source)]))
             return
 
     ahead = in_flight(transport)
-    for _ in range(ahead if ahead == 1 else max(ahead, together)):
-        post()
-    for span in mine:
-        consume(span, whole[slice(*span)])
-    for group in groups:
-        for _ in group:
-            posted.popleft().wait()
-            post()
-        consume(_joined(group), whole[slice(*_joined(group))])
+    with lanes_of(shard.device, transport) as lanes:
+        for _ in range(ahead if ahead == 1 else max([ahead, *map(len, groups)])):
+            post(lanes)
+        for span in mine:
+            with lanes.product():
+                consume(span, whole[slice(*span)])
+        for group in groups:
+            with lanes.product():
+                for _ in group:
+                    posted.popleft().wait()
+                    post(lanes)
+                consume(_joined(group), whole[slice(*_joined(group))])
     return whole
 
 
@@ -163,28 +161,34 @@ def scatter(
     rank, size = transport.rank, transport.size
     where, total, columns = spans(sizes), sum(sizes), like.shape[1:]
     first = where[rank][0]
-    parts = None
+    parts, lanes = None, lanes_of(like.device, transport)
     if memory is TORCH_MEMORY or len(set(sizes)) > 1:
         landing = like.new_empty((size, sizes[rank], *columns))
+        if lanes.count > 1:
+            parts = like.new_empty((total, *columns))
     else:  # both at once, so that either all ranks have them where others can write, or none
         parts, landing = memory.empty((2, total, *columns), like)
         landing = landing.view(size, sizes[rank], *columns)
-    a_shard, together = cut(pieces)
-    mine = split(where[rank], a_shard)
+    mine, groups = split(where[rank], cut(pieces)), _messages("scatter", rank, sizes, pieces)
+    ahead = max([IN_FLIGHT, *map(len, groups)])
     posted: deque[Exchange] = deque()
     steps = ((k, own) for k in range(1, size) for own in mine)
-    for group in _messages(rank, sizes, pieces, range(1, size)):
-        start, stop = _joined(group)
-        part = produce((start, stop), None if parts is None else parts[start:stop])
-        for span in group:
-            k, own = next(steps)
-            to, source, rows = (rank + k) % size, (rank - k) % size, slice(own[0] - first, own[1] - first)
-            leaving = Send(part[span[0] - start : span[1] - start], to, None if parts is None else landing[rank, rows])
-            posted.append(Exchange(op, transport, [leaving], [Receive(landing[source, rows], source)]))
-            if len(posted) > max(IN_FLIGHT, together):
-                posted.popleft().wait()
-    for span in mine:
-        produce(span, landing[rank, span[0] - first : span[1] - first])
+    with lanes:
+        for group in groups:
+            with lanes.product():
+                start, stop = _joined(group)
+                part = produce((start, stop), None if parts is None else parts[start:stop])
+                for span in group:
+                    k, own = next(steps)
+                    to, source, rows = (rank + k) % size, (rank - k) % size, slice(own[0] - first, own[1] - first)
+                    at = None if parts is None else landing[rank, rows]
+                    leaving = Send(part[span[0] - start : span[1] - start], to, at)
+                    posted.append(Exchange(op, transport, [leaving], [Receive(landing[source, rows], source)]))
+                    if len(posted) > ahead:
+                        posted.popleft().wait()
+        for span in mine:
+            with lanes.product():
+                produce(span, landing[rank, span[0] - first : span[1] - first])
     for exchange in posted:
         exchange.wait()
     return landing

@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal import overlap_model
-from parallel_ops._internal.overlap_model import FUSED, GATED, MARGIN, OFF, PAIRS, QUADS, Rates, Work, candidates
+from parallel_ops._internal.overlap_model import MARGIN, Rates, Work, candidates
+from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF, TAPERED
 from parallel_ops.comm.device_rates import rates_of
 
-Overlap = Literal["auto", "off", "bulk", "pairs", "quads", "gated", "fused"] | int
+Overlap = Literal["auto", "off", "bulk", "tapered", "gated", "fused"] | int
 Reduction = Literal["exact", "backend"]
 
 # Codes in the ops' schemas; positive numbers are pieces.
 BULK, AUTO = -1, -2
 _WORDS: dict[str, int] = {
-    "off": OFF, "bulk": BULK, "auto": AUTO, "pairs": PAIRS, "quads": QUADS, "gated": GATED, "fused": FUSED,
+    "off": OFF, "bulk": BULK, "auto": AUTO, "tapered": TAPERED, "gated": GATED, "fused": FUSED,
 }  # fmt: skip
 
 

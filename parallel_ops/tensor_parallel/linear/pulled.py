@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.overlap_model import FUSED, GATED
+from parallel_ops._internal.overlap_schedule import FUSED, GATED
 from parallel_ops.comm.pulls import Device, device_of, start_pulls
 from parallel_ops.tensor_parallel.linear.products import multiply
 
