@@ -30,12 +30,13 @@ from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.comm.transport.registry import transport_of, why_not_nccl
 from parallel_ops.tensor_parallel.linear.overlap_plan import decode
+from parallel_ops.train.malloc import keep_freed_memory
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LINKS = (45.0, 170.0, 370.0, 450.0)  # GB/s: a network port, PCIe 5 and NVLink in practice and by the data sheet
 _TRANSPORTS = ("paced", "c10d", "nccl")
-_CPU_SCALE = 8
+_CPU_SCALE = 4  # smaller products take so little that Python between them shows, as it does not on a GPU
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -47,7 +48,7 @@ def main(
     link: Annotated[list[float] | None, typer.Option(help="GB/s of the paced link; repeatable.")] = None,
     latency_us: Annotated[float, typer.Option(help="Latency of a chunk on the paced link.")] = 0.0,
     size: Annotated[int, typer.Option(help="Tensor-parallel ranks of the paced link; else those of torchrun.")] = 8,
-    scale: Annotated[int | None, typer.Option(help="Divides every dimension: 1 on a GPU, 8 on a CPU.")] = None,
+    scale: Annotated[int | None, typer.Option(help="Divides every dimension: 1 on a GPU, 4 on a CPU.")] = None,
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU, float32 on a CPU by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few rounds: a look, not a result.")] = False,
@@ -101,8 +102,9 @@ class _Session:
     quick: bool
 
     def __post_init__(self) -> None:
-        if self.device.type == "cpu":  # one core is the link's
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+        if self.device.type == "cpu":
+            keep_freed_memory()  # as in training; without it page faults of new outputs decide
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))  # one core is the link's
         self._environment = dataclasses.asdict(describe(self.device))
 
     def paced(self, chosen: list[Gemm], links: "list[float] | tuple[float, ...]", latency_us: float) -> list[Row]:

@@ -127,7 +127,7 @@ def test_the_documentation_has_the_rows_that_were_measured():
         (["--link", "0"], "a link must have a positive bandwidth, got [0.0]"),
         (["--latency-us", "-1"], "--latency-us must not be negative, got -1.0"),
         (["--dtype", "int8"], "unknown dtype 'int8'; choose from float32, bfloat16, float16"),
-        (["--size", "3", "--device", "cpu"], "3 ranks at scale 8 do not divide llama-70b qkv evenly"),
+        (["--size", "3", "--device", "cpu"], "3 ranks at scale 4 do not divide llama-70b qkv evenly"),
         (["--size", "1", "--device", "cpu"], "or are fewer than 2"),
     ],
 )
