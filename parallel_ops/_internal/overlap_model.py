@@ -19,9 +19,9 @@ Products take turns on ``lanes`` streams. A product starts when its messages are
 stream has ended; its tiles run in order on the first processors that are free. So with two streams the next product
 fills the last wave of the one before, and with one every product ends on a wave that is not full.
 
-Pieces cost: waves that are not full at the end, and processors that a transport takes which copies by kernels; a
-latency for each message; and the host, which cannot enqueue pieces faster than it calls. A plan with pieces takes at
-least as long as its host.
+Pieces cost: waves that are not full at the end; processors that a transport takes which copies by kernels, for a
+gather until all has arrived; a latency for each message; and the host, which cannot enqueue pieces faster than it
+calls. A plan with pieces takes at least as long as its host.
 
 ``plain`` is what other libraries do, with the same calls. Pieces are chosen only if they beat it by a margin, so the
 choice is never slower than ``plain`` as far as the model is right.
@@ -30,7 +30,7 @@ choice is never slower than ``plain`` as far as the model is right.
 import math
 from dataclasses import dataclass
 
-from parallel_ops._internal.overlap_schedule import GATED, LANES, OFF, TAPERED, Lanes, Phase, cut, finished, orders
+from parallel_ops._internal.overlap_schedule import GATED, LANES, OFF, TAPERED, Phase, Processors, cut, finished, orders
 
 CANDIDATES = (OFF, TAPERED, 1, 2, 4)
 
@@ -176,8 +176,12 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
         tiles, waves, largest = max(each.values())
 
         def device(message: float, order: tuple[int, ...] = order, each: _Each = each) -> float:
-            lanes = Lanes(work.lanes, free, rates.launch, tile, {n: each[n][0] for n in each})
-            return finished(work.phase, order, a_shard, lanes.run, message)
+            # The processors of a gather's messages are free once all have arrived.
+            since = [(0.0, free)]
+            if work.phase == "gather" and free < rates.processors:
+                since.append((messages * message, rates.processors - free))
+            processors = Processors(work.lanes, since, rates.launch, tile, {n: each[n][0] for n in each})
+            return finished(work.phase, order, a_shard, processors.run, message)
 
         parts, computing = len(order) + a_shard, device(0.0)
         host = parts * rates.host_product + messages * rates.host_message

@@ -78,17 +78,19 @@ class _Serial:
         return self._now
 
 
-class Lanes:
-    """Products that take turns on streams; tiles take the first processors that are free.
+class Processors:
+    """Those of a device: products take turns on streams, and their tiles the first processors that are free.
 
     Args:
-        tile: seconds of a tile. tiles: of a product, by its number of messages.
+        free: since when how many are, in order. tile: seconds of a tile. tiles: of a product, by its number of
+        messages.
     """
 
-    def __init__(self, lanes: int, processors: int, launch: float, tile: float, tiles: dict[int, int]) -> None:
-        self._launch, self._tile, self._tiles, self._processors = launch, tile, tiles, processors
+    def __init__(
+        self, lanes: int, free: Sequence[tuple[float, int]], launch: float, tile: float, tiles: dict[int, int]
+    ) -> None:
+        self._launch, self._tile, self._tiles, self._free = launch, tile, tiles, list(free)
         self._ends = [0.0] * lanes  # of the last products, the next one's stream first
-        self._free = [(0.0, processors)]  # (since when, how many), in order
 
     def run(self, messages: int, ready: float) -> float:
         """The end of the next product, which may start at ``ready``."""
@@ -100,13 +102,18 @@ class Lanes:
     def _computed(self, start: float, tiles: int) -> float:
         last = start
         while tiles:
-            if tiles >= self._processors:  # all are used, so none has been free for longer
-                self._free = [(max(since, start), count) for since, count in self._free]
-                if self._free[-1][0] - self._free[0][0] <= self._tile:
-                    rounds = tiles // self._processors
-                    self._free = [(since + rounds * self._tile, count) for since, count in self._free]
-                    last, tiles = self._free[-1][0], tiles - rounds * self._processors
-                    continue
+            # Those that are free before the first has done one more tile all take one, again and again until another
+            # is free, too.
+            first = max(self._free[0][0], start)
+            near = [(max(since, start), count) for since, count in self._free if since <= first + self._tile]
+            later, many = self._free[len(near) :], sum(count for _, count in near)
+            rounds = tiles // many
+            if later:
+                rounds = min(rounds, int((later[0][0] - near[-1][0]) / self._tile))
+            if rounds:
+                near = [(since + rounds * self._tile, count) for since, count in near]
+                self._free, last, tiles = near + later, max(last, near[-1][0]), tiles - rounds * many
+                continue
             since, count = self._free.pop(0)
             taken = min(count, tiles)
             if taken < count:

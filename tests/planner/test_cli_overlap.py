@@ -72,7 +72,7 @@ def test_what_changes_a_choice(run):
     """Pulled shards leave the waves of a product whole; few tokens, and few tiles, are not worth pieces."""
     by_kernels, _ = linears(run)
     by_engines, _ = linears(run, "--pulls")
-    assert by_kernels["proj, dx"]["chosen"] == 1 and by_engines["proj, dx"]["chosen"] == GATED
+    assert by_kernels["proj, dx"]["chosen"] != GATED and by_engines["proj, dx"]["chosen"] == GATED
     assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
     few, _ = linears(run, "--tokens", 512)
     assert {row["chosen"] for row in few.values()} == {0}
@@ -83,7 +83,7 @@ def test_copy_engines_leave_multiprocessors_to_the_products(run):
     by_kernels, _ = linears(run)
     by_engines, _ = linears(run, "--puts")
     assert all(by_engines[name]["speedup"] >= row["speedup"] for name, row in by_kernels.items())
-    assert by_engines["fc1"]["speedup"] > 1.15 > by_kernels["fc1"]["speedup"] > 1.05
+    assert by_engines["fc1"]["speedup"] > by_kernels["fc1"]["speedup"] > 1.15
     assert by_engines["fc2"]["speedup"] > by_kernels["fc2"]["speedup"] > 1.2
     assert "multiprocessors taken none by copy engines 0" in " ".join(run(*LAYER, "--puts")[1].split())
 

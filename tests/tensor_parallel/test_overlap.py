@@ -285,12 +285,13 @@ class TestModel:
         lanes=st.integers(1, 3),
         processors=st.integers(1, 9),
         launch=st.sampled_from([0.0, 0.25]),
+        late=st.sampled_from([0.0, 0.5, 3.0, 7.25]),
     )
-    def test_tiles_take_the_first_processors_that_are_free(self, data, lanes, processors, launch):
+    def test_tiles_take_the_first_processors_that_are_free(self, data, lanes, processors, launch, late):
         products = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), min_size=1, max_size=6))
         products = list(zip(accumulate(ready for ready, _ in products), (n for _, n in products), strict=True))
-        found = schedule.Lanes(lanes, processors, launch, 1.0, {n: n for _, n in products})
-        free, ends = [0.0] * processors, [0.0] * lanes
+        found = schedule.Processors(lanes, [(0.0, processors), (late, 2)], launch, 1.0, {n: n for _, n in products})
+        free, ends = [0.0] * processors + [late] * 2, [0.0] * lanes
         for ready, tiles in products:
             start, last = max(ready, ends.pop(0)) + launch, 0.0
             for _ in range(tiles):
@@ -316,7 +317,7 @@ class TestModel:
         assert model.choose(task, dataclasses.replace(RATES, latency=1e-3)) == OFF
         assert model.choose(task, dataclasses.replace(RATES, memory_bandwidth=1e10)) == OFF
         kernels = dataclasses.replace(task, takes_processors=True)
-        assert model.choose(kernels, dataclasses.replace(RATES, taken=100)) == OFF
+        assert model.choose(kernels, dataclasses.replace(RATES, taken=131)) == OFF
         fewer_tiles = dataclasses.replace(task, columns=1024, lanes=1)
         assert model.choose(fewer_tiles, RATES) == OFF
         assert "waves that are not full" in model.reason(fewer_tiles, RATES)
