@@ -7,7 +7,8 @@
 #
 #   1  machine build correct attention memory   what is there; is every op right; attention in TFLOP/s; the others beside clone
 #   2  machine build tests host_time capture counters    the test suite; the host's time; a step in a CUDA graph; ncu
-#   3  machine build compile models overlap symmetric    beside torch.compile; a Llama; what overlaps; symmetric memory
+#   3  machine build compile models overlap one_stream symmetric    beside torch.compile; a Llama; what overlaps, products on
+#      two streams and on one; symmetric memory
 #
 # Any of these steps can be named in STEPS instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that
 # fails or exceeds its limit does not keep the next from running; the exit status is then 1.
@@ -33,10 +34,10 @@ python=${PYTHON:-python3}
 processes=${PROCESSES:-14}
 cd "$tree" || exit 2
 case ${CALL-} in
-  "") steps=${STEPS-machine build correct attention memory tests host_time capture counters compile models overlap symmetric} ;;
+  "") steps=${STEPS-machine build correct attention memory tests host_time capture counters compile models overlap one_stream symmetric} ;;
   1) steps="machine build correct attention memory" ;;
   2) steps="machine build tests host_time capture counters" ;;
-  3) steps="machine build compile models overlap symmetric" ;;
+  3) steps="machine build compile models overlap one_stream symmetric" ;;
   *)
     echo "CALL must be 1, 2 or 3, got $CALL" >&2
     exit 2
@@ -46,7 +47,7 @@ esac
 declare -A limits=(
   [machine]=30 [build]=110 [correct]=120 [attention]=110 [memory]=110
   [tests]=210 [host_time]=30 [capture]=30 [counters]=60
-  [compile]=110 [models]=120 [overlap]=60 [symmetric]=40
+  [compile]=100 [models]=110 [overlap]=50 [one_stream]=30 [symmetric]=40
 )
 failed=0
 verdicts=()
@@ -104,8 +105,8 @@ memory_ops=(rms_norm layer_norm bias_gelu bias_swiglu silu_mul bias_dropout_add 
 compiled_ops=(rms_norm bias_swiglu vocab_parallel_cross_entropy bias_dropout_add layer_norm scaled_causal_softmax)
 # Of the tests over process groups those that a single GPU can run.
 device_tests=(tests/ops tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
-  tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py tests/kernels/test_launch.py
-  tests/kernels/test_finish.py)
+  tests/tensor_parallel/test_lanes.py tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py
+  tests/kernels/test_launch.py tests/kernels/test_finish.py)
 
 for name in $steps; do
   case $name in
@@ -136,6 +137,10 @@ for name in $steps; do
       step models "$python" -m benchmarks huggingface --large --dtype bfloat16 --batch 2 --compiled --liger
       ;;
     overlap) step overlap "$python" -m benchmarks overlap --device cuda --model llama-70b --output "$output" ;;
+    one_stream)  # its table is in the log; two streams need several hardware queues
+      CUDA_DEVICE_MAX_CONNECTIONS=1 step one_stream "$python" -m benchmarks overlap --device cuda --model llama-70b \
+        --link 370 --quick --output "$(mktemp -d)"
+      ;;
     symmetric) step symmetric "$python" -m benchmarks.gpu_session.pulls ;;  # two processes on one GPU
     *)
       echo "unknown step $name" >&2

@@ -137,3 +137,64 @@ def test_one_stream_where_a_second_cannot_help(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     end._capabilities = Capabilities("host", ("cuda",), True, False, False)
     assert lanes_of(gpu, end).count == 1
+
+
+class Link(Endpoint):
+    """Rank 0 of ranks whose rows are known, over a stream of a GPU."""
+
+    def __init__(self, rows):
+        super().__init__(0, len(rows), Capabilities("known", ("cuda",), True, True, True))
+        self.rows, self.stream = rows, torch.cuda.Stream()
+
+    def _start(self, op, chunks):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for chunk in chunks:
+                if not isinstance(chunk, Send):
+                    torch.cuda._sleep(200_000)  # so that who does not wait is too early
+                    chunk.tensor.copy_(self.rows[chunk.peer])
+        event = self.stream.record_event()
+
+        class Handle:
+            def wait(_):
+                torch.cuda.current_stream().wait_event(event)
+
+        return [Handle()] * len(chunks)
+
+    def barrier(self, op):
+        raise NotImplementedError
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pieces", [TAPERED, 1])
+def test_on_a_gpu_eager_and_captured(pieces, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    sizes, numbers = [256] * 4, torch.Generator().manual_seed(0)
+
+    def integers(*shape):  # whose products are exact
+        return torch.randint(-4, 5, shape, generator=numbers).to("cuda", torch.bfloat16)
+
+    whole, weight = integers(1024, 512), integers(384, 512)
+    end, out, total = Link(whole.split(sizes)), torch.zeros_like(whole @ weight.t()), torch.zeros(256, 512).cuda()
+    assert lanes_of(whole.device, end).count == 2
+
+    def step():
+        def consume(span, rows):
+            torch.mm(rows, weight.t(), out=out[slice(*span)])
+
+        got = overlap.gather("test", end, whole[:256].clone(), sizes, pieces, consume)
+        parts = overlap.scatter(
+            "test", end, sizes, pieces, whole[:0], lambda span, part: torch.mul(got[slice(*span)], 2, out=part)
+        )
+        total.copy_(parts.float().sum(0))
+
+    want, sums = whole @ weight.t(), 2 * whole[:256].float() + sum(rows.float() for rows in whole.split(sizes)[1:])
+    step()
+    assert torch.equal(out, want) and torch.equal(total, sums)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    out.zero_(), total.zero_()
+    graph.replay()
+    assert torch.equal(out, want) and torch.equal(total, sums)
