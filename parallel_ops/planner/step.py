@@ -6,7 +6,7 @@
 The idle time is simulated from the schedule's actions (``planner.schedules.schedule``); a search simulates a smaller
 pipeline instead (``planner.schedules.steady_state``). Data-parallel communication of c seconds overlaps with one
 micro-batch of w seconds (ZeRO-0 to 2: one per step; ZeRO-3: each) and lengthens it by
-max(0, c - w) + interference * min(c, w); without overlap, by c.
+max(0, c - w) + interference * min(c, w); without overlap, by c. Copies around the collectives come on top.
 """
 
 from dataclasses import replace
@@ -119,8 +119,9 @@ class StepTime:
         return waited + 2 * self.micro_batches * plan.virtual_stages * sends
 
     def data_parallel(self) -> float:
-        """Exposed data-parallel communication."""
-        return self._not_hidden(self.traffic.once, self.busy) + self.micro_batches * self._sharded()
+        """Exposed data-parallel communication, with the copies around it."""
+        exposed = self._not_hidden(self.traffic.once, self.busy) + self.micro_batches * self._sharded()
+        return exposed + self.traffic.copies
 
     def _sharded(self) -> float:
         """Exposed gathers and reductions of ZeRO-2 and 3, per micro-batch.

@@ -53,6 +53,26 @@ def test_accumulation_repeats_what_is_sharded(zero, gathers, scatters):
     assert found["reduce-scatter"].count == scatters
 
 
+@pytest.mark.parametrize(("zero", "gathers", "reductions"), [(0, 0, 1), (1, 1, 1), (2, 1, 4), (3, 8, 4)])
+def test_copies_of_data_parallel_collectives_hide_behind_nothing(zero, gathers, reductions):
+    plan, cluster = Plan(dp=8, zero=zero, dtype="fp32", global_batch=32), replace(H100, gpus=8)
+    copied = replace(CONSTANTS, gather_copies=2.0, reduce_copies=3.0)
+    seconds = (2 * gathers + 3 * reductions) * 4 * LLAMA.parameters / (cluster.gpu.bandwidth * CONSTANTS.memory)
+    none, some = (StepTime(LLAMA, cluster, plan, constants).seconds() for constants in (CONSTANTS, copied))
+    assert some - none == pytest.approx(seconds)
+    one = StepTime(LLAMA, cluster, plan, replace(copied, tp_copies=9.0))
+    assert one.seconds() == pytest.approx(some)
+
+
+def test_copies_of_plans_with_tensor_parallelism_may_have_a_figure_of_their_own():
+    plan, cluster = Plan(dp=4, tp=2, zero=1, global_batch=4), replace(H100, gpus=8)
+    constants = [replace(CONSTANTS, reduce_copies=3.0, tp_copies=own) for own in (1.0, 2.0)]
+    one, two = (StepTime(LLAMA, cluster, plan, each).traffic.copies for each in constants)
+    assert 0 < one == pytest.approx(two / 2)
+    with pytest.raises(ValueError, match="reduce_copies"):
+        replace(CONSTANTS, reduce_copies=-1.0)
+
+
 def test_tensor_parallelism_moves_four_all_reduces_a_layer():
     plan = Plan(tp=8, fsdp=False, global_batch=4)
     found = traffic(LLAMA, H100, plan, "tp")["all-reduce"]

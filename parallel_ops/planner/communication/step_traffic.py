@@ -45,6 +45,7 @@ class StepTraffic:
         blocking: seconds of the all-gather after a pipeline message.
         each: seconds of data-parallel communication in the forward and in the backward pass of each micro-batch.
         once: seconds of data-parallel communication once per step.
+        copies: seconds of copies around data-parallel collectives, of the whole step; they hide behind nothing.
         host: transfers to and from the host, of the whole step.
     """
 
@@ -74,6 +75,12 @@ class StepTraffic:
         links = self._link, self._scattering
         self._reductions = _reductions(plan, shared, self._width, gradient, links, self._launches)
         self.each, self.once = _by_pass(plan, self._reductions)
+        gather, reduce = efficiency.gather_copies, efficiency.reduce_copies
+        self.copies = 0.0
+        if gather or reduce:
+            copied = sum(r.number * r.size * (gather if r.kind == "all-gather" else reduce) for r in self._reductions)
+            memory = cluster.stage_gpus(plan.pp)[stage].bandwidth * efficiency.memory
+            self.copies = copied * (efficiency.tp_copies if plan.tp > 1 else 1.0) / memory
         self._summed = None
         if (replicas := group_size(plan, "dp_replicate")) > 1:
             between = group_link(cluster, plan, "dp_replicate", efficiency)

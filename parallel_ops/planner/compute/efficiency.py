@@ -41,6 +41,10 @@ class Efficiency:
             processor does both, all of the host's work.
         collective: seconds of a collective beyond latency and bandwidth, per doubling of the ranks: launch and the wait
             for the last rank.
+        gather_copies, reduce_copies: bytes that a rank copies for data-parallel gathers and reductions, into and out of
+            their buffers, per byte of the whole tensor. Nothing hides them. Where they are measured, they have all that
+            these collectives take besides latency and bandwidth.
+        tp_copies: both in plans with tensor parallelism, whose own collectives they delay, relative to others.
         gathered_sums: bytes up to which a tensor-parallel sum is one all-gather, of which every rank adds all.
         expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
         expert_sync: seconds that the GPU waits in each pass of a layer whose experts drop no tokens, until the host
@@ -67,6 +71,9 @@ class Efficiency:
     host: float = 0.0
     serial: float = 0.0
     collective: float = 0.0
+    gather_copies: float = 0.0
+    reduce_copies: float = 0.0
+    tp_copies: float = 1.0
     gathered_sums: float = 0.0
     expert_host: float = 0.0
     expert_sync: float = 0.0
@@ -74,7 +81,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         check_figures(self, [name for name in SHARES if name not in OPTIONAL])
         check_figures(self, RATES)
-        check_figures(self, (*SECONDS, *OPTIONAL, *BYTES), zero=True)
+        check_figures(self, (*SECONDS, *OPTIONAL, *BYTES, *COPIES), zero=True)
         for name in SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(f"Efficiency: {name} must be at most 1, got {getattr(self, name)}")
@@ -83,10 +90,11 @@ class Efficiency:
 OPTIONAL = ("dispatch", "tp_overlap")  # shares that may be 0
 RATES = ("elementwise", "host_memory")
 BYTES = ("gathered_sums",)
+COPIES = ("gather_copies", "reduce_copies", "tp_copies")
 SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
-SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *BYTES))
+SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *BYTES, *COPIES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, *BYTES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
+SOFTWARE = (*OPTIONAL, *RATES, *BYTES, *COPIES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
 # What a machine has more or less of.
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 
