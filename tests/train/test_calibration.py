@@ -12,8 +12,18 @@ from parallel_ops.planner.communication.network import all_gather_seconds, all_r
 from parallel_ops.planner.compute.compute import attention_seconds, work_of
 from parallel_ops.planner.compute.software import constants_of, efficiency
 from parallel_ops.planner.passes import layer_costs
+from parallel_ops.planner.step import StepTime
 from parallel_ops.train.calibration.command import calibrate
-from parallel_ops.train.calibration.fit import MORE, OPTIMIZER_BYTES, Measured, cluster_of, link, scatter_share
+from parallel_ops.train.calibration.fit import (
+    MORE,
+    OPTIMIZER_BYTES,
+    SHARED,
+    Measured,
+    as_json,
+    cluster_of,
+    link,
+    scatter_share,
+)
 
 LINK = Interconnect(name="truth", latency=2e-5, bandwidth=3e9)
 TINY = {
@@ -21,7 +31,7 @@ TINY = {
     "layer": {"hidden_size": 32, "num_heads": 2, "seq_length": 32, "vocab_size": 64},
     "sequences": 1,
     "update": 2**12,
-    "collectives": (2**12, 2**20),
+    "collectives": (2**12, 2**24),
 }
 
 
@@ -49,14 +59,26 @@ def test_link_refuses_what_makes_no_sense():
         link([("all-gather", 2**10, 1.0), ("all-gather", 2**20, 0.5)], 2, "gloo")
 
 
-def as_if_measured(gpu, constants, dtype):
+def as_if_measured(gpu, constants, dtype, ranks):
     """What a machine with these constants would measure."""
     model = replace(presets.model("llama2-7b"), num_layers=1)
     plan = Plan(dtype=dtype, fused_loss=True)
-    machine = Cluster(name="truth", gpu=gpu, gpus=2, gpus_per_node=2, intra=LINK, inter=LINK)
+    machine = Cluster(name="truth", gpu=gpu, gpus=ranks, gpus_per_node=ranks, intra=LINK, inter=LINK)
 
     def layer(changed: Plan) -> float:
         return sum(each.total for each in layer_costs(model, machine, gpu, constants, work_of(changed), False))
+
+    def longer(tp: int, zero: int, micro_batches: int) -> float:
+        dp = ranks // tp
+        changed = Plan(
+            dp=dp, tp=tp, sequence_parallel=tp > 1, zero=zero, global_batch=dp * micro_batches, dtype=dtype,
+            fused_loss=True,
+        )  # fmt: skip
+        one, three = (
+            StepTime(replace(model, num_layers=layers), machine, changed, constants).data_parallel()
+            for layers in (1, 3)
+        )
+        return (three - one) / 2
 
     work = work_of(plan)
     rate = gpu.peak(dtype) * constants.matmul
@@ -67,8 +89,10 @@ def as_if_measured(gpu, constants, dtype):
         layer=layer(plan),
         layer_of_more=layer(replace(plan, micro_batch=MORE, global_batch=MORE)),
         layer_over_ranks=layer(replace(plan, tp=2, sequence_parallel=True)),
+        sharded=(1.0, 1.0 + longer(1, 2, 3) - longer(1, 2, 2), 1.0 + longer(1, 3, 1)),
+        sharded_over_ranks=(1.0, 1.0 + longer(SHARED, 3, 1)) if ranks > SHARED else (0.0, 0.0),
         update=(10**6, OPTIMIZER_BYTES * 10**6 / (gpu.bandwidth * constants.memory)),
-        collectives=tuple(collectives(2, (2**14, 2**24))),
+        collectives=tuple(collectives(ranks, (2**14, 2**24))),
         product_beside=1.0,
         collective_beside=0.5,
         both=1.2,
@@ -79,22 +103,39 @@ def as_if_measured(gpu, constants, dtype):
     )
 
 
-def test_constants_of_a_known_machine_are_found_again():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_constants_of_a_known_machine_are_found_again(ranks, tmp_path):
     gpu = GPU(name="cpu", generation="cpu", memory=2**34, bandwidth=2e10, fp32=1e11, fp16=0, bf16=0, fp8=0, watts=0)
     truth = replace(efficiency("ampere", "parallel_ops"), matmul=1.0, memory=1.0, flash_forward=0.7, flash_backward=0.6)
     truth = replace(truth, elementwise=3.0, serial=2e-2, collective=5e-3, host=0.0, links=1.0, interference=0.4)
-    truth = replace(truth, reduce_scatter=0.25)
+    truth = replace(truth, reduce_scatter=0.25, gather_copies=6.0, reduce_copies=9.0)
+    truth = replace(truth, tp_copies=2.5 if ranks > SHARED else 1.0)
     truth = replace(truth, tp_overlap=min(truth.tp_overlap, 0.6))  # what overlap costs is not hidden
     unknown = replace(gpu, fp32=0.0, bandwidth=1.0)
-    found = cluster_of(as_if_measured(gpu, truth, "fp32"), unknown, 2, "gloo")
+    measured = as_if_measured(gpu, truth, "fp32", ranks)
+    found = cluster_of(measured, unknown, ranks, "gloo")
     assert found.gpu.fp32 == pytest.approx(gpu.fp32)
     assert found.gpu.bandwidth == pytest.approx(gpu.bandwidth)
     constants = constants_of(found)
-    for name in ("flash_forward", "flash_backward", "elementwise", "serial", "collective", "reduce_scatter"):
+    kinds = "flash_forward", "flash_backward", "elementwise", "serial", "collective", "reduce_scatter"
+    for name in (*kinds, "gather_copies", "reduce_copies", "tp_copies"):
         # A launch between products is part of a layer, not of the rate of large products.
         assert getattr(constants, name) == pytest.approx(getattr(truth, name), rel=0.01)
     assert constants.interference == pytest.approx(0.4)
     assert found.intra.bandwidth == pytest.approx(LINK.bandwidth)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(as_json(found, measured)))
+    assert constants_of(inputs.cluster(str(path))) == constants
+
+
+def test_a_layer_that_sharding_makes_no_longer_has_no_copies():
+    gpu = GPU(name="cpu", generation="cpu", memory=2**34, bandwidth=2e10, fp32=1e11, fp16=0, bf16=0, fp8=0, watts=0)
+    measured = as_if_measured(gpu, efficiency("ampere", "parallel_ops"), "fp32", 4)
+    hidden = replace(measured, sharded=(1.0, 0.9, 0.9), sharded_over_ranks=(1.0, 0.9))
+    constants = constants_of(cluster_of(hidden, gpu, 4, "gloo"))
+    assert constants.gather_copies == constants.reduce_copies == 0.0 and constants.tp_copies == 1.0
+    alone = replace(hidden, sharded=(0.0, 0.0, 0.0), sharded_over_ranks=(0.0, 0.0), layer_over_ranks=0.0)
+    assert not {"gather_copies", "reduce_copies", "tp_copies"} & set(dict(cluster_of(alone, gpu, 1, "gloo").constants))
 
 
 def test_measured_machine_is_read_by_the_planner(tmp_path):
@@ -102,6 +143,7 @@ def test_measured_machine_is_read_by_the_planner(tmp_path):
     cluster, measured = calibrate(path, 2, 0.3, TINY)
     assert inputs.cluster(str(path)) == replace(cluster, name=cluster.name)
     assert cluster.gpus == 2 and cluster.gpu.fp32 > 0 and cluster.intra.bandwidth > 0
+    assert measured.sharded[0] != 0.0 and measured.sharded_over_ranks == (0.0, 0.0)
     assert {kind for kind, _, _ in measured.collectives} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
     model = replace(presets.model("gpt2"), num_layers=2) if "gpt2" in presets.models() else presets.model("llama2-7b")
     plan = Plan(dp=2, dtype="fp32", global_batch=2)

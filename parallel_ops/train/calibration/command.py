@@ -1,5 +1,6 @@
 """Starts the processes that measure, and writes what they found."""
 
+import gc
 import json
 import os
 import tempfile
@@ -72,6 +73,7 @@ def _rank(
     if rank == 0:
         torch.save(measured, found)
     if ranks > 1:
+        gc.collect()  # so that no model in a cycle keeps its groups until the interpreter ends
         dist.destroy_process_group()
 
 

@@ -4,10 +4,13 @@ A collective of L hops and V bytes takes ``L alpha + V / B`` seconds (``planner/
 alpha and bandwidth B are the least squares of relative errors over all sizes of all collectives but reduce-scatters,
 which have a B of their own: gloo's is a third of that of the others. The rate of elementwise ops is what is left of a
 layer's time beyond its products and attention; what each collective takes besides, of a layer that ranks share.
+
+Between passes of a layer, collectives take longer: FSDP2 copies, and where ranks share cores, each message waits for a
+core. So what gathers and reductions add to a layer that is sharded counts, beyond what the planner expects of them.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.passes import layer_costs
 from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.step import StepTime
 
 # Bytes that AdamW with fp32 states moves for each fp32 parameter (``planner.step.StepTime.optimizer``).
 OPTIMIZER_BYTES = 2 * 4 + 24 + 4
@@ -36,7 +40,7 @@ _START = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds, each the mean of all ranks, which measure at the same time.
+    """Seconds, each of the slowest of all ranks, which measure at the same time.
 
     Attributes:
         products: rows, columns, inner size and seconds of matrix products.
@@ -44,6 +48,10 @@ class Measured:
         layer: seconds of one layer of ``model``, forward and backward together, of ``sequences`` sequences.
         layer_of_more: the same of ``MORE`` times as many.
         layer_over_ranks: the same as ``layer`` where ``SHARED`` ranks share layer and sequences; 0 where they cannot.
+        sharded: the same as ``layer`` where FSDP2 shards it over all ranks, which have sequences of their own: whole,
+            with a reduction, and with two gathers and a reduction; zeros for one rank.
+        sharded_over_ranks: the first and the last of these where ``SHARED`` ranks share a layer that the others shard;
+            zeros where they cannot.
         update: parameters, and seconds of their norm, clipping and AdamW.
         collectives: kind, bytes of the whole tensor, and seconds.
         product_beside, collective_beside, both: seconds of some products, of a collective, and of the two together.
@@ -56,6 +64,8 @@ class Measured:
     layer: float
     layer_of_more: float
     layer_over_ranks: float
+    sharded: tuple[float, float, float]
+    sharded_over_ranks: tuple[float, float]
     update: tuple[int, float]
     collectives: tuple[tuple[str, int, float], ...]
     product_beside: float
@@ -180,6 +190,41 @@ def _shares(measured: Measured, cluster: Cluster, known: Efficiency, moved: floa
             for c in (0.0, _START)
         )
         found["collective"] = max(0.0, _START * (measured.layer_over_ranks - none) / (some - none))
+    return found | _copies(measured, cluster, replace(known, **found), plan)
+
+
+def _copies(measured: Measured, cluster: Cluster, constants: Efficiency, plan: Plan) -> dict[str, float]:
+    """The constants of copies with which gathers and reductions make a layer as much longer as they did."""
+
+    def exposed(constants: Efficiency, tp: int, zero: int, micro_batches: int) -> float:
+        """Data-parallel seconds of one layer in a step: what two more layers add."""
+        dp = cluster.gpus // tp
+        batch = micro_batches * dp * plan.micro_batch
+        step = replace(plan, dp=dp, tp=tp, sequence_parallel=tp > 1, zero=zero, global_batch=batch)
+        some, more = (
+            StepTime(replace(measured.model, num_layers=layers), cluster, step, constants).data_parallel()
+            for layers in (1, 3)
+        )
+        return (more - some) / 2
+
+    def reduction(constants: Efficiency) -> float:
+        # One micro-batch more: parameters stay whole from one to the next.
+        return exposed(constants, 1, 2, 3) - exposed(constants, 1, 2, 2)
+
+    def solved(name: str, seconds: float, of: Callable[[Efficiency], float]) -> float:
+        none, one = (of(replace(constants, **{name: value})) for value in (0.0, 1.0))
+        return max(0.0, (seconds - none) / (one - none)) if one > none else 0.0
+
+    found: dict[str, float] = {}
+    whole, reduced, gathered = measured.sharded
+    if whole:
+        found["reduce_copies"] = solved("reduce_copies", reduced - whole, reduction)
+        constants = replace(constants, **found)
+        found["gather_copies"] = solved("gather_copies", gathered - whole, lambda c: exposed(c, 1, 3, 1))
+        constants = replace(constants, **found)
+    whole, gathered = measured.sharded_over_ranks
+    if whole:
+        found["tp_copies"] = max(1.0, solved("tp_copies", gathered - whole, lambda c: exposed(c, SHARED, 3, 1)))
     return found
 
 

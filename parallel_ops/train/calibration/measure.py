@@ -3,8 +3,8 @@ compute in training: processes that share cores, memory or a bus slow each other
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,11 @@ from parallel_ops._internal.compat import all_gather_single, reduce_scatter_sing
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.ops import flash_attention
+from parallel_ops.planner.plan import Plan
 from parallel_ops.train.calibration.fit import MORE, SHARED, Measured
 from parallel_ops.train.config_sections import OptimizerSettings
 from parallel_ops.train.optimizer import optimizer_of, update
+from parallel_ops.train.parallelize_model import micro_batch, parallelize
 from parallel_ops.train.planner_model import planner_model
 
 # Sizes of products, layer, update (parameters) and collectives (bytes): what a small run on CPUs has, and a large one
@@ -38,8 +40,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "collectives": (2**18, 2**22, 2**26, 2**28),
     },
 }
-# Parts of the time that the measurements share, of which there are this many.
-_PARTS = 32
+# Parts of the time that the measurements of several ranks share, of which there are this many.
+_PARTS = 72
+# ZeRO stages of micro-batches, not the last of a step, that find parameters whole and reduce nothing, that reduce
+# gradients, and that gather twice and reduce.
+_WHOLE, _REDUCED, _GATHERED = 1, 2, 3
 # Seconds of calls without a pause, at least three calls.
 _WINDOW = 0.05
 
@@ -48,21 +53,33 @@ class Clock:
     """Times calls that all ranks make at once, one after another, in windows that fill ``seconds``.
 
     A window is long beside the time slice of a scheduler: ranks that share cores wait for each other in it, as they do
-    in training. Of the windows it is the median of a GPU, and the fastest of CPUs, where other programs delay the rest.
+    in training. It takes as long as its slowest rank: of ranks that share cores, some end early in a window and leave
+    their core to the others, which in training would wait for these. Of the windows it is the median of a GPU, and the
+    fastest of CPUs, where other programs delay the rest.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.seconds = device, seconds
 
     def __call__(self, call: Callable[[], object], *, parts: int = 1) -> float:
-        self._window(call, 1)
+        return self.in_turn([call], parts=parts)[0]
+
+    def in_turn(self, calls: Sequence[Callable[[], object]], *, parts: int = 1) -> list[float]:
+        """Seconds of several calls, whose windows take turns: what slows the machine for a while slows all of them, and
+        leaves their differences."""
+        for call in calls:
+            self._window(call, 1)
         # All ranks make as many calls.
-        one = self._mean(self._window(call, 3))
+        each = [self._slowest(self._window(call, 3)) for call in calls]
         seconds = self.seconds * parts
-        count = max(3, int(min(_WINDOW, seconds / 3) / max(one, 1e-6)))
-        windows = max(3, int(seconds / (count * one)))
+        counts = [max(3, int(min(_WINDOW, seconds / 3) / max(one, 1e-6))) for one in each]
+        rounds = max(3, int(seconds / sum(count * one for count, one in zip(counts, each, strict=True))))
         usual = min if self.device.type == "cpu" else statistics.median
-        return usual([self._mean(self._window(call, count)) for _ in range(windows)])
+        windows = [
+            [self._slowest(self._window(call, count)) for call, count in zip(calls, counts, strict=True)]
+            for _ in range(rounds)
+        ]
+        return [usual(found) for found in zip(*windows, strict=True)]
 
     def _window(self, call: Callable[[], object], count: int) -> float:
         if dist.is_initialized():
@@ -78,12 +95,12 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _mean(self, seconds: float) -> float:
+    def _slowest(self, seconds: float) -> float:
         if not dist.is_initialized():
             return seconds
         found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found)
-        return found.item() / dist.get_world_size()
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
 
 
 def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None = None) -> Measured:
@@ -100,20 +117,29 @@ def measure(device: torch.device, seconds: float, sizes: dict[str, Any] | None =
     layer, launch = _layer(clock, shape, sequences, device, dtype)
     more = _layer(clock, shape, MORE * sequences, device, dtype)[0]
     collectives: tuple[tuple[str, int, float], ...] = ()
-    beside, shared = (0.0, 0.0, 0.0), 0.0
+    beside, shared, sharded, sharded_over_ranks = (0.0, 0.0, 0.0), 0.0, (0.0, 0.0, 0.0), (0.0, 0.0)
     if dist.is_initialized() and dist.get_world_size() > 1:
         collectives = tuple(_collectives(clock, sizes, device, dtype))
         beside = _beside(clock, sizes, device, dtype)
         ranks = dist.get_world_size()
+        whole, reduced, gathered = _sharded(
+            clock, shape, sequences, device, ParallelMesh(dp_shard=ranks), (_WHOLE, _REDUCED, _GATHERED)
+        )
+        sharded = whole, reduced, gathered
         if ranks % SHARED == shape["num_heads"] % SHARED == 0:
-            mesh = ParallelMesh(dp_shard=ranks // SHARED, tp=SHARED)["tp"]
-            shared, _ = _layer(clock, shape, sequences, device, dtype, mesh)
+            mesh = ParallelMesh(dp_shard=ranks // SHARED, tp=SHARED)
+            shared, _ = _layer(clock, shape, sequences, device, dtype, mesh["tp"])
+            if ranks > SHARED:
+                whole, gathered = _sharded(clock, shape, sequences, device, mesh, (_WHOLE, _GATHERED))
+                sharded_over_ranks = whole, gathered
     return Measured(
         products=products,
         attention=attention,
         layer=layer,
         layer_of_more=more,
         layer_over_ranks=shared,
+        sharded=sharded,
+        sharded_over_ranks=sharded_over_ranks,
         update=(sizes["update"], _update(clock, sizes["update"], device)),
         collectives=collectives,
         product_beside=beside[0],
@@ -156,13 +182,38 @@ def _layer(
     ``mesh``: ranks that share the layer and its sequence.
     """
     tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
-    seconds, launches = [], []
+    calls: list[Callable[[], object]] = []
+    launches = []
     for layers in (1, 3):
         config = TransformerConfig(num_layers=layers, **shape)
         model = Transformer(config, mesh=mesh, sequence_parallel=mesh is not None).to(device=device, dtype=dtype)
-        seconds.append(clock(lambda model=model: model(tokens, tokens).backward(), parts=4))  # type: ignore[misc]
+        calls.append(lambda model=model: model(tokens, tokens).backward())  # type: ignore[misc]
         launches.append(_launch(model, tokens, clock))
+    seconds = clock.in_turn(calls, parts=8)
     return (seconds[1] - seconds[0]) / 2, max(0.0, (launches[1] - launches[0]) / 2)
+
+
+def _sharded(
+    clock: Clock, shape: dict[str, Any], sequences: int, device: torch.device, mesh: ParallelMesh,
+    stages: Sequence[int],
+) -> list[float]:  # fmt: skip
+    """Seconds of one layer as ``Trainer`` shards it over ``mesh``, for each ZeRO stage: what two more layers take."""
+    tokens = torch.randint(shape["vocab_size"], (shape["seq_length"], sequences), device=device)
+    dp, tp = mesh.size("dp"), mesh.size("tp")
+    calls: list[Callable[[], object]] = []
+    for zero in stages:
+        plan = Plan(
+            dp=dp, tp=tp, sequence_parallel=tp > 1, zero=zero, micro_batch=sequences, global_batch=dp * sequences,
+            dtype="fp32" if device.type == "cpu" else "bf16",
+        )  # fmt: skip
+        for layers in (1, 3):
+            model = Transformer(TransformerConfig(num_layers=layers, **shape), device="meta")
+            model = cast(Transformer, parallelize(model, mesh, plan)).to_empty(device=device)
+            model.reset_parameters()
+            micro_batch(model, zero, last=False)
+            calls.append(lambda model=model: model(tokens, tokens).backward())  # type: ignore[misc]
+    seconds = clock.in_turn(calls, parts=4 * len(stages))
+    return [(three - one) / 2 for one, three in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def _launch(model: Transformer, tokens: Tensor, clock: Clock) -> float:
