@@ -7,8 +7,8 @@
 #
 #   1  machine build correct attention memory   what is there; is every op right; attention in TFLOP/s; the others beside clone
 #   2  machine build tests host_time capture counters    the test suite; the host's time; a step in a CUDA graph; ncu
-#   3  machine build compile models overlap one_stream symmetric    beside torch.compile; a Llama; what overlaps, products on
-#      two streams and on one; symmetric memory
+#   3  machine build compile models overlap one_stream symmetric    beside torch.compile; a Llama; what overlaps, with
+#      several hardware queues and with one, where products are on one stream, too; symmetric memory
 #
 # Any of these steps can be named in STEPS instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that
 # fails or exceeds its limit does not keep the next from running; the exit status is then 1.

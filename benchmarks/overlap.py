@@ -119,7 +119,7 @@ class Row(Environment):
 
     @property
     def ms_model(self) -> float:
-        """What the model that chooses the pieces makes of these products and this communication."""
+        """What the model that chooses the pieces makes of these, one product after another as on CPUs."""
         a_shard = cut(self.pieces)
         product = self.ms_gemm * self.chunking_tax / (self.size * a_shard)
         message = self.ms_comm / ((self.size - 1) * a_shard)

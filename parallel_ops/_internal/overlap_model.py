@@ -141,10 +141,12 @@ def product(rates: Rates, rows: int, columns: int, inner: int, processors: int |
     """Tiles, waves and seconds of a product on ``processors``, by default all; the last wave counts as a full one."""
     tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
     waves = math.ceil(tiles / (processors or rates.processors))
-    return tiles, waves, rates.launch + waves * 2 * TILE[0] * TILE[1] * inner / rates.flops
+    return tiles, waves, rates.launch + waves * _tile(rates, inner)
 
 
-_Each = dict[int, tuple[int, int, float]]
+def _tile(rates: Rates, inner: int) -> float:
+    """Seconds of a tile."""
+    return 2 * TILE[0] * TILE[1] * inner / rates.flops
 
 
 def times(work: Work, rates: Rates, pieces: int) -> Times:
@@ -168,28 +170,39 @@ def times(work: Work, rates: Rates, pieces: int) -> Times:
     communication = messages * rates.latency + work.sent / rates.bandwidth
     if work.phase == "gather":
         staging = rates.launch + 2 * own * work.inner * work.itemsize / rates.memory_bandwidth
-    tile = 2 * TILE[0] * TILE[1] * work.inner / rates.flops
     found = []
     for order in orders(work.phase, work.size, pieces):
         rows = {n: min(work.rows, math.ceil(n * work.rows / (work.size * a_shard))) for n in (1, *order)}
         each = {n: product(rates, rows[n], work.columns, work.inner, free) for n in rows}
         tiles, waves, largest = max(each.values())
-
-        def device(message: float, order: tuple[int, ...] = order, each: _Each = each) -> float:
-            # The processors of a gather's messages are free once all have arrived.
-            since = [(0.0, free)]
-            if work.phase == "gather" and free < rates.processors:
-                since.append((messages * message, rates.processors - free))
-            processors = Processors(work.lanes, since, rates.launch, tile, {n: each[n][0] for n in each})
-            return finished(work.phase, order, a_shard, processors.run, message)
-
-        parts, computing = len(order) + a_shard, device(0.0)
+        counts = {n: each[n][0] for n in each}
+        computing, device = (
+            _in_turns(work, rates, free, order, a_shard, counts, message)
+            for message in (0.0, communication / max(1, messages))
+        )
+        parts = len(order) + a_shard
         host = parts * rates.host_product + messages * rates.host_message
-        total = max(staging + device(communication / max(1, messages)) + reduction, host)
+        total = max(staging + device + reduction, host)
         found.append(
             Times(pieces, tiles, waves, parts, largest, computing, communication, staging, reduction, host, total)
         )  # fmt: skip
     return max(found, key=lambda way: way.total)
+
+
+def _in_turns(
+    work: Work, rates: Rates, free: int, order: tuple[int, ...], own: int, tiles: dict[int, int], message: float
+) -> float:
+    """Seconds until the last product and message are done.
+
+    Args:
+        free: processors beside messages. order: messages of each product. own: products of own rows. tiles: of the
+            product of so many messages' rows. message: seconds of one.
+    """
+    since = [(0.0, free)]
+    if work.phase == "gather" and free < rates.processors:  # the others are free once all messages have arrived
+        since.append((sum(order) * message, rates.processors - free))
+    processors = Processors(work.lanes, since, rates.launch, _tile(rates, work.inner), tiles)
+    return finished(work.phase, order, own, processors.run, message)
 
 
 def _gated(work: Work, rates: Rates) -> Times:

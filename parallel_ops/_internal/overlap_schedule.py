@@ -62,20 +62,11 @@ def slowest(phase: Phase, size: int, pieces: int, product: float, message: float
     Args:
         product: of the product of one message's rows, n times as long for n of them. message: of a message.
     """
-    return max(
-        finished(phase, order, cut(pieces), _Serial(product).run, message) for order in orders(phase, size, pieces)
-    )
-
-
-class _Serial:
-    """One product after the other, each as long as its rows are many."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._now = seconds, 0.0
-
-    def run(self, messages: int, ready: float) -> float:
-        self._now = max(self._now, ready) + messages * self._seconds
-        return self._now
+    found = []
+    for order in orders(phase, size, pieces):
+        one = Processors(1, [(0.0, 1)], 0.0, product, {n: n for n in (1, *order)})
+        found.append(finished(phase, order, cut(pieces), one.run, message))
+    return max(found)
 
 
 class Processors:

@@ -32,7 +32,7 @@ from parallel_ops._internal.overlap_schedule import Phase, cut, order
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import TORCH_MEMORY, Handle, Receive, Send, Transport, Workspace
 from parallel_ops.comm.transport.exchange import IN_FLIGHT, Exchange, exchange_parts, in_flight
-from parallel_ops.tensor_parallel.linear.lanes import Lanes, lanes_of
+from parallel_ops.tensor_parallel.linear.lanes import lanes_of
 
 Span = tuple[int, int]
 
@@ -114,11 +114,12 @@ def gather(
     whole[slice(*where[rank])].copy_(shard)
     mine = split(where[rank], cut(pieces))
     groups = _messages("gather", rank, sizes, pieces)
+    ahead, lanes = in_flight(transport), lanes_of(shard.device, transport)
     posted: deque[Exchange] = deque()
     leaves = [(k, own) for k in range(1, size) for own in mine]
     steps = zip(leaves, [span for group in groups for span in group], strict=True)
 
-    def post(lanes: Lanes) -> None:
+    def post() -> None:
         for (k, own), span in steps:
             to, source = (rank - k) % size, (rank + k) % size
             leaving, landing = whole[slice(*own)], whole[slice(*span)]
@@ -126,10 +127,9 @@ def gather(
                 posted.append(Exchange(op, transport, [Send(leaving, to, leaving)], [Receive(landing, source)]))
             return
 
-    ahead = in_flight(transport)
-    with lanes_of(shard.device, transport) as lanes:
+    with lanes:
         for _ in range(ahead if ahead == 1 else max([ahead, *map(len, groups)])):
-            post(lanes)
+            post()
         for span in mine:
             with lanes.product():
                 consume(span, whole[slice(*span)])
@@ -137,7 +137,7 @@ def gather(
             with lanes.product():
                 for _ in group:
                     posted.popleft().wait()
-                    post(lanes)
+                    post()
                 consume(_joined(group), whole[slice(*_joined(group))])
     return whole
 
@@ -156,7 +156,8 @@ def scatter(
     Args:
         like: ``[any, N]``: dtype, device and columns of a part.
         produce: ``produce(span, out)`` computes this rank's part for the rows of ``span``, into ``out`` if given.
-        memory: of all parts, where ranks have equal rows.
+        memory: of all parts, where ranks have equal rows. Elsewhere parts are in memory of torch's: all at once where
+            products take turns on streams, else until they were sent.
     """
     rank, size = transport.rank, transport.size
     where, total, columns = spans(sizes), sum(sizes), like.shape[1:]

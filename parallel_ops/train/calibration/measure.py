@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "collectives": (2**18, 2**22, 2**26, 2**28),
     },
 }
-# Parts of the time that the measurements of several ranks share, of which there are this many.
+# Parts of the time that the measurements share: about as many with several ranks; with one it takes a third of them.
 _PARTS = 72
 # ZeRO stages of micro-batches, not the last of a step, that find parameters whole and reduce nothing, that reduce
 # gradients, and that gather twice and reduce.
