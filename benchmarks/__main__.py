@@ -1,6 +1,6 @@
 """``python -m benchmarks [OP ...]``."""
 
-from parallel_ops._internal.command_line import start
+from parallel_ops._internal.command_line import PICTURES, start
 
 if __name__ == "__main__":
-    start("benchmarks.cli", extra="bench")
+    start("benchmarks.cli", PICTURES)

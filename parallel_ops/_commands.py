@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from parallel_ops._internal.command_line import bytes_bar, fail, require, waiting
+from parallel_ops._internal.command_line import SETTINGS, bytes_bar, fail, require, waiting
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
@@ -93,14 +93,15 @@ def train_command(
     ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file, and end.")] = False,
 ) -> None:
-    """Trains a model as a TOML file says: in processes started here, or as a rank under torchrun.
+    """Trains a model as a TOML file says.
 
-    Ctrl-C ends the step under way and saves a checkpoint, as SIGTERM does; a second one ends at once. Exit codes: 0
-    done, or stopped by SIGTERM; 1 failed; 2 wrong settings or files; 130 stopped by Ctrl-C.
+    In processes started here, or as a rank under torchrun. Ctrl-C ends the step under way and saves a checkpoint, as
+    SIGTERM does; a second one ends at once. Exit codes: 0 done, or stopped by SIGTERM; 1 failed; 2 wrong settings or
+    files; 130 stopped by Ctrl-C.
 
     Example: parallel-ops train examples/train.toml --set parallel=dp=2,tp=2 --resume
     """
-    require("train")
+    require(*SETTINGS)
     if schema:
         from parallel_ops.train.config import json_schema
 
@@ -136,11 +137,13 @@ def calibrate_command(
     seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, as it is in the file.")] = False,
 ) -> None:
-    """Measures products, attention, a layer, updates and collectives here, and writes a cluster for `plan`.
+    """Measures products, attention, a layer, updates and collectives here.
+
+    Writes the cluster that `plan` takes by --cluster.
 
     Example: parallel-ops calibrate here.json --seconds 120
     """
-    require("train")
+    require(*SETTINGS)
     from parallel_ops.train.calibration import command
 
     with waiting(lambda: f"measuring for about {seconds:g} s"):
@@ -163,13 +166,13 @@ def export_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Writes a checkpoint of any plan as a Hugging Face folder, which transformers opens.
+    """Writes a checkpoint of any plan as a Hugging Face folder.
 
-    Needs no GPU, and memory for one parameter.
+    transformers opens it. Needs no GPU, and memory for one parameter.
 
     Example: parallel-ops export runs/example my-model --tokenizer tokenizer.json
     """
-    require("train")
+    require(*SETTINGS)
     from parallel_ops.train import CheckpointError
     from parallel_ops.train.checkpoint.export import export
 
@@ -197,7 +200,7 @@ def inspect_command(
 
     Example: parallel-ops inspect runs/example --json
     """
-    require("train")
+    require(*SETTINGS)
     from parallel_ops.train import CheckpointError
     from parallel_ops.train.checkpoint.inspection import described, inspect
     from parallel_ops.train.description import text

@@ -2,13 +2,16 @@
 
 import importlib
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
+from parallel_ops.__main__ import COMMANDS
 from parallel_ops._internal import command_line
 
 typer = pytest.importorskip("typer")
@@ -27,27 +30,90 @@ def end(capsys, *arguments, **options):
     return stop.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(("module", "extra"), [("planner", "plan"), ("train", "train")])
-def test_what_is_missing_is_named(monkeypatch, capsys, module, extra):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else object())
-    with pytest.raises(SystemExit, match="2"):
-        command_line.start(f"parallel_ops.{module}.cli", extra=extra)
-    assert capsys.readouterr().err == f"error: needs rich; run: pip install 'parallel_ops[{extra}]'\n"
+OPTIONAL = ("matplotlib", "pydantic", "rich", "typer")
+
+
+def without(blocked, *arguments, module="parallel_ops.__main__"):
+    """Runs a command line in a process that cannot import ``blocked``: exit code, stdout, stderr."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)})); sys.argv = ['x', *{list(arguments)}]; "
+    call = [sys.executable, "-c", f"{code}from {module} import main; main()"]
+    ended = subprocess.run(call, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("blocked", "command", "message"),
+    ("blocked", "command", "packages"),
     [
-        ("pydantic", ["train", "run.toml"], "needs pydantic; run: pip install 'parallel_ops[train]'"),
-        ("rich", ["train"], "needs rich; run: pip install 'parallel_ops[train]'"),
-        ("typer", ["plan"], "needs typer; run: pip install 'parallel_ops[plan]'"),
+        (["pydantic"], ["train", "run.toml"], "pydantic"),
+        (["rich"], ["train"], "rich"),
+        (["typer", "rich"], ["plan"], "typer rich"),
+        (["rich"], ["schedule", "--help"], "rich"),
+        (["pydantic"], ["inspect", "runs"], "pydantic"),
+        (["matplotlib"], ["schedule", "--pp", "2", "--micro-batches", "2", "--output", "x.svg"], "matplotlib"),
     ],
+    ids=str,
 )
-def test_the_extra_that_is_missing(blocked, command, message):
-    code = f"import sys; sys.modules[{blocked!r}] = None; sys.argv[1:] = {command}; "
-    call = [sys.executable, "-c", code + "from parallel_ops.__main__ import main; main()"]
-    ended = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"error: {message}\n")
+def test_a_missing_package_is_named_as_the_index_has_it(tmp_path, monkeypatch, blocked, command, packages):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = without(blocked, *command)
+    assert (code, out) == (2, "")
+    assert err == f"error: needs {packages.replace(' ', ', ')}; run: pip install {packages}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_program_introduces_itself_with_torch_alone():
+    version = f"parallel-ops {importlib.import_module('parallel_ops').__version__}\n"
+    assert without(OPTIONAL, "--version") == (0, version, "")
+    code, out, err = without(OPTIONAL)
+    assert (code, err) == (0, "") and without(OPTIONAL, "--help") == (0, out, "")
+    assert all(f"  {name} " in out for name in table()) and "pip install typer rich" in out
+
+
+def test_a_bare_command_is_its_help():
+    bare, asked = without([]), without([], "--help")
+    assert bare == asked and bare[0] == 0 and "--version" in bare[1] and bare[2] == ""
+    assert without([], "--version")[:2] == without(OPTIONAL, "--version")[:2]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["presets"], ["schedule", "--pp", "2", "--micro-batches", "2"], ["plan", "--model", "llama3-8b", "--help"]],
+    ids=str,
+)
+def test_nothing_but_a_picture_needs_what_draws(command):
+    code, out, err = without(["matplotlib"], *command)
+    assert (code, err) == (0, "") and out
+
+
+def test_no_line_advises_to_install_this_package_by_name():
+    """The name is nobody's on the index: whoever registers it would be installed."""
+    root = Path(__file__).parents[1]
+    files = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("[pbet]*/**/*.py"), *root.glob("examples/*")]
+    files = [file for file in files if file.is_file() and file != Path(__file__)]
+    assert len(files) > 500
+    advice = re.compile(r"pip install[^\n`]*['\" ]parallel[_-]ops")
+    joined = {file: re.sub(r'"\n\s*f?r?"', "", file.read_text(encoding="utf-8")) for file in files}
+    assert not [str(file) for file, text in joined.items() if advice.search(text)]
+
+
+def test_flags_are_shown_without_a_type():
+    """As are those of programs with one command; options with a value keep their type."""
+
+    def command(
+        quick: Annotated[bool, typer.Option("--quick")] = False,
+        colour: bool = True,
+        size: int = 3,
+    ) -> None:
+        pass
+
+    made = command_line._command(app(command))
+    context = made.make_context("x", [])
+    shown = {option: each.metavar for each in made.get_params(context) for option in each.opts}
+    assert shown == {"--quick": "", "--colour": "", "--size": None, "--help": ""}
+    for arguments in (["plan", "--help"], ["train", "--help"], ["--help"]):
+        code, out, _ = without([], *arguments)
+        assert code == 0 and "<bool>" not in out and "BOOLEAN" not in out
+        assert arguments == ["--help"] or "<" in out or "TEXT" in out
 
 
 def test_usage_errors_are_one_line(monkeypatch, capsys):
@@ -109,11 +175,12 @@ def table():
 def test_the_table_of_commands():
     """It has every command, which of them print JSON, and which have a result for exit code 1."""
     found = commands()
-    assert list(table()) == list(found)
+    assert list(table()) == list(found) == list(COMMANDS)
     for name, (_, _, as_json, one) in table().items():
         options = {option for parameter in found[name].params for option in parameter.opts}
         assert ("--json" in options) == bool(as_json), name
         assert ("exit code 1" in found[name].help.lower() or "1 failed" in found[name].help) == bool(one), name
+        assert found[name].help.split("\n\n")[0].replace("\n", " ") == COMMANDS[name]
 
 
 @pytest.mark.parametrize("name", table())

@@ -1,7 +1,7 @@
 """What the command lines share: ``parallel-ops``, ``python -m benchmarks.demo`` and ``python -m benchmarks``.
 
 What a user got wrong is one line on stderr and exit code 2. Needs neither torch nor, until a command line runs, any of
-the packages of the extras.
+the packages below.
 """
 
 import contextlib
@@ -9,26 +9,31 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-# What the extras install: ``plan`` and ``bench`` the same, ``train`` more.
-PACKAGES = ("typer", "rich", "matplotlib")
-_MORE = {"train": ("pydantic",) if sys.version_info >= (3, 11) else ("pydantic", "tomli")}
+# Packages of every command line; of commands that read the settings of a run; of those that always draw.
+CONSOLE = ("typer", "rich")
+SETTINGS = (*CONSOLE, "pydantic") if sys.version_info >= (3, 11) else (*CONSOLE, "pydantic", "tomli")
+PICTURES = (*CONSOLE, "matplotlib")
 INTERRUPTED = 130
 
 
-def start(module: str, *, extra: str) -> None:
-    """Calls ``main`` of ``module``, or says which packages of ``extra`` are missing."""
-    require(extra)
+def start(module: str, packages: Iterable[str]) -> None:
+    """Calls ``main`` of ``module``, or names the packages that are missing."""
+    require(*packages)
     importlib.import_module(module).main()
 
 
-def require(extra: str) -> None:
-    """Ends the process with a line that names the packages of ``extra`` that are missing, if there are some."""
-    missing = [name for name in (*PACKAGES, *_MORE.get(extra, ())) if importlib.util.find_spec(name) is None]
-    if missing:
-        fail(f"needs {', '.join(missing)}; run: pip install 'parallel_ops[{extra}]'")
+def missing(packages: Iterable[str]) -> list[str]:
+    """The packages that are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def require(*packages: str) -> None:
+    """Ends the process with a line that names the packages that are missing, if there are some."""
+    if absent := missing(packages):
+        fail(f"needs {', '.join(absent)}; run: pip install {' '.join(absent)}")
 
 
 def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> NoReturn:
@@ -38,7 +43,7 @@ def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> N
         errors: exceptions of the commands that are the user's; others have a traceback.
     """
     try:
-        code = app(prog_name=prog_name, standalone_mode=False)
+        code = _command(app)(prog_name=prog_name, standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as stop:
         # Typer and rich exit with 1 where the reader of a pipe has seen enough, as head does.
@@ -62,6 +67,29 @@ def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> N
     if code == INTERRUPTED:
         fail("interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _command(app: Any) -> Any:
+    """The command or group of a ``typer.Typer``, whose help shows flags without a type: they take no value."""
+    from typer.main import get_command
+
+    def without_types(command: Any) -> None:
+        given = command.get_params
+
+        def params(context: Any) -> Any:
+            found = given(context)
+            for parameter in found:
+                if getattr(parameter, "is_flag", False):
+                    parameter.metavar = ""
+            return found
+
+        command.get_params = params
+        for each in getattr(command, "commands", {}).values():
+            without_types(each)
+
+    found = get_command(app)
+    without_types(found)
+    return found
 
 
 def fail(error: Exception | str, code: int = 2) -> NoReturn:

@@ -13,6 +13,6 @@ except ImportError as error:
         "it was imported from its source tree, where the extension is not built: run "
         "`pip install -e .` there, or start Python in another folder"
         if source_tree
-        else "reinstall it against the torch of this environment: pip install --force-reinstall --no-deps parallel_ops"
+        else "build it again for the torch that is here, in its source: pip install --force-reinstall --no-deps ."
     )
     raise ImportError(f"parallel_ops: the compiled extension could not be loaded ({error}); {hint}") from error

@@ -42,6 +42,7 @@ def check_choice(owner: Any, name: str, choices: Iterable[Any]) -> None:
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a ``name`` that is not in ``known``, with the nearest ones."""
     known = sorted(known)
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    part = [each for each in known if len(name) > 2 and name.lower() in each]
+    near = list(dict.fromkeys([*part, *difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)]))[:3]
     hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
     return ValueError(f"unknown {kind} {name!r}; {hint}")

@@ -34,7 +34,8 @@ class TestPlan:
     def test_ranked_plans_and_reasons(self, run):
         code, out, err = run("plan", *SMALL, "--top", 3)
         assert (code, err) == (0, "")
-        assert "llama3-8b on h100x16, 128 x 8,192 tokens a step" in out
+        heading = "llama3-8b on h100x16 (16 GPUs), 128 x 8,192 tokens a step, times with the software of"
+        assert heading in out and "Times are of megatron-bridge-2025" in out
         lines = out.splitlines()
         rows = [line for line in lines if line.strip()[:1].isdigit() and "GiB   " in line]
         # In bf16, and the same number in fp8.

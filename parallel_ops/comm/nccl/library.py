@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError(
         f"parallel_ops.comm.nccl: the NCCL binding could not be loaded ({error}); it is built where pybind11 is "
         "installed, for one version of Python: pip install pybind11, then PARALLEL_OPS_NCCL_BUILD=1 pip install "
-        "--no-build-isolation --force-reinstall --no-deps parallel_ops"
+        "--no-build-isolation --force-reinstall --no-deps . in its source folder"
     ) from error
 
 __all__ = ["Library", "NcclError", "NotSupported", "load_nccl"]

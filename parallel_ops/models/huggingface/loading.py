@@ -39,7 +39,7 @@ def safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("Hugging Face folders need safetensors: pip install 'parallel_ops[huggingface]'") from None
+        raise ImportError("Hugging Face folders need safetensors; run: pip install safetensors") from None
     return safetensors
 
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from parallel_ops._internal.command_line import fail, run, waiting
+from parallel_ops import __version__
+from parallel_ops._internal.command_line import fail, require, run, waiting
+from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cli.options import (
     Batch,
@@ -23,13 +25,14 @@ from parallel_ops.planner.cli.options import (
     Only,
     PlanText,
     Price,
+    SearchSoftware,
     Sequence,
     SoftwareName,
     System,
     completed,
 )
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.software import CURRENT, era
+from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.estimate import estimate as estimate_plan
 from parallel_ops.planner.estimate import simulation
 from parallel_ops.planner.export import FORMATS, TARGETS, find_target
@@ -50,12 +53,25 @@ from parallel_ops.planner.validation.published_runs import runs as read_runs
 # Exit code if the plan does not fit, no plan fits, or a promise is broken. 2 is for bad input.
 NO = 1
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Plans and runs the parallel training of a language model. Every figure of a plan is an estimate; `validate` "
-    "prints the errors. `parallel-ops COMMAND --help` has an example.",
-)
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"parallel-ops {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plans and runs the parallel training of a language model.
+
+    Every figure of a plan is an estimate; `validate` prints the errors. `parallel-ops COMMAND --help` has an example.
+    """
 
 
 def main() -> None:
@@ -83,7 +99,7 @@ def plan_command(
     seq: Sequence = None,
     system: System = None,
     only: Only = None,
-    software: SoftwareName = None,
+    software: SearchSoftware = None,
     any_system: Annotated[bool, typer.Option("--any", help="Also plans that no known system runs.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
     price: Price = None,
@@ -94,7 +110,9 @@ def plan_command(
     ] = None,
     launcher: Launcher = None,
 ) -> None:
-    """Ranks all plans of a model on a cluster, with reasons against those that cannot run; exit code 1 if none fits.
+    """Ranks all plans of a model on a cluster, with reasons against those that cannot run.
+
+    Exit code 1 if none fits.
 
     Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
     """
@@ -120,6 +138,7 @@ def plan_command(
     ties = min(result.ties, len(shown))
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
+    console.print(f"\n{tables.whose_times(shown)}", highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
     if result.fp8:
@@ -146,7 +165,9 @@ def estimate_command(
     json: Json = False,
     html: Html = None,
 ) -> None:
-    """Time, memory and traffic of one plan; exit code 1 if it does not fit in memory.
+    """Time, memory and traffic of one plan.
+
+    Exit code 1 if it does not fit in memory.
 
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
@@ -168,6 +189,16 @@ def estimate_command(
     if problem is not None:
         console.print(f"[bold red]does not fit: {problem[1]}[/bold red]", highlight=False)
         sys.exit(NO)
+
+
+@app.command("presets")
+def presets_command(json: Json = False) -> None:
+    """Lists the models, clusters and GPUs that have a name, and the eras of --software.
+
+    Example: parallel-ops presets --json
+    """
+    found = {"models": presets.models(), "clusters": presets.clusters(), "gpus": presets.gpus(), "software": eras()}
+    _print_json(found) if json else _console().print(tables.names(found))
 
 
 @app.command("schedule")
@@ -197,6 +228,7 @@ def schedule_command(
     simulated = simulate(actions(kind, pp, micro_batches, stages, **options), durations)
     summary = drawing.summary(kind, simulated)
     if output is not None:
+        require("matplotlib")
         drawing.save(simulated, output, summary)
     if json:
         _print_json({"kind": kind, **tables.simulation_data(simulated)})
@@ -214,7 +246,9 @@ def validate_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compares the planner with published tables; exit code 1 if a promise does not hold.
+    """Compares the planner with published tables.
+
+    Exit code 1 if a promise does not hold.
 
     Example: parallel-ops validate --rows
     """
@@ -255,10 +289,11 @@ def config_command(
     launcher: Launcher = None,
     json: Json = False,
 ) -> None:
-    """Writes a plan, or the fastest that the system can run, as a config of DeepSpeed, torchtitan or this package's
-    trainer, as arguments of Megatron-LM, or as a torchrun command.
+    """Writes a plan as the configuration of a training system.
 
-    Exit code 1 if it does not fit in memory; it is written all the same.
+    A config of DeepSpeed, torchtitan or this package's trainer, arguments of Megatron-LM, or a torchrun command.
+    Without --plan it is the fastest that the system can run. Exit code 1 if it does not fit in memory; it is written
+    all the same.
 
     Example: parallel-ops config --model llama3-8b --cluster h100x8 --batch 64 --format megatron
     """

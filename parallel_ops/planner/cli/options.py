@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as PySequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,14 +21,14 @@ def completed(names: Callable[[], PySequence[str]]) -> Callable[[str], list[str]
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", help="Preset (llama3-70b) or JSON file with the fields of Model.",
+        "--model", help="Preset (llama3-70b; see `presets`) or JSON file with the fields of Model.",
         autocompletion=completed(presets.models),
     ),
 ]  # fmt: skip
 ClusterName = Annotated[
     str,
     typer.Option(
-        "--cluster", help="Preset and GPUs (h100x512), or JSON file with the fields of Cluster.",
+        "--cluster", help="Preset and GPUs (h100x512; h100 is one node), or JSON file with the fields of Cluster.",
         autocompletion=completed(presets.clusters),
     ),
 ]  # fmt: skip
@@ -55,14 +55,18 @@ Only = Annotated[
     str | None,
     typer.Option("--only", help="Values that fields of the plan may have: tp=4:8,schedule=1f1b,zero=1."),
 ]
-SoftwareName = Annotated[
-    str | None,
-    typer.Option(
+
+
+def _software(default: str) -> Any:
+    return typer.Option(
         "--software",
         help=f"Era of the training software, whose kernels and overlap the times are of: {', '.join(eras())}.",
-        show_default=f"that of --for, or {CURRENT}",
-    ),
-]
+        show_default=default, autocompletion=completed(eras),
+    )  # fmt: skip
+
+
+SoftwareName = Annotated[str | None, _software(CURRENT)]
+SearchSoftware = Annotated[str | None, _software(f"that of --for, or {CURRENT}")]
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
 Launcher = Annotated[
     str | None,

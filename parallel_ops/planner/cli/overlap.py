@@ -125,10 +125,11 @@ def overlap_command(
     ] = "backend",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How the overlapped linears of a layer communicate (overlap="auto"), with every number of the model's choice.
+    """How the overlapped linears of a layer communicate (overlap="auto").
 
-    No row is slower than NCCL's collective and cuBLAS' product one after the other: that is what is chosen where pieces
-    do not pay. All figures are the model's; on a GPU the first call of a kind measures the ways and decides.
+    Every number of the model's choice is shown. No row is slower than NCCL's collective and cuBLAS' product one after
+    the other: that is what is chosen where pieces do not pay. All figures are the model's; on a GPU the first call of a
+    kind measures the ways and decides.
 
     Example: parallel-ops overlap --hidden 8192 --tp 8 --tokens 16384
     """

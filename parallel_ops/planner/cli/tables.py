@@ -3,15 +3,17 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.error_band import error_band
 from parallel_ops.planner.export import systems
+from parallel_ops.planner.export.trainer import TRAINER
 from parallel_ops.planner.results import DEVICE_MEMORY, GIB, Estimate, Rejection, SearchResult
 from parallel_ops.planner.schedules.schedule import Simulation
 from parallel_ops.planner.validation import Report
@@ -29,9 +31,28 @@ MATTERS = 0.005
 
 
 def heading(estimate: Estimate) -> str:
-    """Model, cluster and batch in one line."""
+    """Model, cluster, GPUs, batch and software in one line."""
+    gpus = estimate.cluster.gpus
+    machine = f"{estimate.cluster.name} ({gpus:,} GPU{'' if gpus == 1 else 's'})"
     batch = f"{estimate.plan.global_batch:,} x {estimate.model.seq_length:,} tokens a step"
-    return f"{estimate.model.name} on {estimate.cluster.name}, {batch}, with the software of {estimate.software}"
+    return f"{estimate.model.name} on {machine}, {batch}, times with the software of {estimate.software}"
+
+
+def whose_times(estimates: Sequence[Estimate]) -> str:
+    """Says which software the times are of, beside the systems that a plan runs in."""
+    name = estimates[0].software
+    other = "" if name == TRAINER.software else f", {TRAINER.software} for parallel-ops train"
+    return f"Times are of {name} ({era(name).about}) whatever a plan runs in; --software takes another{other}."
+
+
+def names(presets: Mapping[str, Sequence[str]]) -> Table:
+    """The presets by kind."""
+    out = _table()
+    out.add_column("")
+    out.add_column("names", ratio=1)
+    for kind, found in presets.items():
+        out.add_row(kind, ", ".join(found))
+    return out
 
 
 def _table(title: str = "") -> Table:

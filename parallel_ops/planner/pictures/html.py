@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from parallel_ops.planner.compute.software import era
 from parallel_ops.planner.error_band import tied
 from parallel_ops.planner.export import TARGETS
 from parallel_ops.planner.pictures import pipeline_picture
@@ -41,7 +42,8 @@ def page(
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(best.plan.describe())}. {best.plan.gpus:,} GPUs, {best.plan.global_batch:,} sequences of "
-        f"{best.model.seq_length:,} tokens a step. Figures are estimates, not measurements: "
+        f"{best.model.seq_length:,} tokens a step, times with the software of {escape(best.software)} "
+        f"({escape(era(best.software).about)}). Figures are estimates, not measurements: "
         f"{escape(best.error_band.sentence())}</p>",
         _figures(best),
         _exports(best),
