@@ -110,6 +110,14 @@ def ring_attention(
 
     Sharding: q, k, v and the result S(0) over group, in the tokens of the layout. The gradients of q, k and v are
     complete. The gradient of sink is partial: that of this rank's tokens, to be summed over group.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import ring_attention
+        >>> q = torch.randn(128, 2, 8, 32)  # this rank's tokens: [s, b, heads, d]
+        >>> k, v = torch.randn(128, 2, 4, 32), torch.randn(128, 2, 4, 32)
+        >>> ring_attention(q, k, v, group=None).shape  # group=mesh["cp"].get_group() under torchrun
+        torch.Size([128, 2, 8, 32])
     """
     name = group_name(NAME, group)
     if group is None or name is None:

@@ -70,6 +70,13 @@ class ParallelSelfAttention(AttentionHeads):
     Raises:
         TypeError, ValueError: sizes that do not fit each other or the mesh, a core attention that does not take
             ``sink``.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import ParallelSelfAttention
+        >>> attention = ParallelSelfAttention(64, 8, num_kv_heads=2, mesh=None)  # mesh=ParallelMesh(tp=2)["tp"]
+        >>> attention(torch.randn(32, 2, 64)).shape
+        torch.Size([32, 2, 64])
     """
 
     sink: nn.Parameter | None

@@ -38,6 +38,13 @@ class VocabParallelEmbedding(ShardedModule):
 
     Raises:
         ValueError: a vocabulary that leaves a rank without a row.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import VocabParallelEmbedding
+        >>> embedding = VocabParallelEmbedding(1000, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> embedding(torch.randint(1000, (16, 2))).shape
+        torch.Size([16, 2, 64])
     """
 
     weight: nn.Parameter

@@ -100,6 +100,16 @@ class ParallelLatentAttention(AttentionHeads):
 
     Raises:
         TypeError, ValueError: sizes that do not fit each other or the mesh.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import ParallelLatentAttention
+        >>> attention = ParallelLatentAttention(
+        ...     64, 4, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, mesh=None
+        ... )
+        >>> angles = torch.arange(32)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+        >>> attention(torch.randn(32, 2, 64), (angles.cos(), angles.sin())).shape
+        torch.Size([32, 2, 64])
     """
 
     def __init__(

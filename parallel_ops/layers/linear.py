@@ -128,6 +128,13 @@ class ColumnParallelLinear(ParallelLinear):
             ``reduction``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import ColumnParallelLinear
+        >>> linear = ColumnParallelLinear(64, 256, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> linear(torch.randn(16, 2, 64)).shape  # 256 / 4 features on each of 4 ranks
+        torch.Size([16, 2, 256])
     """
 
     def __init__(
@@ -196,6 +203,13 @@ class RowParallelLinear(ParallelLinear):
             ``reduction``.
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import RowParallelLinear
+        >>> linear = RowParallelLinear(256, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> linear(torch.randn(16, 2, 256)).shape  # 256 / 4 features of the input on each of 4 ranks
+        torch.Size([16, 2, 64])
     """
 
     def __init__(

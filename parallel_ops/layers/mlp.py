@@ -40,6 +40,13 @@ class ParallelMLP(ShardedModule):
 
     Raises:
         TypeError, ValueError: an unknown activation, sizes that do not fit the mesh.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import ParallelMLP
+        >>> mlp = ParallelMLP(64, 256, mesh=None, activation="swiglu")  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
+        >>> mlp(torch.randn(16, 2, 64)).shape
+        torch.Size([16, 2, 64])
     """
 
     def __init__(

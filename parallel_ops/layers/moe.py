@@ -63,6 +63,14 @@ class ParallelMoE(ShardedModule):
 
     Raises:
         TypeError, ValueError: sizes that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import ParallelMoE
+        >>> experts = ParallelMoE(64, 128, num_experts=8, top_k=2, mesh=None)
+        >>> y = experts(torch.randn(16, 2, 64))
+        >>> y.shape
+        torch.Size([16, 2, 64])
     """
 
     load: Tensor | None

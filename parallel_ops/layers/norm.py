@@ -21,6 +21,12 @@ class Norm(ShardedModule):
 
     Raises:
         ValueError: an unknown kind.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.layers import Norm
+        >>> Norm(64, "rms_norm")(torch.randn(16, 2, 64)).shape
+        torch.Size([16, 2, 64])
     """
 
     weight: nn.Parameter

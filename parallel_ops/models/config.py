@@ -17,6 +17,14 @@ class Llama3Scaling:
 
     Raises:
         ValueError: naming the field that is wrong.
+
+    Example:
+        >>> from parallel_ops.models import Llama3Scaling, TransformerConfig
+        >>> scaling = Llama3Scaling(factor=32.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
+        >>> config = TransformerConfig(
+        ...     vocab_size=1000, seq_length=128, num_layers=2, hidden_size=64, num_heads=4,
+        ...     positions="rotary", rotary_base=500_000.0, rotary_scaling=scaling,
+        ... )
     """
 
     factor: float
@@ -53,6 +61,13 @@ class YarnScaling:
 
     Raises:
         ValueError: naming the field that is wrong.
+
+    Example:
+        >>> from parallel_ops.models import TransformerConfig, YarnScaling
+        >>> config = TransformerConfig(
+        ...     vocab_size=1000, seq_length=512, num_layers=2, hidden_size=64, num_heads=4,
+        ...     positions="rotary", rotary_scaling=YarnScaling(factor=4.0, original_length=128),
+        ... )
     """
 
     factor: float
@@ -139,6 +154,13 @@ class TransformerConfig:
 
     Raises:
         ValueError: naming the field that is wrong.
+
+    Example:
+        >>> from parallel_ops.models import TransformerConfig
+        >>> llama = TransformerConfig(
+        ...     vocab_size=1000, seq_length=128, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
+        ...     ffn_hidden_size=176, activation="swiglu", norm="rms_norm", positions="rotary", bias=False,
+        ... )
     """
 
     vocab_size: int

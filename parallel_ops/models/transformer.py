@@ -81,6 +81,15 @@ class Transformer(PretrainedModel):
 
     Raises:
         ValueError: sizes that do not fit the mesh, ``core_attention`` together with ``context``.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops.models import Transformer, TransformerConfig
+        >>> config = TransformerConfig(vocab_size=97, seq_length=32, num_layers=2, hidden_size=64, num_heads=4)
+        >>> model = Transformer(config)  # mesh=ParallelMesh(tp=2)["tp"] under torchrun
+        >>> text = torch.randint(97, (33, 2))  # [s, b]
+        >>> model(text[:-1], text[1:]).shape  # the loss
+        torch.Size([])
     """
 
     def __init__(

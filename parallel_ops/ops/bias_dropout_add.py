@@ -68,6 +68,14 @@ def bias_dropout_add(
     sequence parallelism, gives that shard of y when every rank passes the same ``seed`` and
     ``index_offset = r * x.numel()``. Any other rows need ``row_positions``. The gradient of bias is
     then partial over these ranks.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import bias_dropout_add
+        >>> x, bias, residual = torch.randn(16, 2, 64), torch.randn(64), torch.randn(16, 2, 64)
+        >>> y = bias_dropout_add(x, bias, residual, p=0.1)  # residual + F.dropout(x + bias, 0.1)
+        >>> torch.allclose(bias_dropout_add(x, bias, residual, p=0.1, training=False), residual + x + bias, atol=1e-6)
+        True
     """
     check_rows("bias_dropout_add", x)
     check_bias("bias_dropout_add", bias, x)

@@ -66,6 +66,14 @@ def rotary_embedding(
 
     Sharding: every token and head is independent, so x may be sharded on any dimension but the last, and y is sharded
     alike; positions are those of the tokens that the rank holds, cos and sin are replicated.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import rotary_embedding
+        >>> x = torch.randn(128, 2, 8, 64)  # [s, b, heads, d]
+        >>> angles = torch.arange(128)[:, None] * 10_000.0 ** (-torch.arange(32) / 32)
+        >>> rotary_embedding(x, angles.cos(), angles.sin()).shape
+        torch.Size([128, 2, 8, 64])
     """
     return _run("rotary_embedding", x, None, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)[0]
 
@@ -83,7 +91,17 @@ def rotary_embedding_qk(
     layout: Layout = "sbhd",
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``rotary_embedding`` of ``q`` and ``k`` in one call; their numbers of heads may differ."""
+    """``rotary_embedding`` of ``q`` and ``k`` in one call; their numbers of heads may differ.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import rotary_embedding_qk
+        >>> q, k = torch.randn(128, 2, 8, 64), torch.randn(128, 2, 4, 64)  # [s, b, heads, d]
+        >>> angles = torch.arange(128)[:, None] * 10_000.0 ** (-torch.arange(32) / 32)
+        >>> q, k = rotary_embedding_qk(q, k, angles.cos(), angles.sin())
+        >>> k.shape
+        torch.Size([128, 2, 4, 64])
+    """
     return _run("rotary_embedding_qk", q, k, cos, sin, interleaved, positions, cu_seqlens, doubled, layout, inplace)
 
 

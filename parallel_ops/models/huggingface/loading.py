@@ -60,6 +60,17 @@ def config_from_pretrained(folder: str | Path) -> TransformerConfig:
 
     Raises:
         FileNotFoundError: there is no such file. ValueError: an unknown family, or an unsupported option.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from parallel_ops.models import config_from_pretrained
+        >>> config = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": 2, "hidden_size": 64,
+        ...           "num_attention_heads": 4, "intermediate_size": 176, "max_position_embeddings": 128,
+        ...           "rms_norm_eps": 1e-5}
+        >>> folder = pathlib.Path(tempfile.mkdtemp())  # of a download
+        >>> _ = (folder / "config.json").write_text(json.dumps(config))
+        >>> config_from_pretrained(folder).num_layers
+        2
     """
     return _config_of(Path(folder), _read_json(Path(folder) / CONFIG))
 

@@ -56,6 +56,14 @@ def bias_swiglu(
     hold the gate columns and the up columns of the same features, as ``[gate shard, up shard]``; bias likewise, and
     its gradient is then that shard's (partial over ranks that hold different rows). The gradient of weights is partial
     over ranks that hold different columns.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import bias_swiglu
+        >>> x, bias = torch.randn(16, 2, 128), torch.randn(128)
+        >>> gate, up = (x + bias).chunk(2, dim=-1)
+        >>> torch.allclose(bias_swiglu(x, bias), torch.nn.functional.silu(gate) * up, atol=1e-5)
+        True
     """
     check_rows("bias_swiglu", x)
     if x.shape[-1] % 2:

@@ -56,6 +56,13 @@ def silu_mul(
 
     Sharding: elementwise, so any shard of gate and up gives that shard of y. The gradient of weights is partial over
     ranks that hold different columns.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import silu_mul
+        >>> gate, up = torch.randn(16, 2, 64), torch.randn(16, 2, 64)
+        >>> torch.allclose(silu_mul(gate, up), torch.nn.functional.silu(gate) * up, atol=1e-6)
+        True
     """
     options = swiglu_options("silu_mul", alpha, limit, up_offset)
     return _silu_forward.checked(lambda: _check("silu_mul", gate, up, weights), gate, up, weights, *options)
@@ -69,6 +76,14 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Te
         approximate: ``"tanh"`` or ``"none"`` (exact, by erf).
 
     Returns, Raises, Sharding: as in ``silu_mul``; ValueError for another ``approximate``.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import gelu_mul
+        >>> gate, up = torch.randn(16, 2, 64), torch.randn(16, 2, 64)
+        >>> expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        >>> torch.allclose(gelu_mul(gate, up), expected, atol=1e-6)
+        True
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"gelu_mul: approximate must be 'tanh' or 'none', got {approximate!r}")

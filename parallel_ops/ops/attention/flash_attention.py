@@ -123,6 +123,14 @@ def flash_attention(
     Sharding: any shard of kv_heads with their heads and sinks gives that shard of out, with ``first_head`` also
     its dropout mask. So does any shard of batch without dropout. Queries and keys must be whole; ``ring_attention``
     takes them sharded.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import flash_attention
+        >>> q = torch.randn(128, 2, 8, 32)  # [s, b, heads, d]
+        >>> k, v = torch.randn(128, 2, 4, 32), torch.randn(128, 2, 4, 32)  # two query heads share a key head
+        >>> flash_attention(q, k, v).shape
+        torch.Size([128, 2, 8, 32])
     """
     op = "flash_attention"
     check_attention(op, q, k, v, causal, scale, window, sink, softcap, cu_seqlens)

@@ -107,6 +107,14 @@ def cross_entropy(
             loss and gradient.
 
     Sharding: every row is independent; logits, target and loss may be sharded on any dimension but the vocabulary's.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import cross_entropy
+        >>> logits, target = torch.randn(32, 1000), torch.randint(1000, (32,))
+        >>> expected = torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.1)
+        >>> torch.allclose(cross_entropy(logits, target, label_smoothing=0.1), expected)
+        True
     """
     return cross_entropy_impl(
         "cross_entropy", logits, target, class_weight, label_smoothing, z_loss, softcap, ignore_index,

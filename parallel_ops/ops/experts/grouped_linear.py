@@ -71,6 +71,15 @@ def grouped_linear(
 
     Sharding: experts, with the rows of x that are theirs, may be split over ranks; so may ``out``, of weight, bias and
     y. With ``in`` split, of x and weight, y is partial.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import grouped_linear
+        >>> x, weight = torch.randn(6, 8), torch.randn(2, 16, 8)  # six rows, two experts
+        >>> ends = torch.tensor([4, 6])  # four rows for expert 0, two for expert 1
+        >>> expected = torch.cat([x[:4] @ weight[0].T, x[4:] @ weight[1].T])
+        >>> torch.allclose(grouped_linear(x, weight, ends), expected, atol=1e-5)
+        True
     """
     _check(x, weight, ends, bias)
     if main_grad is not None or deferred is not None:

@@ -24,6 +24,12 @@ class ExpertOrder(NamedTuple):
         rows: ``[r]`` int32: the slot (token * k + choice) that a row comes from, -1 for padding.
         places: ``[t, k]`` int32: the row of each slot, -1 where it was dropped or has no expert.
         ends: ``[n]`` int32: the end of each expert's rows, padding included, as the offs of torch._grouped_mm.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import sort_by_expert
+        >>> sort_by_expert(torch.tensor([[2], [0], [2]]), num_experts=3).ends  # one row for expert 0, two for expert 2
+        tensor([1, 1, 3], dtype=torch.int32)
     """
 
     rows: Tensor
@@ -50,6 +56,13 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = 
             more; on the CPU ids below -1 or from n on.
 
     Sharding: the order is that of the tokens that the rank holds.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import sort_by_expert
+        >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)
+        >>> order.rows.tolist(), order.ends.tolist()  # token 1, then tokens 0 and 2; where the rows of each expert end
+        ([1, 0, 2], [1, 3])
     """
     if torch.compiler.is_compiling():
         _check(experts, num_experts, capacity, multiple)

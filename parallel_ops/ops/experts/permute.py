@@ -37,6 +37,13 @@ def permute(x: Tensor, order: ExpertOrder) -> Tensor:
             make is an error on the CPU, and on CUDA writes nothing outside the result.
 
     Sharding: x may be sharded over h, and the result is sharded alike; rows are those of the rank's own tokens.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import permute, sort_by_expert
+        >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)
+        >>> permute(torch.tensor([[0.0], [1.0], [2.0]]), order).flatten()  # token 1, then tokens 0 and 2
+        tensor([1., 0., 2.])
     """
     return _permute.checked(lambda: _check("permute", "x", x, order, None, 0), x, *_tensors("permute", order)[:2])
 
@@ -57,6 +64,14 @@ def unpermute(y: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> T
 
     Sharding: y may be sharded over h, and the result is sharded alike; the gradient of weights is then partial over
     those ranks.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import permute, sort_by_expert, unpermute
+        >>> x = torch.randn(3, 8)
+        >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)
+        >>> torch.equal(unpermute(permute(x, order), order), x)
+        True
     """
     rows, places, _ = _tensors("unpermute", order)
     return _unpermute.checked(lambda: _check("unpermute", "y", y, order, weights, 1), y, rows, places, weights)

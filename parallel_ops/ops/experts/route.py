@@ -40,6 +40,12 @@ class Routing(NamedTuple):
         load: ``[n]`` int32: how many tokens chose each expert.
         score_sums: ``[n]``, dtype of weights: each expert's probability, summed over tokens. Differentiable.
         z_sum: ``[]``, dtype of weights: logsumexp(logits)^2, summed over tokens. Differentiable.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import route
+        >>> route(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2).experts
+        tensor([[1, 2]])
     """
 
     weights: Tensor
@@ -90,6 +96,13 @@ def route(
 
     Settings of public models: Mixtral, and Qwen3-MoE with norm_topk_prob: the defaults; OLMoE: ``normalize=False``;
     GPT-OSS: ``top_k_first=True``; DeepSeek-V3: ``score="sigmoid", bias=..., groups=8, top_groups=4, scale=2.5``.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import route
+        >>> routing = route(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)  # one token, three experts
+        >>> routing.experts, routing.weights
+        (tensor([[1, 2]]), tensor([[0.7311, 0.2689]]))
     """
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"route: score must be 'softmax' or 'sigmoid', got {score!r}")
@@ -157,6 +170,13 @@ def load_balancing_loss(load: Tensor, score_sums: Tensor, tokens: int | Tensor, 
         TypeError, ValueError: dtypes and shapes that ``route`` does not return, tokens or top_k below 1.
 
     Sharding: the loss is a product of the two, so sum load, score_sums and tokens over the ranks first.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import load_balancing_loss, route
+        >>> routing = route(torch.zeros(8, 4), top_k=2)  # all experts are equally likely
+        >>> load_balancing_loss(routing.load, routing.score_sums, tokens=8, top_k=2)
+        tensor(2.)
     """
     check_floating("load_balancing_loss", "score_sums", score_sums)
     if not isinstance(load, Tensor):

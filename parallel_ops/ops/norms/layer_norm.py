@@ -88,6 +88,14 @@ def layer_norm(
 
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight and
     bias are replicated, and their gradients are then partial over the ranks (sum them).
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import layer_norm
+        >>> x, weight, bias = torch.randn(16, 2, 64), torch.ones(64), torch.zeros(64)
+        >>> expected = torch.nn.functional.layer_norm(x, (64,), weight, bias)
+        >>> torch.allclose(layer_norm(x, weight, bias), expected, atol=1e-6)
+        True
     """
     if type(eps) is not float or not eps >= 0:
         check_eps("layer_norm", eps)

@@ -71,6 +71,13 @@ def rms_norm(
 
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight is
     replicated, and its gradient is then partial over the ranks (sum it).
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import rms_norm
+        >>> x, weight = torch.randn(16, 2, 64), torch.ones(64)
+        >>> torch.allclose(rms_norm(x, weight), torch.nn.functional.rms_norm(x, (64,), weight, eps=1e-6), atol=1e-6)
+        True
     """
     if type(eps) is not float or not eps >= 0:
         check_eps("rms_norm", eps)

@@ -50,6 +50,13 @@ def scaled_causal_softmax(
 
     Sharding: any shard of the dimensions before the last two (batch, heads) gives that shard of y, with the matching
     shard of sink; queries and keys must be whole.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import scaled_causal_softmax
+        >>> scaled_causal_softmax(torch.zeros(2, 2))  # the first query sees one key, the second both
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     _check(scores, scale, window)
     y, _ = _forward(scores, sink_vector("scaled_causal_softmax", sink, scores), scale, window)

@@ -63,6 +63,12 @@ def scaled_masked_softmax(
 
     Sharding: rows are independent, so any shard of the leading dimensions (batch, heads, queries) gives that shard of
     y, with the matching shard of mask and sink; the last dimension must be whole.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import scaled_masked_softmax
+        >>> scaled_masked_softmax(torch.zeros(1, 3), torch.tensor([[False, False, True]]))  # True: not seen
+        tensor([[0.5000, 0.5000, 0.0000]])
     """
     _check(scores, mask, scale, window)
     mask = mask if window is None else _windowed(scores, mask, window)

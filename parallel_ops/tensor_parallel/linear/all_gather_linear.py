@@ -120,6 +120,13 @@ def all_gather_linear(
 
     Sharding: x S(0) over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of x is
     complete and sharded like x; those of weight and bias are complete for this rank's features.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import all_gather_linear
+        >>> x, weight = torch.randn(128, 2, 64), torch.randn(256, 64)  # this rank's tokens and output features
+        >>> all_gather_linear(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
+        torch.Size([128, 2, 256])
     """
     outputs = _op(
         x,

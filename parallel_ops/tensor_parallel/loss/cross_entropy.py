@@ -88,6 +88,14 @@ def vocab_parallel_cross_entropy(
 
     Sharding: logits S(-1) over group, class_weight S(0), target, loss and statistics replicated, gradient of logits
     S(-1). The incoming gradient must be the same on every rank.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import vocab_parallel_cross_entropy
+        >>> logits, target = torch.randn(32, 1000), torch.randint(1000, (32,))
+        >>> loss = vocab_parallel_cross_entropy(logits, target)  # group=mesh["tp"].get_group() for shards of the logits
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target))
+        True
     """
     name = group_name(_NAME, group)
     if name is None:

@@ -130,6 +130,14 @@ def vocab_parallel_linear_cross_entropy(
     Sharding: hidden replicated over group, or S(0) with ``sequence_parallel``; weight, bias and class_weight S(0);
     target, loss and statistics replicated. The gradient of hidden is complete on every rank, sharded as hidden is; the
     incoming gradient must be the same on every rank.
+
+    Example:
+        >>> import torch
+        >>> from parallel_ops import vocab_parallel_linear_cross_entropy
+        >>> hidden, weight, target = torch.randn(32, 64), torch.randn(1000, 64), torch.randint(1000, (32,))
+        >>> loss = vocab_parallel_linear_cross_entropy(hidden, weight, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target), rtol=1e-4)
+        True
     """
     name = group_name(_NAME, group)
     checked = (hidden, weight, target, bias, class_weight, group, sequence_parallel, reduction, chunk_bytes)
