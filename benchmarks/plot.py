@@ -1,14 +1,19 @@
-"""One chart an op: effective bandwidth of each provider, with clone as the line to reach."""
+"""One chart an op: effective bandwidth of each provider, with clone as the line to reach. And one chart of all ops.
+
+``python -m benchmarks.plot benchmarks/results/DEVICE.csv docs/DEVICE.svg`` draws the latter.
+"""
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.report import Group, groups
-from benchmarks.results import PROVIDERS, Row
+from benchmarks.results import PROVIDERS, Row, read
 from benchmarks.spec import DIRECTIONS
 
 COLORS = {
@@ -82,6 +87,41 @@ def plot_op(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
+def overview(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Percent of the speed of a copy that forward and backward together reach: by op, then provider, slowest first."""
+    shown = ("eager", "compile", "parallel_ops")
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.direction == "full" and row.dtype == "bfloat16" and row.provider in shown and row.percent_of_clone:
+            found.setdefault(row.op, {}).setdefault(row.provider, row.percent_of_clone)
+    return {op: {name: found[op][name] for name in shown} for op in sorted(found)}
+
+
+def plot_overview(rows: Sequence[Row], path: Path) -> None:
+    """Draws ``overview`` as SVG: a group of bars for each op."""
+    found, last = overview(rows), rows[-1]
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for number, provider in enumerate(("eager", "compile", "parallel_ops")):
+        places = [place + 0.27 * (number - 1) for place in range(len(found))]
+        heights = [each[provider] for each in found.values()]
+        bars = axis.bar(places, heights, 0.25, color=COLORS[provider], label=_LABELS.get(provider, provider))
+        axis.bar_label(bars, [f"{height:.0f}" for height in heights], padding=1, fontsize=7, color=_INK, bbox=_PLATE)
+    axis.axhline(100, color=_INK, linewidth=1, linestyle=(0, (3, 1.5)), label="a copy of the same bytes", zorder=0)
+    names = [op.replace("vocab_parallel_", "").replace("_", "_\n") for op in found]
+    axis.set_xticks(range(len(found)), names, fontsize=8, color=_INK)
+    axis.set_ylabel("% of the speed of a copy", fontsize=9, color=_INK)
+    axis.set_ylim(0, 112)
+    axis.tick_params(axis="both", length=0, labelsize=8, labelcolor=_INK)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    title = f"Forward and backward in bfloat16 on {last.device}, torch {last.torch.partition('+')[0]}"
+    axis.set_title(title, fontsize=10, color=_INK, loc="left")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
 def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -> None:
     width = 0.8 / len(providers)
     present = [d for d in DIRECTIONS if d in directions]
@@ -113,3 +153,7 @@ def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -
 
 def _short(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+
+
+if __name__ == "__main__":
+    plot_overview(read(Path(sys.argv[1])), Path(sys.argv[2]))
