@@ -40,6 +40,6 @@ def test_the_quick_start_learns_and_is_that_of_the_readme():
     first, *_, last = losses(*TORCHRUN, "4", example=QUICK_START)
     assert last < 0.7 * first
     code = QUICK_START.read_text()
-    shown = next(block for block in (ROOT / "README.md").read_text().split("```") if "ParallelMesh(" in block)
-    for line in shown.splitlines():
+    shown = next(b for b in (ROOT / "README.md").read_text().split("```") if "ParallelMesh(dp_shard" in b)
+    for line in shown.removeprefix("python\n").splitlines():
         assert line.strip() in code
