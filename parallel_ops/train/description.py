@@ -1,6 +1,9 @@
 """The description and the result of a run in labelled lines."""
 
 import math
+import re
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +28,33 @@ if TYPE_CHECKING:
 Line = tuple[str, str]
 # Files that are named; further ones are counted.
 _NAMED = 4
+# Columns of the labels.
+_LABEL = 12
 
 
-def text(lines: Iterable[Line]) -> str:
-    """The lines as text, with labels in a column."""
-    return "\n".join(f"{label:12} {content}" for label, content in lines)
+def text(lines: Iterable[Line], width: int | None = None) -> str:
+    """The lines as text, with labels in a column; contents are broken at spaces and commas, to ``width`` columns.
+
+    Args:
+        width: ``None`` for the width of the terminal, or for no limit if standard output is none.
+    """
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    rows: list[str] = []
+    for label, content in lines:
+        parts = [content] if width is None else _broken(content, max(width - _LABEL - 1, 20))
+        rows += [f"{'' if number else label:{_LABEL}} {part}" for number, part in enumerate(parts)]
+    return "\n".join(rows)
+
+
+def _broken(content: str, width: int) -> list[str]:
+    """Rows of at most ``width`` columns, unless a word is longer."""
+    rows = [""]
+    for word in re.findall(r"[^ ,]*[ ,]+|[^ ,]+", content):
+        if rows[-1] and len((rows[-1] + word).rstrip()) > width:
+            rows.append("")
+        rows[-1] += word
+    return [row.rstrip() for row in rows]
 
 
 def plan_lines(settings: "Settings", device: str, parameters: int) -> list[Line]:
@@ -73,15 +98,10 @@ def start_lines(trainer: "RunState") -> list[Line]:
     tokens = left * batch * settings.seq_length
     span = f"steps {trainer.global_step + 1:,} to {settings.run.steps:,}" if left > 0 else "no step is left"
     position = f", from sample {trainer.samples_seen:,} on" if trainer.samples_seen else ""
-    shuffled = "shuffled" if samples.shuffle else "as they lie in the packed documents"
-    stream = samples.stream
     lines = [
         *plan_lines(settings, device_name(trainer.device), parameters),
         ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
-        ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
-        ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
-        *_packed(samples, left * batch),
-        *_growing(samples),
+        *data_lines(samples, left * batch),
     ]
     if trainer.evaluation is not None:
         held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
@@ -92,6 +112,17 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("checkpoints", "none" if own.dir is None else f"{own.dir}, {_when(own.interval)}; {own.keep}{best} are kept")
     ]
     return lines + _logs(settings.logging)
+
+
+def data_lines(samples: "AnySamples", taken: int) -> list[Line]:
+    """The data of a run. ``taken``: Samples that it takes."""
+    stream, shuffled = samples.stream, "shuffled" if samples.shuffle else "as they lie in the packed documents"
+    return [
+        ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
+        ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
+        *_packed(samples, taken),
+        *_growing(samples),
+    ]
 
 
 def _growing(samples: "AnySamples") -> list[Line]:

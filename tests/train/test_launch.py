@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from parallel_ops._internal.command_line import INTERRUPTED
 from parallel_ops._internal.groups import device_types_of
 from parallel_ops.planner.cli.app import app
-from parallel_ops.train import CheckpointError
+from parallel_ops.train import CheckpointError, description
 from parallel_ops.train.config_file import read_settings, settings_of
 from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.tokens import TokenStream
@@ -109,13 +109,64 @@ def test_a_dry_run_counts_the_memory_of_what_the_run_is_on(folder, capsys):
     def held(cluster):
         command.dry_run(given, cluster, strict=False)
         said = capsys.readouterr().out
-        return said, {name: int(size.replace(",", "")) for name, size in re.findall(r"^(\w+) +([\d,]+)$", said, re.M)}
+        return said, {
+            name: int(size.replace(",", "")) for name, size in re.findall(r"^(\w+) +([\d,]+) +\S+ [MG]iB$", said, re.M)
+        }
 
     said, cpu = held(None)
     assert "runtime" not in cpu and cpu["logits"] == 4 * 32 * 64 + 4 * 32 * 64 and cpu["all"] < 2**20
     assert "in the last dimension; CPU\n" in said and "on h100x2 (no GPU is here; --cluster names others)" in said
     said, gpu = held("a100-80")
     assert gpu["runtime"] > 2**30 and gpu["logits"] > 2**28 and "CPU" not in said and "no GPU is here" not in said
+
+
+def test_a_dry_run_says_what_data_the_run_has(folder, capsys):
+    evaluation = {"paths": [str(folder / "tokens.bin")], "interval": 10}
+    given = settings(folder, "dp=2,global_batch=8", run={"steps": 10}, evaluation=evaluation)
+    command.dry_run(given, None, strict=False)
+    said = capsys.readouterr().out
+    assert "data         4,000 tokens in 1 document: " in said and "124 sequences of 32 an epoch, shuffled" in said
+    assert "its tokens are in the vocabulary" in said and "MFU" not in said and re.search(r"^all .* MiB$", said, re.M)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": {"paths": ["gone.bin"]}}, OSError, "gone.bin"),
+        ({"data": {"paths": ["empty"]}}, (ValueError, OSError), "empty"),
+        ({"model": MODEL | {"vocab_size": 63}}, ValueError, "has token 63, outside the model's vocabulary of 63"),
+        ({"model": MODEL | {"seq_length": 5000}}, ValueError, "4,?000"),
+        ({"evaluation": {"paths": ["gone.bin"], "interval": 5}}, (ValueError, OSError), "gone.bin"),
+        ({"evaluation": {"paths": ["wide.bin"], "interval": 5}}, ValueError, "wide.bin has token 64, outside"),
+        ({"data": {"sources": [{"paths": ["gone.bin"], "weight": 1.0}]}}, OSError, "gone.bin"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_data_that_a_run_would(folder, monkeypatch, capsys, change, error, message):
+    """After it has printed the plan, and with the message of the run."""
+    monkeypatch.chdir(folder)
+    (folder / "empty").mkdir()
+    np.full(100, 64, np.uint16).tofile("wide.bin")
+    given = settings(folder, "dp=2,global_batch=8")
+    data = {"model": MODEL, "data": {"paths": ["tokens.bin"]}, "parallel": given.plan.text, "run": {"steps": 2}}
+    given = settings_of(data | change)
+    with pytest.raises(error, match=message):
+        command.dry_run(given, None, strict=False)
+    assert "tokens/s" in capsys.readouterr().out
+    with pytest.raises(error, match=message):
+        launch.check(given, Start())
+
+
+def test_a_description_fits_a_terminal():
+    """Contents are broken at spaces and commas, under themselves."""
+    plan = "dp=2,tp=2,zero=3,micro_batch=4,global_batch=16,dtype=fp32,fused_loss=true"
+    lines = [("plan", plan), ("", "more"), ("files", "a " * 60 + "x" * 100)]
+    narrow = description.text(lines, 80).splitlines()
+    assert all(len(row) <= 80 for row in narrow if "xx" not in row)
+    assert narrow[0].startswith("plan         dp=2,tp=2") and narrow[1].startswith(" " * 13 + "fused_loss")
+    assert "".join(row[13:] for row in narrow[:2]) == plan
+    assert narrow[-1] == " " * 13 + "x" * 100
+    assert description.text(lines).splitlines() == [f"{label:12} {content}" for label, content in lines]
 
 
 @pytest.mark.parametrize("key", ["checkpoint.dir", "logging.tensorboard", "logging.jsonl", "logging.plot"])

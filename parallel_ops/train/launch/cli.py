@@ -23,6 +23,9 @@ from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import first_rank, under_torchrun
 from parallel_ops.train.planner_bridge import Device, cluster_of, forecast, memory_problem, rank_memory, replan
 
+# Below this a model is too small for its utilisation to say anything.
+_SOME_MFU = 0.001
+
 
 def settings_for(
     file: Path,
@@ -108,10 +111,11 @@ def train(settings: Settings, start: Start, *, strict: bool) -> int:
 
 
 def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
-    """Prints plan, memory and expected step time of a run.
+    """Prints plan, memory, expected step time and data of a run.
 
     Raises:
-        ValueError: The cluster is unknown, the plan cannot run on it, or with ``strict`` does not fit in memory.
+        ValueError, OSError: The cluster is unknown, the plan cannot run on it, or with ``strict`` is beyond the memory;
+            last, once the rest is printed: data is missing, cannot be read, or has tokens outside the vocabulary.
     """
     plan = settings.plan
     machine = cluster_of(cluster, plan)
@@ -122,25 +126,42 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     gpu = cluster is not None or device.gpu
     where = machine.gpu.name if cluster is not None else device.name if gpu else "CPU"
     lines = description.plan_lines(settings, where, expected.model.parameters)
-    console.print(f"{description.text(lines)}\n", highlight=False)
+    console.print(f"{description.text(lines, console.width)}\n", highlight=False, markup=False)
     found = rank_memory(settings, gpu=gpu)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("each rank holds")
     table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
     for name in DEVICE_MEMORY:
         if size := getattr(found, name):
-            table.add_row(name if gpu or name != "runtime" else "allocator", f"{size:,.0f}")
-    table.add_row("all", f"{found.total:,.0f}")
+            table.add_row(name if gpu or name != "runtime" else "allocator", f"{size:,.0f}", _size(size))
+    table.add_row("all", f"{found.total:,.0f}", _size(found.total))
     if found.host:
-        table.add_row("in host memory", f"{found.host:,.0f}")
+        table.add_row("in host memory", f"{found.host:,.0f}", _size(found.host))
     console.print(table)
     assumed = "" if gpu else " (no GPU is here; --cluster names others)"
+    mfu = f", MFU {expected.mfu:.1%}" if expected.mfu >= _SOME_MFU else ""
     console.print(
         f"\non {machine.name}{assumed} the planner expects a step of {expected.step:.4g} s, "
-        f"{expected.tokens_per_second:,.0f} tokens/s, MFU {expected.mfu:.1%}; {expected.error_band.sentence()}",
+        f"{expected.tokens_per_second:,.0f} tokens/s{mfu}; {expected.error_band.sentence()}",
         highlight=False,
     )
     _check_memory(settings, device, strict)
+    try:
+        built = launch.samples_of(settings)
+        share = launch.compared(settings, built)
+    except ImportError as error:
+        fail(error)
+    compared = (
+        "its tokens are in the vocabulary" if share == 1 else f"{share:.1%} of it was compared with the vocabulary"
+    )
+    lines = [*description.data_lines(built[0], settings.run.steps * plan.global_batch), ("", compared)]
+    console.print(f"\n{description.text(lines, console.width)}", highlight=False, markup=False)
+
+
+def _size(count: float) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def _check_memory(settings: Settings, device: Device, strict: bool) -> None:

@@ -18,7 +18,7 @@ from parallel_ops.train import outputs, patterns
 from parallel_ops.train.build import build_samples
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data import vocabulary
-from parallel_ops.train.data.growing import Growing
+from parallel_ops.train.data.growing import AnySamples, Growing
 from parallel_ops.train.launch import resuming
 from parallel_ops.train.launch.local import Failure, Stopped, run_here
 from parallel_ops.train.launch.options import Start
@@ -71,16 +71,32 @@ def check(settings: Settings, start: Start) -> float:
     uses_cuda(settings)
     if settings.model.freeze or settings.optimizer.groups:
         patterns.check(settings, patterns.names_of(settings))
+    built = samples_of(settings)
+    resuming.check(settings, start)
+    outputs.check(settings)
+    return compared(settings, built) if first_rank() else 1.0
+
+
+def samples_of(settings: Settings) -> list[AnySamples]:
+    """The samples to train on, and those to evaluate on, if any.
+
+    Raises:
+        ValueError, OSError, ImportError: Data is missing, cannot be read, or is too short.
+    """
     built = [samples for samples in build_samples(settings, None) if samples is not None]
     for samples in built:
         if isinstance(samples, Growing):
             samples.reach(1, lambda found: found())
-    found = [samples.stream for samples in built]
-    resuming.check(settings, start)
-    outputs.check(settings)
-    if not first_rank():
-        return 1.0
-    return min(vocabulary.check(stream, settings.config.vocab_size) for stream in found)
+    return built
+
+
+def compared(settings: Settings, built: list[AnySamples]) -> float:
+    """Compares the tokens with the model's vocabulary; returns the share of the data that was compared.
+
+    Raises:
+        ValueError: A token is outside; names the file.
+    """
+    return min(vocabulary.check(samples.stream, settings.config.vocab_size) for samples in built)
 
 
 def run(settings: Settings, start: Start) -> Stopped:
