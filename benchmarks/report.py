@@ -74,7 +74,8 @@ def print_summary(console: Console, rows: Sequence[Row]) -> None:
             of_dtype = [g for g in full if next(iter(g.values())).dtype == dtype]
             values = [s for g in of_dtype if (s := speedup(g, rival)) is not None]
             if values:
-                means.append(f"{statistics.geometric_mean(values):.2f}x {rival} ({len(values)} cases)")
+                cases = f"{len(values)} case{'' if len(values) == 1 else 's'}"
+                means.append(f"{statistics.geometric_mean(values):.2f}x {rival} ({cases})")
         if means:
             console.print(f"{dtype}: forward and backward, geometric mean: {', '.join(means)}")
     rated = [(row.percent_of_clone, row) for row in rows if row.provider == "parallel_ops" and row.percent_of_clone]

@@ -1,6 +1,7 @@
 """The command line of ``python -m benchmarks.demo``."""
 
 import enum
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -191,15 +192,22 @@ def _train(each: dict[str, Settings]) -> list[Run]:
 
 
 def _train_all(each: dict[str, Settings], here: dict[str, Here]) -> list[Run]:
-    """Trains behind a progress bar, if stderr is a terminal."""
-    console = Console(stderr=True)
+    """Trains behind a progress bar, or with a line every tenth of the steps where stderr is no terminal."""
+    console, steps, done = Console(stderr=True), next(iter(each.values())).run.steps, 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=next(iter(each.values())).run.steps)
+        task = progress.add_task("starting", total=steps)
+        if not console.is_terminal:
+            names = ", ".join(name for name in each if name != PRODUCTS)
+            print(f"training {names}: {steps} steps each, which take turns; then a table", file=sys.stderr, flush=True)
 
         def show(runs: list[Run]) -> None:
+            nonlocal done
+            done += 1
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
             progress.update(task, advance=1, description=f"loss: {losses}")
+            if not console.is_terminal and (done % max(1, steps // 10) == 0 or done == steps):
+                print(f"step {done}/{steps}  loss: {losses}", file=sys.stderr, flush=True)
 
         return train(each, show, here=here)
 
