@@ -54,7 +54,10 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     """Called by MkDocs for every page."""
 
     def reference(match: re.Match[str]) -> str:
-        entries = [ENTRY.format(path=path, name=name) for name, path in public_names(match[1]).items()]
+        names = public_names(match[1])
+        # What is called, what it returns or takes, and last the twins in plain PyTorch that the tests compare with.
+        order = sorted(names, key=lambda name: (name.endswith("_reference"), name[0].isupper()))
+        entries = [ENTRY.format(path=names[name], name=name) for name in order]
         return "\n".join([INTRODUCTION.format(package=match[1]), *entries])
 
     markdown = re.sub(rf"\]\(\.\./((?:\.\./)*(?:{'|'.join(ROOT_PAGES)}))", r"](\1", markdown)

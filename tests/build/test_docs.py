@@ -47,6 +47,10 @@ def test_the_reference_names_what_is_public(hook):
     page = hook.on_page_markdown("# Ops\n\n::: public parallel_ops.ops\n")
     assert page.startswith("# Ops\n\n::: parallel_ops.ops\n")
     assert [f"\n::: {path}\n" in page for path in names.values()] == [True] * len(names)
+    functions, results, twins = (
+        page.index(f'heading: "{name}"') for name in ("unpermute", "Routing", "route_reference")
+    )
+    assert functions < results < twins
 
 
 def test_links_to_pages_of_the_root_stay_on_the_site(hook):

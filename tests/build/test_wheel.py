@@ -4,6 +4,7 @@ All other tests run on the editable install, where a file that is missing from t
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,7 +188,11 @@ def test_the_wheel_has_every_module_and_every_data_file(tree, wheel):
 def test_the_sdist_has_what_the_build_reads(tree, sdist):
     expected = {"setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"}
     expected |= files_of(tree, "csrc", "parallel_ops", "triton_kernels")
-    assert expected - files_of(sdist, ".") == set()
+    found = files_of(sdist, ".")
+    assert expected - found == set()
+    # What the README links to is there, and no test without what it imports.
+    links = re.findall(r"\]\((?!http)([^)#]+)", (tree / "README.md").read_text())
+    assert set(links) - found == set() and not [name for name in found if name.startswith("tests/")]
     assert list(sdist.rglob("*.so")) == []
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from parallel_ops import __main__
-from parallel_ops.planner import RULES
+from parallel_ops.planner import RULES, presets
+from parallel_ops.planner.compute.software import eras
 from support.planner_cli import PLAN, SMALL
 
 
@@ -96,6 +97,27 @@ class TestPlan:
         smallest = int(err.split("; ")[1].split()[0])
         assert smallest > 8
         assert run("plan", "--model", "gpt3-175b", "--cluster", f"a100-80x{smallest}", "--batch", 64)[0] == 0
+
+
+def test_a_heading_counts_the_gpus_of_a_cluster_without_a_number(run):
+    out = run("estimate", "--model", "llama3-8b", "--cluster", "h100", "--batch", "64", "--plan", "tp=2,zero=1")[1]
+    assert out.startswith("llama3-8b on h100 (8 GPUs), 64 x 8,192 tokens a step, times with the software of ")
+    one = run("estimate", "--model", "qwen3-0.6b", "--cluster", "h100x1", "--batch", "4", "--plan", "dp=1")[1]
+    assert "h100x1 (1 GPU), " in one
+
+
+def test_the_names_that_commands_take_are_listed(run):
+    code, out, err = run("presets", "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "") and "llama3-70b" in found["models"] and "h100" in found["gpus"]
+    assert tuple(found["clusters"]) == presets.clusters() and tuple(found["software"]) == eras()
+    shown = run("presets")[1]
+    assert all(name in shown for names in found.values() for name in names)
+
+
+def test_only_a_search_has_software_by_its_system(run):
+    assert "that of --for" in " ".join(run("plan", "--help")[1].split())
+    assert "that of --for" not in run("estimate", "--help")[1]
 
 
 class TestEstimate:

@@ -42,6 +42,10 @@ def test_it_is_well_formed_and_loads_nothing(document):
     assert not re.search(r"https?:|url\(|@import|<script", document)
 
 
+def test_it_says_whose_times_they_are(document):
+    assert "times with the software of megatron-bridge-2025 (Megatron-Bridge" in document
+
+
 def test_it_says_what_the_estimates_say(document):
     model, cluster = presets.model("llama3-70b"), presets.cluster("h100x64")
     plan = Plan(tp=8, pp=8, zero=1, sequence_parallel=True, schedule="zb-v", virtual_stages=2, global_batch=64)

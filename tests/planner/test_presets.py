@@ -103,6 +103,8 @@ def test_clusters_by_name_and_number():
         (lambda: presets.cluster("zzz"), "unknown cluster 'zzz'; known: a100-40"),
         (lambda: presets.cluster("h100x12"), r"gpus must be a multiple of gpus_per_node \(8\), or fewer; got 12"),
         (lambda: presets.cluster("h100x0"), "gpus must be at least 1, got 0"),
+        (lambda: presets.cluster("3090x2"), r"unknown cluster '3090'; nearest: rtx3090"),
+        (lambda: presets.gpu("mi300"), "nearest: mi300x"),
         (lambda: presets.gpu("tpu-v4").peak("fp16"), "tpu-v4 has no fp16 matrix products; it has bf16"),
         (
             lambda: Model(name="x", num_layers=1, hidden_size=2305, num_heads=24, vocab_size=1, seq_length=1),
