@@ -3,10 +3,10 @@
 import sys
 
 from parallel_ops import __version__
-from parallel_ops._internal.command_line import CONSOLE, SETTINGS, missing, start
+from parallel_ops._internal.command_line import CONSOLE, TOKENS, TRAIN, missing, start
 
-# Commands that read the settings of a run; the others need CONSOLE alone.
-_READ_SETTINGS = ("train", "calibrate", "export", "inspect")
+# Packages of commands that need more than CONSOLE.
+_PACKAGES = {"tokenize": TOKENS, **dict.fromkeys(("train", "calibrate", "export", "inspect"), TRAIN)}
 
 # The commands, for a help that needs no packages. Their docstrings begin with the same words.
 COMMANDS = {
@@ -35,7 +35,7 @@ def main() -> None:
     elif command == "--help" and (absent := missing(CONSOLE)):
         print(_plain_help(absent))
     else:
-        start("parallel_ops._commands", SETTINGS if command in _READ_SETTINGS else CONSOLE)
+        start("parallel_ops._commands", _PACKAGES.get(command, CONSOLE))
 
 
 def _plain_help(absent: list[str]) -> str:

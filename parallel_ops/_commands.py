@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from parallel_ops._internal.command_line import SETTINGS, bytes_bar, fail, require, waiting
+from parallel_ops._internal.command_line import TRAIN, bytes_bar, fail, require, waiting
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
@@ -101,7 +101,7 @@ def train_command(
 
     Example: parallel-ops train examples/train.toml --set parallel=dp=2,tp=2 --resume
     """
-    require(*SETTINGS)
+    require(*TRAIN)
     if schema:
         from parallel_ops.train.config import json_schema
 
@@ -143,7 +143,7 @@ def calibrate_command(
 
     Example: parallel-ops calibrate here.json --seconds 120
     """
-    require(*SETTINGS)
+    require(*TRAIN)
     from parallel_ops.train.calibration import command
 
     with waiting(lambda: f"measuring for about {seconds:g} s"):
@@ -172,7 +172,7 @@ def export_command(
 
     Example: parallel-ops export runs/example my-model --tokenizer tokenizer.json
     """
-    require(*SETTINGS)
+    require(*TRAIN)
     from parallel_ops.train import CheckpointError
     from parallel_ops.train.checkpoint.export import export
 
@@ -200,7 +200,7 @@ def inspect_command(
 
     Example: parallel-ops inspect runs/example --json
     """
-    require(*SETTINGS)
+    require(*TRAIN)
     from parallel_ops.train import CheckpointError
     from parallel_ops.train.checkpoint.inspection import described, inspect
     from parallel_ops.train.description import text

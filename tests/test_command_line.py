@@ -30,7 +30,7 @@ def end(capsys, *arguments, **options):
     return stop.value.code, *capsys.readouterr()
 
 
-OPTIONAL = ("matplotlib", "pydantic", "rich", "typer")
+OPTIONAL = ("matplotlib", "numpy", "pydantic", "rich", "typer")
 
 
 def without(blocked, *arguments, module="parallel_ops.__main__"):
@@ -48,7 +48,9 @@ def without(blocked, *arguments, module="parallel_ops.__main__"):
         (["rich"], ["train"], "rich"),
         (["typer", "rich"], ["plan"], "typer rich"),
         (["rich"], ["schedule", "--help"], "rich"),
-        (["pydantic"], ["inspect", "runs"], "pydantic"),
+        (["pydantic", "numpy"], ["inspect", "runs"], "numpy pydantic"),
+        (["numpy"], ["tokenize", "text", "x.bin", "--tokenizer", "t.json"], "numpy"),
+        (["numpy"], ["train", "run.toml"], "numpy"),
         (["matplotlib"], ["schedule", "--pp", "2", "--micro-batches", "2", "--output", "x.svg"], "matplotlib"),
     ],
     ids=str,
@@ -81,7 +83,7 @@ def test_a_bare_command_is_its_help():
     ids=str,
 )
 def test_nothing_but_a_picture_needs_what_draws(command):
-    code, out, err = without(["matplotlib"], *command)
+    code, out, err = without(["matplotlib", "numpy"], *command)
     assert (code, err) == (0, "") and out
 
 

@@ -20,6 +20,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", ".github/*.md") for path in ROOT.glob(pattern))
 PAGES = [path for path in PAGES if path.name != "CHANGELOG.md"]  # it names what has gone, too
+PAGES += sorted(path for path in (ROOT / "examples").iterdir() if path.is_file())
 PROGRAMS = ("parallel-ops", "python -m", "make", "pytest", "torchrun")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SECTIONS = "run|model|lora|data|evaluation|optimizer|parallel|precision|recompute|checkpoint|logging"
@@ -60,9 +61,15 @@ def words(line):
     return found
 
 
+def read(page):
+    """The text of a page; an example's comments are a block of code."""
+    text = page.read_text()
+    return text if page.suffix == ".md" else "```\n" + re.sub(r"^#? *", "", text, flags=re.MULTILINE) + "```\n"
+
+
 def every(kind):
     """Every find of ``kind`` on every page once, as cases of a test."""
-    found = [(page.relative_to(ROOT).as_posix(), each) for page in PAGES for each in kind(page.read_text())]
+    found = [(page.relative_to(ROOT).as_posix(), each) for page in PAGES for each in kind(read(page))]
     return [pytest.param(*case, id=f"{case[0]}: {' '.join(case[1])}") for case in dict.fromkeys(found)]
 
 
@@ -265,6 +272,16 @@ def test_a_python_name_is_there(page, line):
         for name in parts[end:]:
             found = getattr(found, name)
         return
+
+
+def runnable(text):
+    """Blocks that import what they use; those of Transformers need a model's folder."""
+    return [(block,) for kind, block in FENCE.findall(text) if kind == "python" and block.startswith("import torch\n")]
+
+
+@pytest.mark.parametrize(("page", "line"), [case for case in every(runnable) if "examples/" not in case.id])
+def test_a_block_of_python_runs(page, line):
+    exec(line[0], {})
 
 
 def test_a_stale_name_is_found(commands, keys):

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-# Packages of every command line; of commands that read the settings of a run; of those that always draw.
+# Packages of every command line; of commands that read token files; of those that read the settings of a run; of those
+# that always draw.
 CONSOLE = ("typer", "rich")
-SETTINGS = (*CONSOLE, "pydantic") if sys.version_info >= (3, 11) else (*CONSOLE, "pydantic", "tomli")
+TOKENS = (*CONSOLE, "numpy")
+TRAIN = (*TOKENS, "pydantic") if sys.version_info >= (3, 11) else (*TOKENS, "pydantic", "tomli")
 PICTURES = (*CONSOLE, "matplotlib")
 INTERRUPTED = 130
 

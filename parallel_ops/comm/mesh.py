@@ -72,7 +72,7 @@ class ParallelMesh:
         TypeError: a size that is not an int. ValueError: a size below 1, sizes that do not multiply to the world size,
             or an ``ep`` that does not divide ``dp_shard * cp * tp``.
 
-    Example:
+    Examples:
         >>> from parallel_ops import ParallelMesh
         >>> mesh = ParallelMesh(dp_shard=1, tp=1)  # on 8 ranks, after init_process_group: dp_shard=2, tp=4
         >>> mesh["tp"] is None  # one rank: layers take None

@@ -111,7 +111,7 @@ def ring_attention(
     Sharding: q, k, v and the result S(0) over group, in the tokens of the layout. The gradients of q, k and v are
     complete. The gradient of sink is partial: that of this rank's tokens, to be summed over group.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import ring_attention
         >>> q = torch.randn(128, 2, 8, 32)  # this rank's tokens: [s, b, heads, d]

@@ -71,7 +71,7 @@ class ParallelSelfAttention(AttentionHeads):
         TypeError, ValueError: sizes that do not fit each other or the mesh, a core attention that does not take
             ``sink``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelSelfAttention
         >>> attention = ParallelSelfAttention(64, 8, num_kv_heads=2, mesh=None)  # mesh=ParallelMesh(tp=2)["tp"]

@@ -39,7 +39,7 @@ class VocabParallelEmbedding(ShardedModule):
     Raises:
         ValueError: a vocabulary that leaves a rank without a row.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import VocabParallelEmbedding
         >>> embedding = VocabParallelEmbedding(1000, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun

@@ -101,7 +101,7 @@ class ParallelLatentAttention(AttentionHeads):
     Raises:
         TypeError, ValueError: sizes that do not fit each other or the mesh.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelLatentAttention
         >>> attention = ParallelLatentAttention(

@@ -129,7 +129,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ColumnParallelLinear
         >>> linear = ColumnParallelLinear(64, 256, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun
@@ -204,7 +204,7 @@ class RowParallelLinear(ParallelLinear):
 
     Initialisation is independent of the mesh, given the same ``torch.manual_seed`` on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import RowParallelLinear
         >>> linear = RowParallelLinear(256, 64, mesh=None)  # mesh=ParallelMesh(tp=4)["tp"] under torchrun

@@ -41,7 +41,7 @@ class ParallelMLP(ShardedModule):
     Raises:
         TypeError, ValueError: an unknown activation, sizes that do not fit the mesh.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelMLP
         >>> mlp = ParallelMLP(64, 256, mesh=None, activation="swiglu")  # mesh=ParallelMesh(tp=4)["tp"] under torchrun

@@ -64,7 +64,7 @@ class ParallelMoE(ShardedModule):
     Raises:
         TypeError, ValueError: sizes that do not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelMoE
         >>> experts = ParallelMoE(64, 128, num_experts=8, top_k=2, mesh=None)

@@ -22,7 +22,7 @@ class Norm(ShardedModule):
     Raises:
         ValueError: an unknown kind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import Norm
         >>> Norm(64, "rms_norm")(torch.randn(16, 2, 64)).shape

@@ -58,7 +58,7 @@ class ParallelTransformerLayer(ShardedModule):
     Raises:
         TypeError, ValueError: an unknown norm or activation, dropout outside 0 to 1, sizes that do not fit the mesh.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.layers import ParallelTransformerLayer
         >>> layer = ParallelTransformerLayer(64, 8, mesh=None, activation="swiglu", norm="rms_norm", bias=False)

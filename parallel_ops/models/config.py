@@ -18,7 +18,7 @@ class Llama3Scaling:
     Raises:
         ValueError: naming the field that is wrong.
 
-    Example:
+    Examples:
         >>> from parallel_ops.models import Llama3Scaling, TransformerConfig
         >>> scaling = Llama3Scaling(factor=32.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
         >>> config = TransformerConfig(
@@ -62,7 +62,7 @@ class YarnScaling:
     Raises:
         ValueError: naming the field that is wrong.
 
-    Example:
+    Examples:
         >>> from parallel_ops.models import TransformerConfig, YarnScaling
         >>> config = TransformerConfig(
         ...     vocab_size=1000, seq_length=512, num_layers=2, hidden_size=64, num_heads=4,
@@ -155,7 +155,7 @@ class TransformerConfig:
     Raises:
         ValueError: naming the field that is wrong.
 
-    Example:
+    Examples:
         >>> from parallel_ops.models import TransformerConfig
         >>> llama = TransformerConfig(
         ...     vocab_size=1000, seq_length=128, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,

@@ -82,7 +82,7 @@ class Transformer(PretrainedModel):
     Raises:
         ValueError: sizes that do not fit the mesh, ``core_attention`` together with ``context``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops.models import Transformer, TransformerConfig
         >>> config = TransformerConfig(vocab_size=97, seq_length=32, num_layers=2, hidden_size=64, num_heads=4)

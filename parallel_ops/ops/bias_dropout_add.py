@@ -69,7 +69,7 @@ def bias_dropout_add(
     ``index_offset = r * x.numel()``. Any other rows need ``row_positions``. The gradient of bias is
     then partial over these ranks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import bias_dropout_add
         >>> x, bias, residual = torch.randn(16, 2, 64), torch.randn(64), torch.randn(16, 2, 64)

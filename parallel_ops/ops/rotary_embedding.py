@@ -67,7 +67,7 @@ def rotary_embedding(
     Sharding: every token and head is independent, so x may be sharded on any dimension but the last, and y is sharded
     alike; positions are those of the tokens that the rank holds, cos and sin are replicated.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import rotary_embedding
         >>> x = torch.randn(128, 2, 8, 64)  # [s, b, heads, d]
@@ -93,7 +93,7 @@ def rotary_embedding_qk(
 ) -> tuple[Tensor, Tensor]:
     """``rotary_embedding`` of ``q`` and ``k`` in one call; their numbers of heads may differ.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import rotary_embedding_qk
         >>> q, k = torch.randn(128, 2, 8, 64), torch.randn(128, 2, 4, 64)  # [s, b, heads, d]

@@ -61,7 +61,7 @@ def config_from_pretrained(folder: str | Path) -> TransformerConfig:
     Raises:
         FileNotFoundError: there is no such file. ValueError: an unknown family, or an unsupported option.
 
-    Example:
+    Examples:
         >>> import json, pathlib, tempfile
         >>> from parallel_ops.models import config_from_pretrained
         >>> config = {"model_type": "llama", "vocab_size": 1000, "num_hidden_layers": 2, "hidden_size": 64,

@@ -40,7 +40,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     Sharding: elementwise in x, so any shard of x gives that shard of y; bias must be the matching shard of the last
     dimension, and its gradient is then that shard's (partial over ranks that hold different rows).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import bias_gelu
         >>> x, bias = torch.randn(16, 2, 64), torch.randn(64)

@@ -57,7 +57,7 @@ def bias_swiglu(
     its gradient is then that shard's (partial over ranks that hold different rows). The gradient of weights is partial
     over ranks that hold different columns.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import bias_swiglu
         >>> x, bias = torch.randn(16, 2, 128), torch.randn(128)

@@ -57,7 +57,7 @@ def silu_mul(
     Sharding: elementwise, so any shard of gate and up gives that shard of y. The gradient of weights is partial over
     ranks that hold different columns.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import silu_mul
         >>> gate, up = torch.randn(16, 2, 64), torch.randn(16, 2, 64)
@@ -77,7 +77,7 @@ def gelu_mul(gate: Tensor, up: Tensor, *, approximate: str = "tanh", weights: Te
 
     Returns, Raises, Sharding: as in ``silu_mul``; ValueError for another ``approximate``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import gelu_mul
         >>> gate, up = torch.randn(16, 2, 64), torch.randn(16, 2, 64)

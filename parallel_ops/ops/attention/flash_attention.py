@@ -124,7 +124,7 @@ def flash_attention(
     its dropout mask. So does any shard of batch without dropout. Queries and keys must be whole; ``ring_attention``
     takes them sharded.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import flash_attention
         >>> q = torch.randn(128, 2, 8, 32)  # [s, b, heads, d]

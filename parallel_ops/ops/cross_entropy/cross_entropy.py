@@ -108,7 +108,7 @@ def cross_entropy(
 
     Sharding: every row is independent; logits, target and loss may be sharded on any dimension but the vocabulary's.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import cross_entropy
         >>> logits, target = torch.randn(32, 1000), torch.randint(1000, (32,))

@@ -72,7 +72,7 @@ def grouped_linear(
     Sharding: experts, with the rows of x that are theirs, may be split over ranks; so may ``out``, of weight, bias and
     y. With ``in`` split, of x and weight, y is partial.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import grouped_linear
         >>> x, weight = torch.randn(6, 8), torch.randn(2, 16, 8)  # six rows, two experts

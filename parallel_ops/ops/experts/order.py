@@ -25,7 +25,7 @@ class ExpertOrder(NamedTuple):
         places: ``[t, k]`` int32: the row of each slot, -1 where it was dropped or has no expert.
         ends: ``[n]`` int32: the end of each expert's rows, padding included, as the offs of torch._grouped_mm.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import sort_by_expert
         >>> sort_by_expert(torch.tensor([[2], [0], [2]]), num_experts=3).ends  # one row for expert 0, two for expert 2
@@ -57,7 +57,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, *, capacity: int | None = 
 
     Sharding: the order is that of the tokens that the rank holds.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import sort_by_expert
         >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)

@@ -38,7 +38,7 @@ def permute(x: Tensor, order: ExpertOrder) -> Tensor:
 
     Sharding: x may be sharded over h, and the result is sharded alike; rows are those of the rank's own tokens.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import permute, sort_by_expert
         >>> order = sort_by_expert(torch.tensor([[1], [0], [1]]), num_experts=2)
@@ -65,7 +65,7 @@ def unpermute(y: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> T
     Sharding: y may be sharded over h, and the result is sharded alike; the gradient of weights is then partial over
     those ranks.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import permute, sort_by_expert, unpermute
         >>> x = torch.randn(3, 8)

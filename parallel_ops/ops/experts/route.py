@@ -41,7 +41,7 @@ class Routing(NamedTuple):
         score_sums: ``[n]``, dtype of weights: each expert's probability, summed over tokens. Differentiable.
         z_sum: ``[]``, dtype of weights: logsumexp(logits)^2, summed over tokens. Differentiable.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import route
         >>> route(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2).experts
@@ -97,7 +97,7 @@ def route(
     Settings of public models: Mixtral, and Qwen3-MoE with norm_topk_prob: the defaults; OLMoE: ``normalize=False``;
     GPT-OSS: ``top_k_first=True``; DeepSeek-V3: ``score="sigmoid", bias=..., groups=8, top_groups=4, scale=2.5``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import route
         >>> routing = route(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)  # one token, three experts
@@ -171,7 +171,7 @@ def load_balancing_loss(load: Tensor, score_sums: Tensor, tokens: int | Tensor, 
 
     Sharding: the loss is a product of the two, so sum load, score_sums and tokens over the ranks first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import load_balancing_loss, route
         >>> routing = route(torch.zeros(8, 4), top_k=2)  # all experts are equally likely

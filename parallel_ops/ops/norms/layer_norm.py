@@ -89,7 +89,7 @@ def layer_norm(
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight and
     bias are replicated, and their gradients are then partial over the ranks (sum them).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import layer_norm
         >>> x, weight, bias = torch.randn(16, 2, 64), torch.ones(64), torch.zeros(64)

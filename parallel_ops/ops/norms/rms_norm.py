@@ -72,7 +72,7 @@ def rms_norm(
     Sharding: rows are independent, so x, residual and y may be sharded alike on any dimension but the last; weight is
     replicated, and its gradient is then partial over the ranks (sum it).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import rms_norm
         >>> x, weight = torch.randn(16, 2, 64), torch.ones(64)

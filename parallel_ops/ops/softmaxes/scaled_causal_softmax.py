@@ -51,7 +51,7 @@ def scaled_causal_softmax(
     Sharding: any shard of the dimensions before the last two (batch, heads) gives that shard of y, with the matching
     shard of sink; queries and keys must be whole.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import scaled_causal_softmax
         >>> scaled_causal_softmax(torch.zeros(2, 2))  # the first query sees one key, the second both

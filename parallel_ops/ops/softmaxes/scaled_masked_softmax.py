@@ -64,7 +64,7 @@ def scaled_masked_softmax(
     Sharding: rows are independent, so any shard of the leading dimensions (batch, heads, queries) gives that shard of
     y, with the matching shard of mask and sink; the last dimension must be whole.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import scaled_masked_softmax
         >>> scaled_masked_softmax(torch.zeros(1, 3), torch.tensor([[False, False, True]]))  # True: not seen

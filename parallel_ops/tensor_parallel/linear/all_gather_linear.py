@@ -121,7 +121,7 @@ def all_gather_linear(
     Sharding: x S(0) over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of x is
     complete and sharded like x; those of weight and bias are complete for this rank's features.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import all_gather_linear
         >>> x, weight = torch.randn(128, 2, 64), torch.randn(256, 64)  # this rank's tokens and output features

@@ -109,7 +109,7 @@ def column_parallel_linear(
     Sharding: x replicated over group; weight, bias and y S(-1) of the output features (S(0) of weight). The gradient of
     x is complete and the same on every rank; those of weight and bias are complete for this rank's features.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import column_parallel_linear
         >>> x, weight = torch.randn(128, 2, 64), torch.randn(256, 64)  # all tokens, this rank's output features

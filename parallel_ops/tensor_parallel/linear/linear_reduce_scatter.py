@@ -91,7 +91,7 @@ def linear_reduce_scatter(
     Sharding: x S(-1) over group and weight S(1); bias replicated; y S(0). The gradients of x and weight are complete
     for this rank's features, that of bias is complete and the same on every rank, unless ``"partial"``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import linear_reduce_scatter
         >>> x, weight = torch.randn(128, 2, 256), torch.randn(64, 256)  # all tokens, this rank's input features

@@ -89,7 +89,7 @@ def vocab_parallel_cross_entropy(
     Sharding: logits S(-1) over group, class_weight S(0), target, loss and statistics replicated, gradient of logits
     S(-1). The incoming gradient must be the same on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import vocab_parallel_cross_entropy
         >>> logits, target = torch.randn(32, 1000), torch.randint(1000, (32,))

@@ -131,7 +131,7 @@ def vocab_parallel_linear_cross_entropy(
     target, loss and statistics replicated. The gradient of hidden is complete on every rank, sharded as hidden is; the
     incoming gradient must be the same on every rank.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from parallel_ops import vocab_parallel_linear_cross_entropy
         >>> hidden, weight, target = torch.randn(32, 64), torch.randn(1000, 64), torch.randint(1000, (32,))
