@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from parallel_ops import __version__
 from parallel_ops._internal.command_line import TRAIN, bytes_bar, fail, require, waiting
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
@@ -20,6 +21,24 @@ __all__ = ["main"]
 _COMMAND = "parallel_ops.command"
 
 app.command("tokenize", no_args_is_help=False)(tokenize_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"parallel-ops {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Plans and runs the parallel training of a language model.
+
+    Every figure of a plan is an estimate; `validate` prints the errors. `parallel-ops COMMAND --help` has an example.
+    """
 
 
 class _Train(TyperCommand):

@@ -70,7 +70,10 @@ def read(page):
 def every(kind):
     """Every find of ``kind`` on every page once, as cases of a test."""
     found = [(page.relative_to(ROOT).as_posix(), each) for page in PAGES for each in kind(read(page))]
-    return [pytest.param(*case, id=f"{case[0]}: {' '.join(case[1])}") for case in dict.fromkeys(found)]
+    return [
+        pytest.param(*case, id=f"{case[0]}: {' '.join(case[1])}".partition(chr(10))[0][:100])
+        for case in dict.fromkeys(found)
+    ]
 
 
 def lines(program):

@@ -125,7 +125,8 @@ def test_a_dry_run_says_what_data_the_run_has(folder, capsys):
     given = settings(folder, "dp=2,global_batch=8", run={"steps": 10}, evaluation=evaluation)
     command.dry_run(given, None, strict=False)
     said = capsys.readouterr().out
-    assert "data         4,000 tokens in 1 document: " in said and "124 sequences of 32 an epoch, shuffled" in said
+    assert re.search(r"^data         4,000 tokens in 1 document:", said, re.M)
+    assert "124 sequences of 32 an epoch, shuffled" in said
     assert "its tokens are in the vocabulary" in said and "MFU" not in said and re.search(r"^all .* MiB$", said, re.M)
 
 

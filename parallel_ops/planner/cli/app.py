@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from parallel_ops import __version__
 from parallel_ops._internal.command_line import fail, require, run, waiting
 from parallel_ops.planner import presets
 from parallel_ops.planner.cli import inputs, tables
@@ -54,24 +53,6 @@ from parallel_ops.planner.validation.published_runs import runs as read_runs
 NO = 1
 
 app = typer.Typer(pretty_exceptions_enable=False)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"parallel-ops {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def _program(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Plans and runs the parallel training of a language model.
-
-    Every figure of a plan is an estimate; `validate` prints the errors. `parallel-ops COMMAND --help` has an example.
-    """
 
 
 def main() -> None:
