@@ -6,6 +6,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -119,7 +120,8 @@ def plot_overview(rows: Sequence[Row], path: Path) -> None:
     axis.set_title(title, fontsize=10, color=_INK, loc="left")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "parallel_ops"}):
-        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+        figure.savefig(drawn := StringIO(), format="svg", metadata={"Date": None}, facecolor="white")
+    path.write_text("".join(f"{line.rstrip()}\n" for line in drawn.getvalue().splitlines()))
 
 
 def _panel(axis: Axes, directions: dict[str, Group], providers: Sequence[str]) -> None:
