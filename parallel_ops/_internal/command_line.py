@@ -67,7 +67,7 @@ def run(app: Any, prog_name: str, errors: tuple[type[Exception], ...] = ()) -> N
         else:
             raise
     if code == INTERRUPTED:
-        fail("interrupted", INTERRUPTED)
+        print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

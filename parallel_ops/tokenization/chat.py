@@ -8,14 +8,24 @@ Templates are rendered as in Hugging Face's transformers: by Jinja in its sandbo
 """
 
 import json
+from dataclasses import replace
 from typing import Any, NoReturn
+
+from parallel_ops.tokenization.messages import Conversation, with_parsed_arguments
 
 # The roles marked, the end of a document behind each answer.
 PLAIN = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}"
+    "{{ '<|tools|>\n' + tools | tojson + '\n' if tools else '' }}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>\n' }}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' }}{{ (call.function or call) | tojson }}"
+    "{{ '</tool_call>' }}{% endfor %}"
     "{{ (end if message.role == 'assistant' else '') + '\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else '' }}"
 )
+# Keys of messages with something that the model says or sees, which a template may pass over.
+_SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio", "documents")
+# Put into a message to find out whether the template has it in its output.
+_MARK = "\ufdd0"
 
 
 class Chat:
@@ -32,34 +42,51 @@ class Chat:
     def __init__(self, template: str | None, tokens: dict[str, str], end: str) -> None:
         try:
             import jinja2
-            from jinja2 import sandbox
+            from jinja2 import nodes, sandbox
         except ImportError:
             raise ImportError("--chat needs jinja2; run: pip install jinja2") from None
         environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
-        )
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()],
+            finalize=_printed,
+        )  # fmt: skip
         environment.filters["tojson"] = _json
         environment.globals["raise_exception"] = _refuse
         # No strftime_now: templates then have a date of their own, and a run on another day has the same tokens.
         self._tokens = {**tokens, "end": end}
+        source = PLAIN if template is None else template
         try:
-            self._template = environment.from_string(PLAIN if template is None else template)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is no template of Jinja: {error}") from None
+        # Everything that the template names: variables, attributes, keys.
+        self._names = {node.name for node in tree.find_all(nodes.Name)}
+        self._names |= {node.attr for node in tree.find_all(nodes.Getattr)}
+        self._names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
 
-    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and begin and end of each answer in it.
+    def render(self, given: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text of messages, and begin and end of each answer in it that counts in the loss.
 
         Raises:
-            ValueError: The template refuses the messages, or changes earlier ones when others follow.
+            ValueError: The template refuses the messages, leaves something out, or changes earlier ones when others
+            follow.
         """
-        text = self._rendered(messages, prompt=False)
+        messages = with_parsed_arguments(given.messages)
+        try:
+            text = self._rendered(messages, given)
+        except ValueError:
+            # Some templates want the arguments of tool calls as text.
+            if messages == given.messages:
+                raise
+            messages = given.messages
+            text = self._rendered(messages, given)
+        self._check_whole(messages, given, text)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not given.weights[number]:
                 continue
-            before = self._rendered(messages[:number], prompt=True) if number else ""
-            after = self._rendered(messages[: number + 1], prompt=False)
+            before = self._rendered(messages[:number], given, prompt=True) if number else ""
+            after = self._rendered(messages[: number + 1], given)
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template renders message {number + 1} otherwise where others follow, so its tokens are "
@@ -68,17 +95,50 @@ class Chat:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _rendered(self, messages: list[dict[str, Any]], *, prompt: bool) -> str:
+    def _check_whole(self, messages: list[dict[str, Any]], given: Conversation, text: str) -> None:
+        """ValueError: The text is the same without the tools, a message, or a key of one."""
+        if given.tools and "tools" not in self._names and self._rendered(messages, replace(given, tools=None)) == text:
+            raise ValueError("the chat template leaves out 'tools'; --ignore tools accepts it")
+        for number, message in enumerate(messages):
+            for name in _SAID:
+                if message.get(name) and name not in self._names:
+                    without = {key: value for key, value in message.items() if key != name}
+                    if self._same([*messages[:number], without, *messages[number + 1 :]], given, text):
+                        raise ValueError(
+                            f"the chat template leaves out {name!r} of message {number + 1}; --ignore {name} accepts it"
+                        )
+            content = (message["content"] or "").strip()
+            if content and content not in text:
+                marked = {**message, "content": content + _MARK}
+                if self._same([*messages[:number], marked, *messages[number + 1 :]], given, text):
+                    raise ValueError(f"the chat template leaves out message {number + 1}, of role {message['role']!r}")
+
+    def _same(self, messages: list[dict[str, Any]], given: Conversation, text: str) -> bool:
+        try:
+            return self._rendered(messages, given) == text
+        except ValueError:
+            return False
+
+    def _rendered(self, messages: list[dict[str, Any]], given: Conversation, *, prompt: bool = False) -> str:
         import jinja2
 
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, tools=None, **self._tokens)
+            return self._template.render(
+                messages=messages, add_generation_prompt=prompt, tools=given.tools, **self._tokens
+            )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from None
 
 
-def _json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _printed(value: Any) -> Any:
+    """What is printed of a value: nothing of null, which Python would name; never Python's form of a list."""
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"it prints a value that is no text: {value!r:.80}")
+    return "" if value is None else value
+
+
+def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from parallel_ops._internal.command_line import bytes_bar
+from parallel_ops._internal.command_line import bytes_bar, fail
+from parallel_ops._internal.files import described, expanded, one_path
 from parallel_ops.tokenization.options import Options, Summary
 
 TEMPLATES = ("auto", "tokenizer", "plain")
@@ -45,6 +46,14 @@ def tokenize_command(
         str | None,
         typer.Option(help='Line between documents of raw text; "" for empty lines.', show_default="a file a document"),
     ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out this key of rows or messages, which would be refused; may be repeated."),
+    ] = None,
+    split_special_tokens: Annotated[
+        bool,
+        typer.Option("--split-special-tokens", help="With --chat: names of special tokens in messages are text, too."),
+    ] = False,
     processes: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a CPU")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:  # fmt: skip
@@ -66,16 +75,23 @@ def tokenize_command(
         raise ValueError("--separator is of raw text, which --chat does not read; leave one of them out")
     if template != "auto" and not chat:
         raise ValueError("--template is of messages: give --chat too")
+    if split_special_tokens and not chat:
+        raise ValueError("--split-special-tokens is of messages: give --chat too; in a text all names are text")
     options = Options(
-        tokenizer=tokenizer, key=key or ("messages" if chat else "text"), chat=chat, template=template, eod=eod,
+        tokenizer=one_path(tokenizer), ignore=tuple(ignore or ()), split_special_tokens=split_special_tokens,
+        key=key or ("messages" if chat else "text"), chat=chat, template=template, eod=eod,
         bos=bos, separator=separator,
     )  # fmt: skip
-    with bytes_bar() as report:
-        try:
-            found = tokenize(inputs, output, options, processes=processes, report=report)
-        except KeyboardInterrupt:
-            print("finished parts are kept: the same command goes on", file=sys.stderr)
-            raise
+    try:
+        with bytes_bar() as report:
+            found = tokenize(inputs, expanded(output), options, processes=processes, report=report)
+    except KeyboardInterrupt:
+        print("finished parts are kept: the same command goes on", file=sys.stderr)
+        raise
+    except ImportError as error:
+        fail(error)
+    if found.unread:
+        print(f"warning: not read: {described([(Path(p), why) for p, why in found.unread])}", file=sys.stderr)
     print(json.dumps(dataclasses.asdict(found)) if as_json else _described(found))
 
 

@@ -4,8 +4,9 @@
     *.parquet                    one row a document, of the column ``key``
     anything else                raw text, one document a file, or documents between lines that equal ``separator``
 
-Text may be compressed, with ``.gz`` behind its suffix; it is then one part. A folder stands for its files with one of
-the suffixes above, ``.txt`` or ``.md``, and those of its folders, in sorted order.
+Suffixes are of any case. Text may be compressed, with ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` behind its suffix; it is
+then one part. A folder stands for its files with one of the suffixes above, ``.txt`` or ``.md``, and those of its
+folders, in sorted order; see ``_internal.files.find``. A null is an empty document in every format.
 
 Parts begin where a line does, so no document of JSON lines or between separators is cut. A text file of one document is
 cut into parts, and all long documents into pieces, where a line that begins with a visible character follows one that
@@ -13,24 +14,25 @@ ends with a visible character. Tokenizers that split at whitespace, as those of 
 tokens there as in the whole.
 """
 
-import gzip
 import itertools
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from parallel_ops._internal.files import Found, expanded, find, suffix_of
+from parallel_ops.tokenization import formats
+from parallel_ops.tokenization.messages import ROW_KEYS, Conversation, value_of
 from parallel_ops.tokenization.options import Options
 
-_JSON, _TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".md")
 # Characters that are encoded at once: an encoding takes some hundred bytes a token.
 PIECE = 1 << 20
 _CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S\r\n)(?=\S)")
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 # Bytes of a part. With few parts processes idle at the end, with many the folder of parts is long.
 _LEAST_PART, _MOST_PART, _PARTS = 4 << 20, 64 << 20, 1024
+# Bytes that a file counts for at least, so that a part has at most some thousand files.
+_LEAST_FILE = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -53,56 +55,74 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A text or a list of messages. ``ends``: No further piece of the document follows."""
+    """A text or messages. ``ends``: No further piece of the document follows."""
 
-    value: Any
+    value: str | Conversation
     ends: bool = True
 
 
-def files_of(inputs: Sequence[Path]) -> list[Path]:
-    """The files of ``inputs``, which are files and folders.
+def files_of(inputs: Sequence[Path], options: Options) -> Found:
+    """The files of ``inputs``, which are files, folders and patterns, and what of folders is not read.
 
     Raises:
         FileNotFoundError: One does not exist. ValueError: A folder has no file to read, or a file is given twice.
     """
-    found: list[Path] = []
-    for path in inputs:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist")
-        inside = sorted(file for file in path.rglob("*") if _known(file)) if path.is_dir() else [path]
-        if not inside:
-            raise ValueError(f"{path} has no file that ends in {', '.join((*_JSON, '.parquet', *_TEXT))}")
-        found += inside
-    if len(set(found)) < len(found):
-        raise ValueError(f"{next(file for file in found if found.count(file) > 1)} is given twice")
+
+    def reason(file: Path) -> str | None:
+        kind = formats.kind_of(file)
+        if kind is None:
+            return "no text, JSON lines or Parquet by its suffix"
+        return "raw text, and --chat reads messages" if options.chat and kind == "text" else None
+
+    found = Found()
+    for path in map(expanded, inputs):
+        own = find(path, reason, deep=True)
+        if not own.files:
+            known = (*formats.JSON, *formats.PARQUET, *(() if options.chat else formats.TEXT))
+            raise ValueError(f"{path} has no file that ends in {', '.join(known)}")
+        found.files += own.files
+        found.unread += own.unread
+    seen: set[Path] = set()
+    for file in found.files:
+        if file in seen:
+            raise ValueError(f"{file} is given twice")
+        seen.add(file)
     return found
 
 
-def parts_of(files: Sequence[Path], options: Options) -> list[Part]:
-    """The parts of files, which depend on the files' bytes and the options alone.
+def parts_of(files: Sequence[Path], options: Options) -> list[tuple[Part, ...]]:
+    """The parts of files, which depend on the files' bytes and the options alone; small files share one.
 
     Raises:
         ValueError: A file is not what its suffix says, or has no such column. OSError: From the file system.
         ImportError: Parquet needs pyarrow.
     """
-    total = sum(file.stat().st_size for file in files)
-    most = min(max(total // _PARTS, _LEAST_PART), _MOST_PART)
-    found: list[Part] = []
-    for file in files:
-        kind, size = _kind(file), file.stat().st_size
-        if options.chat and kind == "text":
-            raise ValueError(f"{file}: messages need JSON lines or Parquet, not raw text")
-        if kind == "parquet":
-            found += _row_groups(file, options.key, most)
-        elif file.suffix == ".gz":
-            found.append(Part(str(file), kind, 0, -1, True, size))
+    sizes = [file.stat().st_size for file in files]
+    most = min(max(sum(sizes) // _PARTS, _LEAST_PART), _MOST_PART)
+    found: list[tuple[Part, ...]] = []
+    room = 0
+    for file, size in zip(files, sizes, strict=True):
+        own = _parts(file, size, most, options)
+        if found and len(own) == 1 and own[0].size <= room:
+            found[-1] += (own[0],)
         else:
-            bounds = _bounds(file, size, most, kind, options.separator)
-            found += [
-                Part(str(file), kind, start, stop, stop == size, stop - start)
-                for start, stop in itertools.pairwise(bounds)
-            ]
+            found += [(part,) for part in own]
+            room = most if len(own) == 1 else 0
+        room -= max(size, _LEAST_FILE)
     return found
+
+
+def _parts(file: Path, size: int, most: int, options: Options) -> list[Part]:
+    formats.check_name(file)
+    kind = formats.kind_of(file) or "text"
+    if options.chat and kind == "text":
+        raise ValueError(f"{file}: messages need JSON lines or Parquet, not raw text")
+    if kind == "parquet":
+        return _row_groups(file, size, options.key, most)
+    if suffix_of(file) in formats.COMPRESSED:
+        return [Part(str(file), kind, 0, -1, True, size)]
+    bounds = itertools.pairwise(_bounds(file, size, most, kind, options.separator))
+    return [Part(str(file), kind, start, stop, stop == size, stop - start) for start, stop in bounds]
 
 
 def documents(part: Part, options: Options) -> Iterator[Document]:
@@ -111,24 +131,17 @@ def documents(part: Part, options: Options) -> Iterator[Document]:
     Raises:
         ValueError: A document is damaged; names file and line or row. OSError: From the file system.
     """
-    if part.kind == "parquet":
-        values: Iterable[Any] = _rows(part, options)
+    if part.kind == "text":
+        yield from _texts(part, options.separator)
+        return
+    if part.kind == "json":
+        rows = formats.json_lines(part.path, _content(part), part.start)
     else:
-        values = _json_lines(part, options) if part.kind == "json" else _texts(part, options.separator)
-        if part.kind == "text" and options.separator is None:
-            for text in values:
-                yield Document(text, ends=False)
-            if part.last:
-                yield Document("")
-            return
-    for value in values:
-        if options.chat:
-            yield Document(value)
-            continue
-        *first, last = pieces(value)
-        for text in first:
-            yield Document(text, ends=False)
-        yield Document(last)
+        columns = [name for name in (options.key, *ROW_KEYS) if name in _columns(part.path)]
+        rows = formats.parquet_rows(part.path, part.start, part.stop, list(dict.fromkeys(columns)))
+    for row, place in rows:
+        value = value_of(row, options, place)
+        yield from [Document(value)] if isinstance(value, Conversation) else _pieces(value)
 
 
 def pieces(text: str) -> list[str]:
@@ -143,14 +156,11 @@ def pieces(text: str) -> list[str]:
     return [*found, text[start:]]
 
 
-def _kind(file: Path) -> str:
-    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    return "json" if suffix in _JSON else "parquet" if file.suffix == ".parquet" else "text"
-
-
-def _known(file: Path) -> bool:
-    inner = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
-    return file.is_file() and not file.name.startswith(".") and inner in (*_JSON, ".parquet", *_TEXT)
+def _pieces(text: str) -> Iterator[Document]:
+    *first, last = pieces(text)
+    for piece in first:
+        yield Document(piece, ends=False)
+    yield Document(last)
 
 
 def _bounds(file: Path, size: int, most: int, kind: str, separator: str | None) -> list[int]:
@@ -181,107 +191,36 @@ def _line_begins(kind: str, separator: str | None) -> Callable[[bytes, bytes], b
 
 def _content(part: Part) -> bytes:
     if part.stop < 0:
-        try:
-            with gzip.open(part.path) as compressed:
-                return compressed.read()
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise ValueError(f"{part.path} is not gzip, or cut off: {error}") from None
+        return formats.decompressed(part.path)
     with open(part.path, "rb") as content:
         content.seek(part.start)
         return content.read(part.stop - part.start)
 
 
-def _decoded(part: Part, content: bytes, offset: int) -> str:
-    try:
-        return content.decode("utf-8-sig" if part.start + offset == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{part.path} is not UTF-8 at byte {part.start + offset + error.start}") from None
-
-
-def _texts(part: Part, separator: str | None) -> Iterator[str]:
+def _texts(part: Part, separator: str | None) -> Iterator[Document]:
     """The documents between separators, or the pieces of the whole text."""
-    text = _decoded(part, _content(part), 0)
+    text = formats.decoded(part.path, _content(part), part.start, mark=not part.start)
     if separator is None:
-        yield from pieces(text)
+        for piece in pieces(text):
+            yield Document(piece, ends=False)
+        if part.last:
+            yield Document("")
         return
     lines: list[str] = []
-    for line in _LINE.findall(text):  # str.splitlines splits at more characters
+    for line in itertools.chain(_LINE.findall(text), [separator]):  # str.splitlines splits at more characters
         if line.rstrip("\r\n") != separator:
             lines.append(line)
         elif lines:
-            yield "".join(lines)
+            yield from _pieces("".join(lines).removeprefix("\ufeff"))  # of a file before they were put together
             lines = []
-    if lines:
-        yield "".join(lines)
 
 
-def _json_lines(part: Part, options: Options) -> Iterator[Any]:
-    content, start, number = _content(part), 0, 0
-    while start < len(content):
-        end = content.find(b"\n", start) + 1 or len(content)
-        number += 1
-        if line := _decoded(part, content[start:end], start).strip():
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                hint = "; one object a line is read, not an array of them" if line.startswith("[") else ""
-                raise ValueError(f"{_line(part, number)} is not JSON: {error}{hint}") from None
-            yield _value(found, options, lambda: _line(part, number))  # noqa: B023
-        start = end
+def _columns(path: str) -> list[str]:
+    return list(formats.open_parquet(path).schema_arrow.names)
 
 
-def _line(part: Part, number: int) -> str:
-    """The name of a line, counted in the file."""
-    before = 0
-    if part.start:
-        with open(part.path, "rb") as content:
-            sizes = (min(PIECE, part.start - at) for at in range(0, part.start, PIECE))
-            before = sum(content.read(size).count(b"\n") for size in sizes)
-    return f"{part.path} line {before + number}"
-
-
-def _value(found: Any, options: Options, place: Callable[[], str]) -> Any:
-    if not isinstance(found, dict) or options.key not in found:
-        has = f"it has {', '.join(map(repr, found))}" if isinstance(found, dict) else f"it is {type(found).__name__}"
-        raise ValueError(f"{place()} has no key {options.key!r}; {has}; --key names the one with the document")
-    value = found[options.key]
-    if options.chat:
-        return messages_of(value, place)
-    if not isinstance(value, str):
-        hint = "; --chat reads messages" if isinstance(value, list) else ""
-        raise ValueError(f"{place()}: {options.key!r} must be text, got {type(value).__name__}{hint}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can have and UTF-8 cannot
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
-
-
-def messages_of(value: Any, place: Callable[[], str]) -> list[dict[str, Any]]:
-    """``value`` as a list of messages. ValueError: It is none; names ``place``."""
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{place()} must have a list of messages, got {value!r:.80}")
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"{place()}: a message needs 'role' and 'content', got {message!r:.80}")
-    return value
-
-
-def _parquet(path: Path | str) -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ImportError(f"{path} is Parquet; to read it, run: pip install pyarrow") from None
-    try:
-        return parquet.ParquetFile(path)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} is not Parquet: {error}") from None
-
-
-def _row_groups(file: Path, key: str, most: int) -> list[Part]:
-    opened = _parquet(file)
+def _row_groups(file: Path, size: int, key: str, most: int) -> list[Part]:
+    opened = formats.open_parquet(str(file))
     names = opened.schema_arrow.names
     if key not in names:
         raise ValueError(f"{file} has no column {key!r}; it has {', '.join(names)}; --key names the one")
@@ -290,20 +229,7 @@ def _row_groups(file: Path, key: str, most: int) -> list[Part]:
     found, start = [], 0
     for stop in range(1, len(sizes) + 1):
         if stop == len(sizes) or sum(sizes[start : stop + 1]) > most:
-            found.append(Part(str(file), "parquet", start, stop, stop == len(sizes), 0))
+            share = size * sum(sizes[start:stop]) // max(1, sum(sizes))
+            found.append(Part(str(file), "parquet", start, stop, stop == len(sizes), share))
             start = stop
-    shares = max(1, sum(sizes))
-    whole = file.stat().st_size
-    return [
-        Part(p.path, p.kind, p.start, p.stop, p.last, whole * sum(sizes[p.start : p.stop]) // shares) for p in found
-    ]
-
-
-def _rows(part: Part, options: Options) -> Iterator[Any]:
-    opened, number = _parquet(part.path), 0
-    first = sum(opened.metadata.row_group(group).num_rows for group in range(part.start))
-    for batch in opened.iter_batches(1000, row_groups=range(part.start, part.stop), columns=[options.key]):
-        for value in batch.column(0).to_pylist():
-            number += 1
-            place = f"{part.path} row {first + number}"
-            yield _value({options.key: "" if value is None and not options.chat else value}, options, lambda: place)  # noqa: B023
+    return found

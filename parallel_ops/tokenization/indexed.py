@@ -2,6 +2,7 @@
 
 "MMIDIDX\\0\\0", version (u64), dtype code (u8), sequences (u64), documents + 1 (u64)
 lengths (i32) and byte offsets (i64) of the sequences, then each document's first sequence (i64) and their number
+"MASK" where ``name.mask`` is part of the data: of this package, behind what other readers read
 """
 
 import struct
@@ -15,10 +16,11 @@ MAGIC = b"MMIDIDX\x00\x00"
 # Megatron-LM's codes; the others are of floating-point types.
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _HEAD = "<QBQQ"
+_MASKED = b"MASK"
 
 
-def write(file: Any, lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-    """Writes the index of documents of one sequence each to an open file.
+def write(file: Any, lengths: NDArray[np.int64], dtype: np.dtype[Any], *, masked: bool = False) -> None:
+    """Writes the index of documents of one sequence each to an open file; ``masked`` if there is a mask of the loss.
 
     Raises:
         ValueError: A document has more tokens than the index can say.
@@ -31,6 +33,14 @@ def write(file: Any, lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
     lengths.astype("<i4").tofile(file)
     offsets.astype("<i8").tofile(file)
     np.arange(len(lengths) + 1).astype("<i8").tofile(file)
+    file.write(_MASKED if masked else b"")
+
+
+def is_masked(index: Path) -> bool:
+    """True if the tokens of this index were written with a mask."""
+    with index.open("rb") as file:
+        file.seek(-min(len(_MASKED), index.stat().st_size), 2)
+        return file.read() == _MASKED
 
 
 def read(index: Path) -> tuple[np.dtype[Any], int, NDArray[np.int64]]:

@@ -9,9 +9,10 @@ processes, so neither do the bytes of the output.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
-import shutil
+import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from numpy.typing import NDArray
 from parallel_ops.tokenization import indexed
 from parallel_ops.tokenization.documents import Part
 from parallel_ops.tokenization.options import Options
+
+_PLAN = "plan.json"
+# What is left of a call that was killed, beside finished parts.
+_TEMPORARY = re.compile(r"plan\.json|\.(\d{6,}\.npz|plan\.json)\.\d+\.part")
 
 
 @dataclass(frozen=True)
@@ -50,25 +55,26 @@ class Store:
         ValueError: The folder has parts of another plan. FileExistsError: The output is there.
     """
 
-    def __init__(self, output: Path, parts: Sequence[Part], options: Options, checksum: str) -> None:
+    def __init__(self, output: Path, parts: Sequence[tuple[Part, ...]], options: Options, checksum: str) -> None:
         self.output, self.count = output, len(parts)
         self.folder = output.with_name(output.stem + ".parts")
+        own = {name: None if value is None else str(value) for name, value in vars(options).items()}
+        del own["tokenizer"]  # its path
+        times = {share.path: Path(share.path).stat().st_mtime_ns for part in parts for share in part}
+        shares = [[dataclasses.astuple(share) for share in part] for part in parts]
         plan: dict[str, Any] = {
-            "options": {name: None if value is None else str(value) for name, value in vars(options).items()},
-            "tokenizer": checksum,
-            "files": {path: Path(path).stat().st_mtime_ns for path in dict.fromkeys(part.path for part in parts)},
-            "parts": [dataclasses.asdict(part) for part in parts],
-        }
-        del plan["options"]["tokenizer"]  # its path
-        if not self.folder.exists():
+            "options": own, "tokenizer": checksum, "files": _digest([*times.items()]), "parts": _digest(shares),
+        }  # fmt: skip
+        if not self._known_parts():
             for path in (output, output.with_suffix(".idx"), output.with_suffix(".mask")):
                 if path.exists():
                     raise FileExistsError(f"{path} exists; remove it, or name another output")
-            self.folder.mkdir(parents=True)
-            self._write_plan(plan)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _renamed(self.folder / _PLAN) as file:
+                file.write(json.dumps(plan).encode())
             return
         try:
-            found = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
+            found = json.loads((self.folder / _PLAN).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             found = {}
         if differing := [name for name in plan if found.get(name) != plan[name]]:
@@ -76,9 +82,16 @@ class Store:
                 f"{self.folder} has parts of other {' and '.join(differing)}: remove it, or name another output"
             )
 
-    def _write_plan(self, plan: dict[str, Any]) -> None:
-        with _renamed(self.folder / "plan.json") as file:
-            file.write(json.dumps(plan).encode())
+    def _known_parts(self) -> bool:
+        """True if the folder has something: parts, or files that are none. A plan alone is of no use."""
+        return self.folder.exists() and any(not _TEMPORARY.fullmatch(path.name) for path in self.folder.iterdir())
+
+    def close(self) -> None:
+        """Removes the folder if it has no part."""
+        if self.folder.exists() and not self._known_parts():
+            for path in self.folder.iterdir():
+                path.unlink()
+            self.folder.rmdir()
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.npz"
@@ -128,8 +141,9 @@ class Store:
                 raise ValueError(f"the input of {self.output} has no text in it")
             every = np.concatenate(lengths)
             with _renamed(self.output.with_suffix(".idx")) as file:
-                indexed.write(file, every[every > 0], dtype)
-        shutil.rmtree(self.folder)
+                indexed.write(file, every[every > 0], dtype, masked=masked)
+        for number in range(self.count):
+            self.path(number).unlink()
         return len(every), tokens, loss, empty
 
     def _read(self, number: int) -> Tokens:
@@ -143,6 +157,10 @@ class Store:
         return Tokens(
             values["tokens"], values["lengths"], values["loss"], int(values["empty"]), bool(values["goes_on"])
         )
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def write(path: Path, tokens: Tokens) -> None:

@@ -1,5 +1,6 @@
 """Tokenizes files in parallel processes, each a part at a time. A call that was killed goes on where it was."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,8 @@ from parallel_ops.tokenization.tokenizer import Encoder
 
 # Documents that are encoded at once.
 _BATCH = 1000
+# What a part has.
+Shares = tuple[Part, ...]
 
 
 def tokenize(
@@ -46,28 +49,33 @@ def tokenize(
     start = time.perf_counter()
     if output.suffix != ".bin":
         raise ValueError(f"the output must end in .bin, got {output}")
-    files = files_of(inputs)
+    given = files_of(inputs, options)
     encoder = Encoder(options)
-    parts = parts_of(files, options)
+    parts = parts_of(given.files, options)
     store = Store(output, parts, options, encoder.checksum)
-    finished = store.finished()
-    total = sum(part.size for part in parts)
-    done = sum(parts[number].size for number in finished)
-    report(done, total)
-    todo = [number for number in range(len(parts)) if number not in finished]
-    for number in _finish(parts, todo, store, options, encoder, processes or _processors()):
-        done += parts[number].size
+    try:
+        finished = store.finished()
+        sizes = [sum(share.size for share in part) for part in parts]
+        total = sum(sizes)
+        done = sum(sizes[number] for number in finished)
         report(done, total)
-    found, tokens, loss, empty = store.join(encoder.dtype, masked=options.chat)
+        todo = [number for number in range(len(parts)) if number not in finished]
+        for number in _finish(parts, todo, store, options, encoder, processes or _processors()):
+            done += sizes[number]
+            report(done, total)
+        found, tokens, loss, empty = store.join(encoder.dtype, masked=options.chat)
+    finally:
+        store.close()
     return Summary(
-        output=str(output), dtype=encoder.dtype.name, files=len(files), documents=found, tokens=tokens,
+        output=str(output), dtype=encoder.dtype.name, files=len(given.files), documents=found, tokens=tokens,
         loss_tokens=loss, empty=empty, bytes=total, vocab_size=encoder.vocab_size, eod=encoder.eod, parts=len(parts),
         kept=len(finished), seconds=time.perf_counter() - start,
+        unread=[(str(path), reason) for path, reason in given.unread],
     )  # fmt: skip
 
 
 def _finish(
-    parts: Sequence[Part], todo: Sequence[int], store: Store, options: Options, encoder: Encoder, processes: int
+    parts: Sequence[Shares], todo: Sequence[int], store: Store, options: Options, encoder: Encoder, processes: int
 ) -> Iterator[int]:
     """Tokenizes the parts ``todo``; yields each when it is stored."""
     count = min(processes, len(todo))
@@ -83,8 +91,8 @@ def _finish(
             yield futures[future]
 
 
-def tokens_of(part: Part, options: Options, encoder: Encoder) -> Tokens:
-    """The tokens of a part."""
+def tokens_of(part: Shares, options: Options, encoder: Encoder) -> Tokens:
+    """The tokens of a part: of a share of a file, or of several small files."""
     found: list[NDArray[Any]] = []
     losses: list[NDArray[Any]] = []
     lengths: list[int] = []
@@ -100,27 +108,27 @@ def tokens_of(part: Part, options: Options, encoder: Encoder) -> Tokens:
     def flush() -> None:
         nonlocal empty, length
         for document, (tokens, loss) in zip(batch, encoder.encode(batch), strict=True):
-            if begins and not length and len(tokens) and encoder.bos is not None and tokens[0] != encoder.bos:
-                add(np.array([encoder.bos], encoder.dtype), np.array([not options.chat], np.uint8))
+            around = not options.chat  # the encoder has messages whole
+            if around and begins and not length and len(tokens) and encoder.bos not in (None, tokens[0]):
+                add(np.array([encoder.bos], encoder.dtype), np.ones(1, np.uint8))
             add(tokens, loss)
             if not document.ends:
                 continue
             if begins and not length:
                 empty += 1
                 continue
-            if encoder.eod is not None and not (len(tokens) and options.chat and tokens[-1] == encoder.eod):
-                counts = not options.chat or document.value[-1]["role"] == "assistant"
-                add(np.array([encoder.eod], encoder.dtype), np.array([counts], np.uint8))
+            if around and encoder.eod is not None:
+                add(np.array([encoder.eod], encoder.dtype), np.ones(1, np.uint8))
             lengths.append(length)
             length = 0
         batch.clear()
 
     # Otherwise the first document began in an earlier part.
-    begins = part.kind != "text" or options.separator is not None or part.start == 0
+    begins = part[0].kind != "text" or options.separator is not None or part[0].start == 0
     size = 0
-    for document in documents(part, options):
+    for document in itertools.chain.from_iterable(documents(share, options) for share in part):
         batch.append(document)
-        size += len(document.value)
+        size += len(document.value) if isinstance(document.value, str) else len(document.value.messages)
         if len(batch) == _BATCH or size >= PIECE:
             flush()
             size = 0
@@ -161,7 +169,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _do(part: Part, path: Path, options: Options) -> None:
+def _do(part: Shares, path: Path, options: Options) -> None:
     assert _encoder is not None
     stored.write(path, tokens_of(part, options, _encoder))
 
@@ -174,7 +182,7 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(count, context, _begin, (options,))
 
-    def submit(self, part: Part, path: Path) -> "Future[None]":
+    def submit(self, part: Shares, path: Path) -> "Future[None]":
         return self._pool.submit(_do, part, path, self._options)
 
     def __enter__(self) -> "_Pool":

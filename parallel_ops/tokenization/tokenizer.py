@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from parallel_ops.tokenization.chat import Chat
 from parallel_ops.tokenization.documents import Document
+from parallel_ops.tokenization.messages import Conversation, replaced
 from parallel_ops.tokenization.options import Options
 
 # Names of the end of a document, of a tokenizer.json alone, which does not say which token that is.
@@ -38,7 +40,9 @@ class Encoder:
             raise ImportError("tokenize needs tokenizers; run: pip install tokenizers") from None
         file, settings, template = _files(options.tokenizer)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            self._tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8-sig"))
+        except OSError:
+            raise
         except Exception as error:
             raise ValueError(f"--tokenizer: {file} is no tokenizer: {error}") from None
         self._tokenizer.no_truncation()
@@ -50,28 +54,87 @@ class Encoder:
         self._chat: Chat | None = None
         if options.chat:
             self._chat = self._chat_of(options, template, settings)
-        # The text of a document cannot name special tokens; a chat template does.
+        self._split = options.split_special_tokens or not options.chat
+        self._special = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.content
+        }
+        # Names of special tokens in a text are text; those of a chat template are tokens.
         self._tokenizer.encode_special_tokens = not options.chat
         content = [file.read_bytes(), (template or "").encode(), json.dumps(settings, sort_keys=True).encode()]
         self.checksum = hashlib.sha256(b"\0".join(content)).hexdigest()
 
     def encode(self, documents: list[Document]) -> list[tuple[NDArray[np.integer], NDArray[np.uint8]]]:
-        """The tokens of each document, or piece of one, and 1 for each of them that counts in the loss."""
+        """The tokens of each document, or piece of one, and 1 for each of them that counts in the loss.
+
+        Messages have their begin and end; texts do not, since they may be pieces.
+        """
         if self._chat is not None:
-            return [self._chat_tokens(document.value) for document in documents]
+            return [self._chat_tokens(self._chat, document.value) for document in documents]
         encode = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)  # without offsets
         encodings = encode([document.value for document in documents], add_special_tokens=False)
         return [(np.array(found.ids, self.dtype), np.ones(len(found.ids), np.uint8)) for found in encodings]
 
-    def _chat_tokens(self, messages: list[dict[str, Any]]) -> tuple[NDArray[np.integer], NDArray[np.uint8]]:
-        assert self._chat is not None
-        text, spans = self._chat.render(messages)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        counts = np.zeros(len(encoding.ids), np.uint8)
-        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    def _chat_tokens(
+        self, chat: Chat, given: str | Conversation
+    ) -> tuple[NDArray[np.integer], NDArray[np.uint8]]:  # fmt: skip
+        if isinstance(given, str):  # null
+            return np.empty(0, self.dtype), np.empty(0, np.uint8)
+        try:
+            if self._split:
+                text, spans, ids, offsets = self._split_tokens(chat, given)
+            else:
+                text, spans = chat.render(given)
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                ids, offsets = encoding.ids, encoding.offsets
+        except ValueError as error:
+            raise ValueError(f"{given.place()}: {error}") from None
+        counts = np.zeros(len(ids), np.uint8)
+        begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         for first, last in spans:
             counts[(begins < last) & (ends > first)] = 1
-        return np.array(encoding.ids, self.dtype), counts
+        front = [self.bos] if self.bos is not None and ids and ids[0] != self.bos else []
+        # A template's last turn may end with this token and a line end.
+        ended = self.eod is None or not ids or text.rstrip().endswith(str(self._tokenizer.id_to_token(self.eod)))
+        back = [] if ended else [self.eod]
+        counted = given.messages[-1]["role"] == "assistant" and given.weights[-1] == 1
+        loss = np.concatenate([np.zeros(len(front)), counts, np.full(len(back), counted)]).astype(np.uint8)
+        return np.array([*front, *ids, *back], self.dtype), loss
+
+    def _split_tokens(
+        self, chat: Chat, given: Conversation
+    ) -> tuple[str, list[tuple[int, int]], list[int], list[tuple[int, int]]]:  # fmt: skip
+        """As ``Chat.render`` and ``encode``, where names of special tokens in the messages are text.
+
+        The template renders messages with one character for each such name. What is between the special tokens of the
+        rendered text is then encoded by itself, with the names.
+        """
+        stand_ins = {name: chr(0xF0000 + number) for number, name in enumerate(sorted(self._special, key=len)[::-1])}
+        names = {character: name for name, character in stand_ins.items()}
+        text, spans = chat.render(replaced(given, stand_ins))
+        parts = re.split(f"({'|'.join(map(re.escape, stand_ins))})" if stand_ins else "(?!)", text)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        self._tokenizer.encode_special_tokens = True
+        for part in parts:
+            if part in self._special:
+                ids.append(self._special[part])
+                offsets.append((start, start + len(part)))
+            else:
+                # Each character of ``part`` may stand for several.
+                widths = [len(names.get(character, character)) for character in part]
+                places = np.repeat(np.arange(len(part)), widths)
+                found = self._tokenizer.encode("".join(names.get(c, c) for c in part), add_special_tokens=False)
+                ids += found.ids
+                offsets += [
+                    (start + int(places[a]), start + int(places[b - 1]) + 1) if b > a else (start, start)
+                    for a, b in found.offsets
+                ]
+            start += len(part)
+        self._tokenizer.encode_special_tokens = False
+        return text, spans, ids, offsets
 
     def _chat_of(self, options: Options, template: str | None, settings: dict[str, Any]) -> Chat:
         if options.template == "tokenizer" and template is None:
@@ -89,7 +152,13 @@ class Encoder:
         for name in _ENDS:
             if (found := self._tokenizer.token_to_id(name)) is not None:
                 return int(found)
-        raise ValueError(f"--eod: {file} does not say which token ends a document; name it, or none for no token")
+        has = ", ".join(
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )  # fmt: skip
+        raise ValueError(
+            f"--eod: {file} does not say which token ends a document; name it, or none for no token"
+            + (f"; its special tokens are {has}" if has else "; it has no special tokens")
+        )
 
     def _id(self, option: str, name: str, file: Path) -> int:
         if (found := self._tokenizer.token_to_id(name)) is None:
@@ -111,7 +180,7 @@ def _files(source: Path) -> tuple[Path, dict[str, Any], str | None]:
     settings: dict[str, Any] = {}
     if (config := source / "tokenizer_config.json").exists():
         try:
-            settings = json.loads(config.read_text(encoding="utf-8"))
+            settings = json.loads(config.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise ValueError(f"--tokenizer: {config} is not JSON: {error}") from None
         if not isinstance(settings, dict):
@@ -121,7 +190,7 @@ def _files(source: Path) -> tuple[Path, dict[str, Any], str | None]:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if (own := source / "chat_template.jinja").exists():
-        template = own.read_text(encoding="utf-8")
+        template = own.read_text(encoding="utf-8-sig")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"--tokenizer: the chat_template in {config} must be text")
     return source / "tokenizer.json", settings, template

@@ -12,6 +12,7 @@ import tokenizers
 
 from parallel_ops.tokenization import Options
 from parallel_ops.tokenization.chat import Chat
+from parallel_ops.tokenization.messages import Conversation
 from parallel_ops.tokenization.run import tokenize
 from parallel_ops.train.data.tokens import TokenStream
 from support.tokenization import END, MESSAGES, tokenizer_file, tokenizer_folder, write_json_lines
@@ -61,17 +62,20 @@ def test_roles_marked_without_a_template(tmp_path):
     own = tokenizers.Tokenizer.from_file(str(tokenizer))
     assert own.decode(tokens.tolist(), skip_special_tokens=False) == (
         f"<|user|>\nHow far is the moon?\n<|assistant|>\n384,400 km, on average.{END}\n"
-        f"<|user|>\nAnd the sun?\n<|assistant|>\nAbout 150 million km.{END}\n{END}"
+        f"<|user|>\nAnd the sun?\n<|assistant|>\nAbout 150 million km.{END}\n"
     )
     assert counted(tokenizer, tokens, mask)[0] == f"384,400 km, on average.{END}\n"
 
 
 def test_plain_marks_and_templates_by_name(tmp_path):
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    named = [
+        {"name": "tools", "template": "x"},
+        {"name": "default", "template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+    ]
     folder = tokenizer_folder(tmp_path / "model", chat_template=named)
-    answer = [{"role": "assistant", "content": "the moon"}]
+    answer = [{"role": "assistant", "content": " moon"}]
     ((tokens, mask),) = tokenized(tmp_path, folder, [[{"role": "user", "content": "is"}, *answer], answer])[:1]
-    assert len(tokens) == 2 and mask.tolist() == [0, 1]
+    assert counted(folder / "tokenizer.json", tokens, mask) == [f" moon{END}"] and mask[0] == 0
     for path in tmp_path.glob("chat.*"):
         path.unlink()
     (folder / "chat_template.jinja").write_text("{% generation %}no{% endgeneration %}")
@@ -88,13 +92,16 @@ def test_plain_marks_and_templates_by_name(tmp_path):
         ("{% for", "the chat template is no template of Jinja"),
         ("{{ raise_exception('system first') }}", "the chat template refuses the messages: system first"),
         ("{{ messages[9].content.x }}", "the chat template refuses the messages"),
-        ("{{ messages | length }}{{ messages[-1].content }}", "renders message 2 otherwise where others follow"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "renders message 2 otherwise where others follow",
+        ),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template refuses the messages"),
     ],
 )
 def test_a_template_that_does_not_fit(template, message):
     with pytest.raises(ValueError, match=message):
-        Chat(template, {}, END).render(MESSAGES)
+        Chat(template, {}, END).render(Conversation(MESSAGES, [1] * len(MESSAGES), None, lambda: "here"))
 
 
 def test_a_file_with_a_template_that_refuses_is_one_line(tmp_path, capsys):

@@ -139,7 +139,7 @@ class TestParts:
         whole = Part(str(file), "json" if as_json else "text", 0, file.stat().st_size, True, 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reading, "_LEAST_PART", most)
-            parts = parts_of([file], options)
+            parts = [share for part in parts_of([file], options) for share in part]
         assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
         assert (parts[0].start, parts[-1].stop, parts[-1].last) == (0, whole.stop, True)
         assert joined(documents(whole, options)) == joined(d for part in parts for d in documents(part, options))
@@ -291,7 +291,7 @@ class TestCommand:
             (["array.json", "a.bin"], "one object a line is read, not an array of them"),
             (["latin.txt", "a.bin"], "latin.txt is not UTF-8 at byte 1"),
             (["a.jsonl", "a.bin", "--key", "body"], "a.jsonl line 1 has no key 'body'; it has 'text', 'n'; --key"),
-            (["torn.txt.gz", "a.bin"], "torn.txt.gz is not gzip, or cut off"),
+            (["torn.txt.gz", "a.bin"], "torn.txt.gz is not gz, or cut off"),
             (["a.jsonl", "there.bin"], "there.bin exists; remove it, or name another output"),
             (["a.jsonl", "a.bin", "--eod", "<no>"], "--eod: {tokenizer} has no token '<no>'"),
             (["a.jsonl", "a.bin", "--bos", "<no>"], "--bos: {tokenizer} has no token '<no>'"),

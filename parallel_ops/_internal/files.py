@@ -1,0 +1,161 @@
+"""Paths as users write them, and the files of a folder that are read. Needs neither torch nor NumPy."""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+# Unread files that are named; further ones are counted.
+_NAMED = 20
+
+
+def expanded(path: str | Path) -> Path:
+    """``path`` with ``~``, ``~user``, ``$VARIABLE`` and ``${VARIABLE}`` replaced, unless it exists as it stands.
+
+    Raises:
+        ValueError: A variable is not set, or there is no such user.
+    """
+    text = str(path)
+    if not text.startswith("~") and os.path.lexists(text):
+        return Path(path)
+    found = os.path.expandvars(text)
+    if missing := _VARIABLE.search(found):
+        raise ValueError(f"{text}: the variable {missing[0]} is not set")
+    found = os.path.expanduser(found)
+    if found.startswith("~") and "/" in found and not os.path.lexists(found.partition("/")[0]):
+        raise ValueError(f"{text}: there is no user {found.partition('/')[0][1:]!r}")
+    return Path(found)
+
+
+def one_path(path: str | Path) -> Path:
+    """``expanded`` for a single file or folder; a pattern with ``*`` or ``?`` must match one that exists.
+
+    Raises:
+        ValueError: See ``expanded``; or the pattern matches none or several.
+    """
+    found = expanded(path)
+    if not _is_pattern(found, "*?"):
+        return found
+    matches = _matches(found)
+    if len(matches) != 1:
+        some = f"{len(matches)} paths: {', '.join(map(str, matches[:4]))}" if matches else "nothing"
+        raise ValueError(f"{path} must name one path, and matches {some}")
+    return matches[0]
+
+
+@dataclass
+class Found:
+    """Files to read. ``unread``: Other files and folders, not hidden, each with the reason."""
+
+    files: list[Path] = field(default_factory=list)
+    unread: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def find(path: Path, reason: Callable[[Path], str | None], *, deep: bool) -> Found:
+    """The files that a path stands for, in sorted order.
+
+    A file is itself, whatever its name. Of a folder, or of a pattern such as ``data/*.bin``, those files are read for
+    which there is no ``reason`` against it. Names that begin with a dot are left out. Each file and folder is read
+    once: a link to one that is read already is in ``unread``.
+
+    Args:
+        path: As ``expanded`` returns it.
+        reason: Why a file is not read, ``""`` if it belongs to another one, or ``None`` if it is read.
+        deep: Read the folders of a folder too; otherwise these are in ``unread``.
+
+    Raises:
+        FileNotFoundError: The path does not exist, or the pattern matches nothing. OSError: From the file system.
+    """
+    if path.is_dir():
+        return _chosen(*_entries(path, deep=deep), reason)
+    if path.exists():
+        return Found([path])
+    if not _is_pattern(path, "*?["):
+        raise FileNotFoundError(f"{path} does not exist")
+    there = _matches(path)
+    if not there:
+        raise FileNotFoundError(f"{path} matches nothing")
+    if deep:
+        files = [match for match in there if not match.is_dir()]
+        unread: list[tuple[Path, str]] = []
+        for folder in (match for match in there if match.is_dir()):
+            own, left = _entries(folder, deep=True)
+            files, unread = files + own, unread + left
+        return _chosen(files, unread, reason)
+    folders = [match for match in there if match.is_dir()]
+    found = _chosen([match for match in there if match not in folders], [], reason)
+    return Found(sorted(found.files + folders), found.unread)
+
+
+def described(unread: Sequence[tuple[Path, str]]) -> str:
+    """Unread files with their reasons, for a message."""
+    reasons: dict[str, list[str]] = {}
+    for path, reason in unread[:_NAMED]:
+        reasons.setdefault(reason, []).append(str(path))
+    more = f"; and {len(unread) - _NAMED:,} more" if len(unread) > _NAMED else ""
+    return "; ".join(f"{', '.join(paths)} ({reason})" for reason, paths in reasons.items()) + more
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix in lower case."""
+    return path.suffix.lower()
+
+
+def _is_pattern(path: Path, characters: str) -> bool:
+    return any(character in str(path) for character in characters) and not os.path.lexists(path)
+
+
+def _matches(path: Path) -> list[Path]:
+    return sorted(map(Path, glob.glob(str(path), recursive=True)))
+
+
+def _entries(root: Path, *, deep: bool) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The files below a folder, and what is not looked into. Real folders come before links, so they have the names."""
+    files: list[Path] = []
+    unread: list[tuple[Path, str]] = []
+    read: dict[tuple[int, int], Path] = {}
+    folders, links = [root], list[Path]()
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        status = folder.stat()
+        if first := read.get(key := (status.st_dev, status.st_ino)):
+            unread.append((folder, f"the same folder as {first}"))
+            continue
+        read[key] = folder
+        with os.scandir(folder) as there:
+            for entry in sorted(there, key=lambda entry: entry.name):
+                path = folder / entry.name
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir():
+                    files.append(path)
+                elif deep:
+                    (links if entry.is_symlink() else folders).append(path)
+                else:
+                    unread.append((path, "a folder"))
+    return files, unread
+
+
+def _chosen(files: Iterable[Path], unread: list[tuple[Path, str]], reason: Callable[[Path], str | None]) -> Found:
+    found = Found(unread=list(unread))
+    first: dict[tuple[int, int], Path] = {}
+    # A link after the file itself. Hard links are files of their own.
+    for is_link, path in sorted((path.is_symlink(), path) for path in files):
+        why = reason(path)
+        if why is None and not path.is_file():
+            why = "no regular file" if path.exists() else "a link to nothing"
+        if why is None:
+            status = path.stat()
+            same = first.setdefault((status.st_dev, status.st_ino), path)
+            if same == path or not is_link:
+                found.files.append(path)
+                continue
+            why = f"the same file as {same}"
+        if why:
+            found.unread.append((path, why))
+    found.files.sort()
+    found.unread.sort()
+    return found
