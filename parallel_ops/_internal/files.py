@@ -1,6 +1,7 @@
 """Paths as users write them, and the files of a folder that are read. Needs neither torch nor NumPy."""
 
 import glob
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 # Unread files that are named; further ones are counted.
 _NAMED = 20
+# Of a file's digest: bytes from the beginning of one block to that of the next, and those that are read.
+_STRIDE, _LOOK = 64 << 20, 4 << 20
 
 
 def expanded(path: str | Path) -> Path:
@@ -46,6 +49,20 @@ def one_path(path: str | Path) -> Path:
     return matches[0]
 
 
+def matches(path: Path) -> list[Path]:
+    """``path``, or what a pattern matches, in sorted order.
+
+    Raises:
+        FileNotFoundError: It does not exist, or the pattern matches nothing.
+    """
+    if os.path.lexists(path):
+        return [path]
+    there = _matches(path) if _is_pattern(path, "*?[") else []
+    if not there:
+        raise FileNotFoundError(f"{path} matches nothing" if _is_pattern(path, "*?[") else f"{path} does not exist")
+    return there
+
+
 @dataclass
 class Found:
     """Files to read. ``unread``: Other files and folders, not hidden, each with the reason."""
@@ -69,25 +86,38 @@ def find(path: Path, reason: Callable[[Path], str | None], *, deep: bool) -> Fou
     Raises:
         FileNotFoundError: The path does not exist, or the pattern matches nothing. OSError: From the file system.
     """
-    if path.is_dir():
-        return _chosen(*_entries(path, deep=deep), reason)
-    if path.exists():
+    files: list[Path] = []
+    unread: list[tuple[Path, str]] = []
+    there = matches(path)
+    if there == [path] and not path.is_dir():
         return Found([path])
-    if not _is_pattern(path, "*?["):
-        raise FileNotFoundError(f"{path} does not exist")
-    there = _matches(path)
-    if not there:
-        raise FileNotFoundError(f"{path} matches nothing")
-    if deep:
-        files = [match for match in there if not match.is_dir()]
-        unread: list[tuple[Path, str]] = []
-        for folder in (match for match in there if match.is_dir()):
-            own, left = _entries(folder, deep=True)
-            files, unread = files + own, unread + left
-        return _chosen(files, unread, reason)
-    folders = [match for match in there if match.is_dir()]
-    found = _chosen([match for match in there if match not in folders], [], reason)
-    return Found(sorted(found.files + folders), found.unread)
+    for match in there:
+        own, left = _entries(match, deep=deep) if match.is_dir() else ([match], [])
+        files, unread = files + own, unread + left
+    return chosen(files, unread, reason)
+
+
+def chosen(files: Iterable[Path], unread: Iterable[tuple[Path, str]], reason: Callable[[Path], str | None]) -> Found:
+    """Those of ``files`` that are read, each once; see ``find``. ``unread``: What is not, beside them."""
+    found = Found(unread=list(unread))
+    first: dict[tuple[int, int], Path] = {}
+    # A link after the file itself. Hard links are files of their own.
+    for is_link, path in sorted((path.is_symlink(), path) for path in files):
+        why = reason(path)
+        if why is None and not path.is_file():
+            why = "no regular file" if path.exists() else "a link to nothing"
+        if why is None:
+            status = path.stat()
+            same = first.setdefault((status.st_dev, status.st_ino), path)
+            if same == path or not is_link:
+                found.files.append(path)
+                continue
+            why = f"the same file as {same}"
+        if why:
+            found.unread.append((path, why))
+    found.files.sort()
+    found.unread.sort()
+    return found
 
 
 def described(unread: Sequence[tuple[Path, str]]) -> str:
@@ -97,6 +127,19 @@ def described(unread: Sequence[tuple[Path, str]]) -> str:
         reasons.setdefault(reason, []).append(str(path))
     more = f"; and {len(unread) - _NAMED:,} more" if len(unread) > _NAMED else ""
     return "; ".join(f"{', '.join(paths)} ({reason})" for reason, paths in reasons.items()) + more
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the content of files: the first 4 MiB of each 64 MiB."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in files:
+        size = path.stat().st_size
+        found.update(str(size).encode())
+        with path.open("rb") as file:
+            for start in range(0, size, _STRIDE):
+                file.seek(start)
+                found.update(file.read(_LOOK))
+    return found.hexdigest()
 
 
 def suffix_of(path: Path) -> str:
@@ -137,25 +180,3 @@ def _entries(root: Path, *, deep: bool) -> tuple[list[Path], list[tuple[Path, st
                 else:
                     unread.append((path, "a folder"))
     return files, unread
-
-
-def _chosen(files: Iterable[Path], unread: list[tuple[Path, str]], reason: Callable[[Path], str | None]) -> Found:
-    found = Found(unread=list(unread))
-    first: dict[tuple[int, int], Path] = {}
-    # A link after the file itself. Hard links are files of their own.
-    for is_link, path in sorted((path.is_symlink(), path) for path in files):
-        why = reason(path)
-        if why is None and not path.is_file():
-            why = "no regular file" if path.exists() else "a link to nothing"
-        if why is None:
-            status = path.stat()
-            same = first.setdefault((status.st_dev, status.st_ino), path)
-            if same == path or not is_link:
-                found.files.append(path)
-                continue
-            why = f"the same file as {same}"
-        if why:
-            found.unread.append((path, why))
-    found.files.sort()
-    found.unread.sort()
-    return found

@@ -40,7 +40,10 @@ def build_samples(settings: "Settings", stream: TokenStream | None) -> tuple[Any
     data, own = settings.data, settings.evaluation
 
     def opened(paths: Sequence[Path]) -> TokenStream:
-        return TokenStream(paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column)
+        return TokenStream(
+            paths, dtype=data.dtype, eos_id=data.eos_id, column=data.column, masked=not data.prompt_loss,
+            ignore=data.ignore,
+        )  # fmt: skip
 
     if stream is not None:
         streams = [stream]

@@ -46,8 +46,8 @@ def read_toml(path: Path | str) -> dict[str, Any]:
         OSError: From the file system. ValueError: The file is not TOML.
     """
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        with open(path, encoding="utf-8-sig", newline="") as file:  # Windows' editors write a byte order mark
+            return tomllib.loads(file.read())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
 

@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from parallel_ops._internal.files import expanded, one_path
 from parallel_ops.models import TransformerConfig
 from parallel_ops.models.config import Llama3Scaling, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
@@ -19,7 +21,25 @@ from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Folder = Annotated[Path, Field(strict=False)]
+
+
+def _as(convert: Callable[[str | Path], Path]) -> BeforeValidator:
+    """A path as users write it; see ``_internal.files``."""
+
+    def converted(given: Any) -> Any:
+        if not isinstance(given, (str, Path)):
+            return given
+        try:
+            return convert(given)
+        except ValueError as error:
+            raise PydanticCustomError("parallel_ops", "{message}", {"message": str(error)}) from None
+
+    return BeforeValidator(converted)
+
+
+# A file or folder, and one that may be a pattern of several.
+Folder = Annotated[Path, _as(one_path), Field(strict=False)]
+Pattern = Annotated[Path, _as(expanded), Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -34,7 +54,13 @@ class Section(BaseModel):
         if not isinstance(given, dict):
             return given
         optional = {name for name, field in cls.model_fields.items() if _optional(field.annotation)}
-        return {name: None if value == "none" and name in optional else value for name, value in given.items()}
+        # A list that may be left out is left out.
+        lists = {name for name, field in cls.model_fields.items() if field.default == ()}
+        return {
+            name: None if value == "none" and name in optional else value
+            for name, value in given.items()
+            if value != "none" or name not in lists
+        }
 
 
 def _optional(annotation: Any) -> bool:
@@ -161,7 +187,7 @@ class SourceSettings(Section):
         weight: Share of the samples, relative to the weights of the other sources.
     """
 
-    paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)]
+    paths: Annotated[tuple[Pattern, ...], Field(strict=False, min_length=1)]
     weight: Annotated[float, Field(gt=0)]
 
 
@@ -169,9 +195,10 @@ class DataSettings(Section):
     """The training data; see ``train.data.tokens`` and ``train.data.packing``.
 
     Attributes:
-        paths: Token files, folders of them, or folders of Hugging Face datasets; or
+        paths: Token files, folders of them, patterns such as ``"data/*.bin"``, or folders of Hugging Face datasets; or
         sources: several of them by weight, each a table with ``paths`` and ``weight``.
         column: Column of a dataset with the tokens of a document.
+        ignore: Columns of datasets that are left out, of those that would otherwise be refused.
         dtype: NumPy dtype of raw tokens.
         eos_id: Last token of each document, for files without an index of documents.
         seq_length: Tokens in a sequence; the model's by default.
@@ -183,9 +210,10 @@ class DataSettings(Section):
         growing: Files are added to the folders of ``paths`` while the run goes on; see ``train.data.growing``.
     """
 
-    paths: Annotated[tuple[Folder, ...], Field(strict=False, min_length=1)] = ()
+    paths: Annotated[tuple[Pattern, ...], Field(strict=False, min_length=1)] = ()
     sources: Annotated[tuple[SourceSettings, ...], Field(strict=False, min_length=1)] = ()
     column: str = "input_ids"
+    ignore: Annotated[tuple[str, ...], Field(strict=False)] = ()
     dtype: Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] = "uint16"
     eos_id: Count | None = None
     seq_length: Positive | None = None
@@ -206,7 +234,7 @@ class EvaluationSettings(Section):
         sequences: Sequences that are evaluated, the first of the data; ``"none"`` for all.
     """
 
-    paths: Annotated[tuple[Folder, ...], Field(strict=False)] = ()
+    paths: Annotated[tuple[Pattern, ...], Field(strict=False)] = ()
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     interval: Count = 0
     sequences: Positive | None = None

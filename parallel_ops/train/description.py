@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_ops._internal.files import described
 from parallel_ops.models import Transformer
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.train.data.growing import Growing
@@ -101,11 +102,12 @@ def start_lines(trainer: "RunState") -> list[Line]:
     lines = [
         *plan_lines(settings, device_name(trainer.device), parameters),
         ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
-        *data_lines(samples, left * batch),
+*data_lines(samples, left * batch),
     ]
     if trainer.evaluation is not None:
         held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
-        lines += [("evaluation", f"{many} of {_files(held_out)}, {_when(settings.evaluation.interval)}")]
+        counted = _counted(trainer.evaluation.samples)
+        lines += [("evaluation", f"{many} of {_files(held_out)}, {_when(settings.evaluation.interval)}; {counted}")]
     own = settings.checkpoint
     best = " and the best" if own.keep_best else ""
     lines += [
@@ -120,6 +122,7 @@ def data_lines(samples: "AnySamples", taken: int) -> list[Line]:
     return [
         ("data", f"{len(stream):,} tokens in {_count(stream.documents, 'document')}: {_files(stream)}"),
         ("", f"{_count(samples.in_epoch, 'sequence')} of {samples.seq_length:,} an epoch, {shuffled}"),
+        ("", _counted(samples)),
         *_packed(samples, taken),
         *_growing(samples),
     ]
@@ -150,15 +153,30 @@ def _fill(samples: "Samples") -> str:
     return f", sequences {filled:.1%} full"
 
 
-def warning(stream: "TokenStream") -> str | None:
-    """A warning about files that are not read; ``None`` if there are none."""
-    if not stream.skipped:
-        return None
-    named = _some([str(path) for path in stream.skipped])
-    return (
-        f"warning: not read: {named}; of a folder .bin and .npy files alone are. To train on the bytes of a text, name "
-        'its file in data.paths, with data.dtype = "uint8"'
-    )
+def _counted(samples: "AnySamples") -> str:
+    """The share of the tokens that count in the loss."""
+    share = samples.stream.share_counted if samples.masked else 1.0
+    if not share:
+        return "no token counts in the loss"
+    return "all tokens count in the loss" if share == 1 else f"{share:.3g} of the tokens count in the loss"
+
+
+def warnings(trainer: "RunState") -> list[str]:
+    """Warnings about files that are not read, and about data of which nothing counts."""
+    data = {"data": trainer.samples} | ({"evaluation": trainer.evaluation.samples} if trainer.evaluation else {})
+    found = []
+    for name, samples in data.items():
+        if skipped := samples.stream.skipped:
+            found.append(
+                f"warning: {name}: not read: {described(skipped)}. To train on the bytes of a text, name its file in "
+                'data.paths, with data.dtype = "uint8"'
+            )
+        if samples.masked and not samples.stream.share_counted:
+            found.append(
+                f"warning: {name}: no token counts in the loss, since the masks leave out all; data.prompt_loss = true "
+                "counts them"
+            )
+    return found
 
 
 def end_lines(trainer: "RunState", result: "Result", first: int, seconds: float) -> list[Line]:

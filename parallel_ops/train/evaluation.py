@@ -34,7 +34,7 @@ class Evaluation:
         trainer: The run. samples: The data, in its own order. loader: Reads it.
 
     Attributes:
-        samples: What is evaluated on. sequences: How many of them.
+        samples: What is evaluated on. sequences: How many of them. targets: Those that counted in the last evaluation.
         best: The lowest loss so far; ``None`` before the first.
     """
 
@@ -47,6 +47,7 @@ class Evaluation:
         # As many at a time as in a step, so that memory does not grow with the data.
         self._at_once = plan.micro_batches
         self.best: float | None = None
+        self.targets = 0
 
     def begin(self) -> None:
         """Starts from the best checkpoint in ``checkpoint.dir``; all ranks call it."""
@@ -82,6 +83,7 @@ class Evaluation:
         if trainer.world > 1:
             dist.all_reduce(total)
         loss, count = total.tolist()
+        self.targets = int(count)
         return loss / count if count else math.nan
 
     def _rounds(self) -> Iterator[list[range]]:

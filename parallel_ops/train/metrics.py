@@ -55,7 +55,7 @@ class Metrics:
         rate = step.tokens / step.seconds
         record = {
             "step": step.number,
-            "loss": _finite(step.loss),
+            "loss": None if step.without_target else _finite(step.loss),
             "grad_norm": _finite(step.grad_norm),
             "tokens": step.tokens,
             "seconds": step.seconds,

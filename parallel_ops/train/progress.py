@@ -45,7 +45,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self.trainer.rank == 0:
             print(description.text(description.start_lines(self.trainer)), flush=True)
-            if warning := description.warning(self.trainer.samples.stream):
+            for warning in description.warnings(self.trainer):
                 print(warning, file=sys.stderr, flush=True)
             self._bar = _bar(self.settings.run.steps, self.trainer.global_step)
         self._first, self._start = self.trainer.global_step, time.perf_counter()
@@ -69,7 +69,7 @@ class Progress:
             shown = parts if self._bar.console.width >= _WIDE else [parts[0], parts[3], parts[-1]]
             text = "  ".join([f"step {step.number}/{self.settings.run.steps}", *shown])
             self._bar.update(0, completed=step.number, text=text, refresh=True)
-        unusual = step.skipped or stops
+        unusual = step.skipped or stops or step.without_target
         if (
             unusual
             or step.evaluation_loss is not None
@@ -101,8 +101,12 @@ class Progress:
         parts = [f"step {step.number}/{self.settings.run.steps}"]
         parts += self._parts(step, step.tokens * (step.number - first) / (now - start))
         if step.evaluation_loss is not None:
-            parts.insert(2, f"evaluation loss {step.evaluation_loss:.4f}")
-        if unusual:
+            evaluation = self.trainer.evaluation
+            none = "" if evaluation is None or evaluation.targets else " (no target counts in the loss)"
+            parts.insert(2, f"evaluation loss {step.evaluation_loss:.4f}{none}")
+        if step.without_target:
+            parts += ["no target of this step counts in the loss"]
+        if unusual and not math.isfinite(step.loss + step.grad_norm):
             end = self.trainer.samples_seen
             samples = f"samples {end - self.settings.plan.global_batch} to {end - 1}"
             parts += [f"not finite, {'the run stops' if stops else 'skipped'}: {samples}"]

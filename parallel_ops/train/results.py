@@ -20,6 +20,7 @@ class Step:
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
         evaluation_loss: Of the evaluation after the step, if there was one.
+        without_target: No target of the step counts in the loss, which is then 0.
         experts: How evenly experts were used, by the names of ``expert_use.METRICS``; ``None`` without experts.
     """
 
@@ -33,6 +34,7 @@ class Step:
     stop: str | None
     evaluation_loss: float | None = None
     experts: dict[str, float] | None = None
+    without_target: bool = False
 
 
 @dataclass(frozen=True)

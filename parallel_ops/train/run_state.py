@@ -21,11 +21,12 @@ class Evaluated(Protocol):
     """What a run evaluates on.
 
     Attributes:
-        samples: The data. sequences: How many of them.
+        samples: The data. sequences: How many of them. targets: Those that counted in the last evaluation.
     """
 
     samples: Samples
     sequences: int
+    targets: int
 
 
 class RunState(Protocol):

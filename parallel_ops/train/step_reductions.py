@@ -24,43 +24,50 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int, mesh: ParallelMesh)
 
 def count_targets(
     batches: list[Batch], mesh: ParallelMesh, device: torch.device, *, ignores: bool
-) -> tuple[list[int], int | Tensor]:
-    """The number of targets in each micro-batch, and in the step over all ranks, which is at least 1.
+) -> tuple[list[int], int | Tensor, int | Tensor]:
+    """The number of targets in each micro-batch, in the step over all ranks, and the latter or 1, to divide by.
 
     Args:
         ignores: Targets may be -100. Otherwise all count, and ranks need not add their numbers.
     """
     if not ignores:
         counts = [batch.targets.numel() for batch in batches]
-        return counts, sum(counts) * mesh.size("dp")
+        everything = sum(counts) * mesh.size("dp")
+        return counts, everything, everything
     counts = [int((batch.targets != IGNORE_INDEX).sum()) for batch in batches]
     group = mesh.group("dp")
     if group is None:
-        return counts, max(1, sum(counts))
-    everything = torch.tensor(float(sum(counts)), device=device)
-    dist.all_reduce(everything, group=group)
-    return counts, everything.clamp_(min=1)
+        return counts, sum(counts), max(1, sum(counts))
+    total = torch.tensor(float(sum(counts)), device=device)
+    dist.all_reduce(total, group=group)
+    return counts, total, total.clamp(min=1)
 
 
 def reduce_results(
-    loss: Tensor, norm: Tensor, asked: str | None, mesh: ParallelMesh, further: Tensor | None = None
-) -> tuple[Any, ...]:
-    """The mean loss, the gradient norm and a stop signal that any rank received: one reduction, one synchronisation.
+    loss: Tensor, norm: Tensor, targets: int | Tensor, asked: str | None, mesh: ParallelMesh,
+    further: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The mean loss, the gradient norm, whether there was no target, and a stop signal that any rank received.
+
+    One reduction and one synchronisation.
 
     Args:
         loss: This rank's share of the loss, a scalar. norm: The norm over all ranks, a scalar.
+        targets: Of all ranks, as ``count_targets`` returns them.
         asked: The stop signal of this rank, if any.
         further: Values of all ranks, returned behind the others.
     """
     values = torch.stack([loss, *(torch.full_like(loss, asked == name) for name in SIGNALS)])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
-    parts = [values, norm.to(values)[None], *([] if further is None else [further.to(values)])]
+    counted = targets if isinstance(targets, Tensor) else torch.full_like(loss, targets)
+    parts = [values, *(value.to(values)[None] for value in (norm, counted))]
+    parts += [] if further is None else [further.to(values)]
     mean, *rest = torch.cat(parts).tolist()
-    came, (grad_norm, *others) = rest[: len(SIGNALS)], rest[len(SIGNALS) :]
+    came, (grad_norm, any_target, *others) = rest[: len(SIGNALS)], rest[len(SIGNALS) :]
     stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
     # Tensor- and context-parallel ranks have the same loss.
-    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, stop, *others
+    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, not any_target, stop, *others
 
 
 def of_first_rank(compute: Callable[[], T]) -> T:

@@ -158,8 +158,8 @@ class Trainer:
         rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
-        counts, everything = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
-        shares = [count / everything for count in counts]
+        counts, targets, divisor = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
+        shares = [count / divisor for count in counts]
         # Data-parallel ranks take the mean of their gradients.
         with noted(self.activity):
             total = self.passes.run(batches, shares, counts, self.mesh.size("dp") * scale, seeds, what, slow=slow)
@@ -169,7 +169,9 @@ class Trainer:
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
         use = expert_use(self.model, self.device)
-        found, grad_norm, stop, *of_experts = reduce_results(total, norm, asked(), self.mesh, use)
+        found, grad_norm, without_target, stop, *of_experts = reduce_results(
+            total, norm, targets, asked(), self.mesh, use
+        )  # fmt: skip
         return Step(
             number=self.global_step,
             loss=found,
@@ -179,6 +181,7 @@ class Trainer:
             lr=rate,
             skipped=not math.isfinite(grad_norm),
             stop=stop,
+            without_target=without_target,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from parallel_ops._internal.files import digest_of
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
 from parallel_ops.train.data.growing import Growing
 from parallel_ops.train.data.mixture import Mixture
+from parallel_ops.train.step_reductions import of_first_rank
 
 if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
 LORA = "lora"
 # Fields of a model's configuration that may differ from its checkpoint's.
 _FREE = ("dropout", "attention_dropout", "init_std")
+# Digests in the description of data, and what it means if they differ.
+_DIGESTS = {"digest": "other tokens, or another order of files", "mask": "another mask of the loss"}
 
 
 def state_dict(trainer: "RunState") -> dict[str, Any]:
     """Model, optimizer and progress of the run, by names that do not depend on the plan; of adapters, these alone."""
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=_options(trainer))
     progress = {"step": trainer.global_step, "samples_seen": trainer.samples_seen, "scale": trainer.scale.state_dict()}
+    progress["dtype"] = trainer.settings.precision.dtype
     return {"model": model, "optimizer": optimizer, "progress": progress}
 
 
@@ -44,7 +49,9 @@ def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
         group.update(values)
     progress = state["progress"]
     trainer.global_step, trainer.samples_seen = progress["step"], progress["samples_seen"]
-    trainer.scale.load_state_dict(progress["scale"])
+    # The scale of another precision says nothing of this one's.
+    if progress.get("dtype") in (None, trainer.settings.precision.dtype):
+        trainer.scale.load_state_dict(progress["scale"])
 
 
 def _options(trainer: "RunState") -> StateDictOptions:
@@ -69,11 +76,11 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     if (lora := trainer.settings.lora) is not None:
         base = trainer.settings.model.dir
         rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
+        rest["adapters"]["digest"] = _base_digest(trainer)
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
-    store.save(
-        state,
-        Description(progress["step"], progress["samples_seen"], _model_of(trainer), _data_of(trainer), rest),
-    )
+    # Rank 0 writes the description; the others need not read data for its digest.
+    data = _data_of(trainer) if trainer.rank == 0 else {}
+    store.save(state, Description(progress["step"], progress["samples_seen"], _model_of(trainer), data, rest))
 
 
 def resume(trainer: "RunState", folder: Path) -> Path:
@@ -86,6 +93,12 @@ def resume(trainer: "RunState", folder: Path) -> Path:
             f"{source} has the state of {before}, but optimizer.kind is {own!r}: set it to {before!r}, or begin from "
             "the weights, by `parallel-ops export` and model.dir"
         )
+    base = saved.rest.get("adapters", {}).get("digest")
+    if base is not None and (here := _base_digest(trainer)) != base:
+        raise CheckpointError(
+            f"{source} has adapters of another base model, {saved.rest['adapters'].get('base') or base}: they are of "
+            f"no use on {trainer.settings.model.dir or here}"
+        )
     state = state_dict(trainer)
     del state["progress"]
     groups = state["optimizer"].pop("param_groups")
@@ -96,9 +109,8 @@ def resume(trainer: "RunState", folder: Path) -> Path:
         samples_seen = saved.samples_seen
         if isinstance(trainer.samples, Growing):
             trainer.samples.restore(saved.data["growing"])
-    load_state_dict(
-        trainer, {**state, "progress": {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}}
-    )
+    progress = {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}
+    load_state_dict(trainer, {**state, "progress": {**progress, "dtype": saved.rest.get("dtype")}})
     return source
 
 
@@ -123,7 +135,11 @@ def changes_of_data(trainer: "RunState", source: Path) -> list[str]:
         if problem := trainer.samples.problem(saved.pop("growing")):
             return [problem]
         del own["growing"]
-    return [f"{name} {saved.get(name)} -> {own.get(name)}" for name in own | saved if saved.get(name) != own.get(name)]
+    digests = {name: (saved.pop(name, None), own.pop(name, None)) for name in _DIGESTS}
+    found = [f"{name} {saved.get(name)} -> {own.get(name)}" for name in own | saved if saved.get(name) != own.get(name)]
+    # Checkpoints from before have no digest; with ``prompt_loss`` there is none of the mask.
+    differing = [name for name, (before, now) in digests.items() if before and now and before != now]
+    return found or [_DIGESTS[name] for name in differing]
 
 
 def shape_of(config: TransformerConfig) -> dict[str, Any]:
@@ -132,6 +148,14 @@ def shape_of(config: TransformerConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, experts=config.experts.untrained())
     described: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return described
+
+
+def _base_digest(trainer: "RunState") -> str:
+    """A digest of the model that adapters are added to, the same on every rank; all ranks call it."""
+    folder, seed = trainer.settings.model.dir, trainer.settings.run.seed
+    if folder is None:
+        return f"run.seed {seed}"
+    return of_first_rank(lambda: digest_of(sorted(folder.glob("*.safetensors"))))
 
 
 def _model_of(trainer: "RunState") -> dict[str, Any]:
@@ -159,6 +183,7 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
         more["growing"] = samples.parts
     else:
         more |= {"tokens": len(samples.stream), "documents": samples.stream.documents}
+        more |= dict(zip(_DIGESTS, samples.stream.digest, strict=True))
     if isinstance(samples, Mixture):
         sizes = [[len(source.stream), source.stream.documents] for source in samples.sources]
         more["sources"] = [[weight, *size] for weight, size in zip(samples.weights, sizes, strict=True)]

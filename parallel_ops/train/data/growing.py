@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from parallel_ops._internal.files import matches
 from parallel_ops.train.data.batches import Batch, batch_of
 from parallel_ops.train.data.batches import Sequence as Row
 from parallel_ops.train.data.mixture import Mixture
@@ -23,8 +24,9 @@ from parallel_ops.train.data.tokens import Documents, TokenStream, files_of
 # Between the seeds of two parts; odd and large, as that between sources.
 _SEEDS = 0x2545F4914F6CDD1D
 
-# Of a file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens.
-File = tuple[int, str, int]
+# Of a file: the number of its path in ``data.paths``, its name in that folder ("" for the path itself), its tokens, and
+# their digest.
+File = tuple[int, str, int, str]
 # Returns what rank 0 has found, on every rank.
 Agree = Callable[[Callable[[], list[File]]], list[File]]
 
@@ -55,9 +57,7 @@ class Growing:
     ignores = True  # files with a mask may come
 
     def __init__(self, paths: Sequence[Path], dtype: str, opened: Open, *, seed: int, **options: Any) -> None:
-        for path in paths:
-            if not path.exists():
-                raise FileNotFoundError(f"{path} does not exist")
+        paths = [own for path in paths for own in matches(path)]
         if not any(path.is_dir() for path in paths):
             raise ValueError(f"data.growing: needs a folder in data.paths, got {', '.join(map(str, paths))}")
         self._paths, self._dtype, self._open = list(paths), dtype, opened
@@ -66,6 +66,7 @@ class Growing:
         self.parts: list[list[File]] = []
         self._samples: list[Samples] = []
         self._firsts = [0]
+        self._skipped: list[tuple[Path, str]] = []
         self._opened: dict[tuple[int, str], TokenStream] = {}
 
     def __len__(self) -> int:
@@ -75,7 +76,13 @@ class Growing:
     @property
     def stream(self) -> TokenStream:
         """The documents of all files that are known."""
-        return self._joined(file for part in self.parts for file in part)
+        found = self._joined(file for part in self.parts for file in part)
+        found.skipped = self._skipped
+        return found
+
+    @property
+    def masked(self) -> bool:
+        return any(part.masked for part in self._samples)
 
     @property
     def in_epoch(self) -> int:
@@ -94,8 +101,8 @@ class Growing:
     def problem(self, parts: Sequence[Sequence[Sequence[Any]]]) -> str | None:
         """Why the parts of a checkpoint cannot be taken: a file is missing or has changed; ``None`` if they can."""
         try:
-            for number, name, tokens in (file for part in parts for file in part):
-                self._check(number, name, tokens)
+            for file in (file for part in parts for file in part):
+                self._check(*file)
         except (ValueError, OSError, IndexError, TypeError) as error:
             return str(error)
         return None
@@ -104,19 +111,21 @@ class Growing:
         """Replaces the parts by those of a checkpoint, which have no ``problem``."""
         self.parts, self._samples, self._firsts = [], [], [0]
         for part in parts:
-            self._add([(number, name, tokens) for number, name, tokens in part])
+            self._add([(number, name, tokens, *digest) for number, name, tokens, *digest in part])
 
     def _found(self) -> list[File]:
         """The files that are new, if they make a sequence."""
-        known = {(number, name) for part in self.parts for number, name, _ in part}
+        known = {(number, name) for part in self.parts for number, name, *_ in part}
+        listed = [files_of(path, self._dtype) for path in self._paths]
+        self._skipped = [left for found in listed for left in found.unread]
         there = [
             (number, "" if file == path else file.name)
-            for number, path in enumerate(self._paths)
-            for file in files_of(path, self._dtype)
-            if file == path or not file.name.startswith(".")
+            for number, (path, found) in enumerate(zip(self._paths, listed, strict=True))
+            for file in found.files
         ]
-        new = [(*place, len(self._stream(*place))) for place in there if place not in known]
-        tokens = sum(size for *_, size in new)
+        streams = {place: self._stream(*place) for place in there if place not in known}
+        new = [(*place, len(stream), stream.digest[0]) for place, stream in streams.items()]
+        tokens = sum(len(stream) for stream in streams.values())
         if tokens <= self.seq_length:
             if not self.parts:
                 raise ValueError(f"the data has {tokens} tokens, but a sequence needs {self.seq_length + 1}")
@@ -130,13 +139,16 @@ class Growing:
         return self._opened[number, name]
 
     def _joined(self, files: Iterable[File]) -> TokenStream:
-        return TokenStream.of([file for number, name, _ in files for file in self._stream(number, name).files])
+        return TokenStream.of([file for number, name, *_ in files for file in self._stream(number, name).files])
 
-    def _check(self, number: int, name: str, tokens: int) -> None:
+    def _check(self, number: int, name: str, tokens: int, digest: str | None = None) -> None:
+        """``digest`` is ``None`` in checkpoints from before there was one."""
         if (now := len(self._stream(number, name))) != tokens:
             raise ValueError(
                 f"data: {self._paths[number] / name} has {now:,} tokens, and had {tokens:,} when it was listed"
             )
+        if digest is not None and self._stream(number, name).digest[0] != digest:
+            raise ValueError(f"data: {self._paths[number] / name} has other tokens than when it was listed")
 
     def _add(self, files: list[File]) -> None:
         for file in files:

@@ -37,6 +37,7 @@ class Mixture:
         self.stream = TokenStream.of([file for source in self.sources for file in source.stream.files])
         self.stream.skipped = [path for source in self.sources for path in source.stream.skipped]
         self.in_epoch = sum(source.in_epoch for source in self.sources)
+        self.masked = any(source.masked for source in self.sources)
         self.ignores = any(source.ignores for source in self.sources)
         self._source, self._rank = _cycle(self.weights)
         self._quota = np.bincount(self._source, minlength=len(self.sources))

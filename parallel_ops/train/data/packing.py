@@ -35,6 +35,7 @@ class Samples:
 
     Attributes:
         in_epoch: Samples in an epoch.
+        masked: Some tokens do not count in the loss.
         ignores: Targets may be ignored, so micro-batches differ in their number of targets.
 
     Raises:
@@ -51,8 +52,8 @@ class Samples:
         if self.packing is None and len(stream) < seq_length + 1:
             raise ValueError(f"the data has {len(stream)} tokens, but a sequence needs {seq_length + 1}")
         self.in_epoch = (len(stream) - 1) // seq_length if self.packing is None else len(self.packing)
-        self._masked = stream.masked and not prompt_loss
-        self.ignores = document_mask or best_fit or self._masked
+        self.masked = stream.masked and not prompt_loss
+        self.ignores = document_mask or best_fit or self.masked
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)
@@ -92,9 +93,9 @@ class Samples:
         missing = self.seq_length + 1 - int(begins[-1])
         padding = np.zeros(missing, np.int64)
         counts = None
-        if self._masked or missing:
+        if self.masked or missing:
             counted = [
-                self.stream.counted(*place) if self._masked else np.ones(len(piece), np.bool_)
+                self.stream.counted(*place) if self.masked else np.ones(len(piece), np.bool_)
                 for place, piece in zip(places, pieces, strict=True)
             ]
             counts = np.concatenate([*counted, padding.astype(np.bool_)])

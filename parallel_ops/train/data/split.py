@@ -1,11 +1,13 @@
 """Splits a stream of documents in two: what is trained on, and what is held out for evaluation."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops.train.data.datasets import Block
 from parallel_ops.train.data.tokens import Documents, TokenStream
 
 
@@ -46,16 +48,20 @@ class Slice:
         left = max(0, int(self.lengths[number]) - start)
         return self._file.counted(self._before + number, skipped + start, min(length, left))
 
-    def blocks(self) -> Iterator[NDArray[np.integer]]:
+    def blocks(self) -> Iterator[Block]:
         """All tokens, in arrays of some megabytes, read lazily."""
         start = 0
-        for block in self._file.blocks():
-            own = block[max(0, self._first - start) : max(0, self._last - start)]
-            if len(own):
-                yield own
+        for block, counts in self._file.blocks():
+            own = slice(max(0, self._first - start), max(0, self._last - start))
+            if len(part := block[own]):
+                yield part, None if counts is None else functools.partial(_part_of, counts, own)
             start += len(block)
             if start >= self._last:
                 return
+
+
+def _part_of(counts: Callable[[], NDArray[np.bool_]], own: slice) -> NDArray[np.bool_]:
+    return counts()[own]
 
 
 def split(stream: TokenStream, share: float) -> tuple[TokenStream, TokenStream]:

@@ -1,27 +1,35 @@
 """Token files on disk, read as one stream of documents. Files are memory-mapped, not loaded.
 
     name.bin beside name.idx    Megatron-LM's indexed dataset; the index has the documents and the dtype
-    name.mask beside them       1 where a token counts in the loss and 0 where not, a byte a token; optional
     name.bin                    raw tokens of the dtype ``dtype``, documents end with ``eos_id``
     name.npy                    a one-dimensional array of integers, documents end with ``eos_id``
+    name.mask beside one        1 where a token counts in the loss and 0 where not, a byte a token; optional
     a folder of a Hugging Face dataset, as ``save_to_disk`` writes it: one document a row; see ``datasets``
 
-Any other folder stands for all such files in it, in sorted order.
+Any other folder, or a pattern such as ``data/*.bin``, stands for all such files in it, in sorted order; see
+``_internal.files.find``.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_ops._internal.files import Found, chosen, find, matches, suffix_of
 from parallel_ops.tokenization import indexed
 from parallel_ops.train.data import datasets
+from parallel_ops.train.data.datasets import Block
 
 _SUFFIXES = (".bin", ".npy")
 _BLOCK = 1 << 20
+# Bytes that are read before a run, at most: seconds from a disk, less from the page cache.
+MOST_BYTES = 1 << 30
 
 
 class Documents(Protocol):
@@ -47,8 +55,8 @@ class Documents(Protocol):
     def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
         """Whether ``length`` tokens of a document count in the loss; ``None`` if all of the file do."""
 
-    def blocks(self) -> Iterator[NDArray[np.integer]]:
-        """All tokens, in arrays of some megabytes, read lazily."""
+    def blocks(self) -> Iterator[Block]:
+        """All tokens, in arrays of some megabytes, read lazily, each with what says which of them count."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,14 @@ class TokenFile:
     def dtype(self) -> np.dtype[np.integer]:
         return self.tokens.dtype
 
-    def blocks(self) -> Iterator[NDArray[np.integer]]:
+    def blocks(self) -> Iterator[Block]:
         """Views of the file."""
         for start in range(0, len(self.tokens), _BLOCK):
-            yield self.tokens[start : start + _BLOCK]
+            mask = None if self.mask is None else self.mask[start : start + _BLOCK]
+            yield (
+                self.tokens[start : start + _BLOCK],
+                None if mask is None else functools.partial(np.not_equal, mask, 0),
+            )
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """A view of the file."""
@@ -99,28 +111,36 @@ class TokenStream:
         dtype: NumPy dtype of raw tokens.
         eos_id: Last token of each document in files without an index; ``None`` for one document a file.
         column: Column of datasets with the tokens.
+        masked: Use masks, and columns of datasets that say what counts in the loss.
+        ignore: Columns of datasets that are not used, of those that would otherwise be refused.
 
     Attributes:
         files: The files in order. sizes: Tokens of each file.
         masked: Some tokens do not count in the loss.
-        skipped: Files in the folders of ``paths`` that are not read, without hidden files and indices.
+        skipped: What in the folders of ``paths`` is not read, without hidden files and indices, and why.
 
     Raises:
         FileNotFoundError, PermissionError: From the file system. ValueError: A file does not have the format of its
-        name, is truncated, or has no tokens; the message names it. ImportError: See ``datasets.Dataset``.
+        name, is truncated, has no tokens or lacks its mask; the message names it. ImportError: See
+        ``datasets.Dataset``.
     """
 
     def __init__(
-        self, paths: Sequence[Path], *, dtype: str = "uint16", eos_id: int | None = None, column: str = "input_ids"
-    ) -> None:
+        self, paths: Sequence[Path], *, dtype: str = "uint16", eos_id: int | None = None, column: str = "input_ids",
+        masked: bool = True, ignore: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.files: list[Documents] = []
-        self.skipped: list[Path] = []
+        self.skipped: list[tuple[Path, str]] = []
         for path in paths:
-            if datasets.is_dataset(path):
-                self.files.append(datasets.Dataset(path, column))
-            else:
-                self.files += [_open(file, dtype, eos_id) for file in files_of(path, dtype)]
-                self.skipped += _skipped(path)
+            found = files_of(path, dtype)
+            self.skipped += found.unread
+            for file in found.files:
+                if not datasets.is_dataset(file):
+                    self.files.append(_open(file, dtype, eos_id, masked=masked))
+                    continue
+                rows = datasets.Dataset(file, column, masked=masked, ignore=ignore)
+                self.files.append(rows)
+                self.skipped += [(file, f"its column {name}") for name in rows.unused]
         if not self.files:
             raise ValueError(
                 f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}; with the dtype "
@@ -171,44 +191,82 @@ class TokenStream:
         which = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self.files[which], number - int(self._firsts[which])
 
+    @functools.cached_property
+    def digest(self) -> tuple[str, str | None]:
+        """Digests of documents and tokens, and of what counts, ``None`` where all does; of ``sampled`` blocks."""
+        content = hashlib.blake2b(np.ascontiguousarray(self.lengths, "<i8").tobytes(), digest_size=16)
+        mask = hashlib.blake2b(digest_size=16)
+        for file, (tokens, counts) in sampled(self.files)[1]:
+            content.update(file.dtype.name.encode() + np.ascontiguousarray(tokens).tobytes())
+            mask.update(b"" if counts is None else np.packbits(counts()).tobytes())
+        return content.hexdigest(), mask.hexdigest() if self.masked else None
 
-def files_of(path: Path, dtype: str) -> list[Path]:
-    """The token files of a path; that of a dataset is one.
+    @functools.cached_property
+    def share_counted(self) -> float:
+        """The share of the tokens that count in the loss: of all of them, or of ``sampled`` blocks of more data."""
+        if not self.masked:
+            return 1.0
+        every = counted = 0
+        for _, (tokens, counts) in sampled(self.files)[1]:
+            every, counted = every + len(tokens), counted + (len(tokens) if counts is None else int(counts().sum()))
+        return counted / every
+
+
+def sampled(files: Sequence[Documents], most: int = MOST_BYTES) -> tuple[int, Iterator[tuple[Documents, Block]]]:
+    """Blocks of files, at even distances: every n-th, where all would have more than ``most`` bytes.
+
+    Returns:
+        n, and the blocks with their files.
+    """
+    size = sum(int(file.lengths.sum()) * file.dtype.itemsize for file in files)
+    every = max(1, -(-size // most))
+    return every, islice(((file, block) for file in files for block in file.blocks()), 0, None, every)
+
+
+def files_of(path: Path, dtype: str) -> Found:
+    """The token files of a path, and what of a folder is not read; a dataset is one.
 
     Raises:
         FileNotFoundError: It does not exist. ValueError: It has another suffix, or several datasets.
     """
     if datasets.is_dataset(path):
-        return [path]
+        return Found([path])
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist")
-    if path.suffix not in _SUFFIXES and dtype != "uint8":
-        raise ValueError(
-            f"{path} must end in {' or '.join(_SUFFIXES)}; with the dtype uint8 the bytes of any file are tokens"
-        )
-    return [path]
+        return find(path, _reason, deep=False)
+    there = matches(path)
+    if there == [path]:
+        if suffix_of(path) not in _SUFFIXES and dtype != "uint8":
+            raise ValueError(
+                f"{path} must end in {' or '.join(_SUFFIXES)}; with the dtype uint8 the bytes of any file are tokens, "
+                "and `parallel-ops tokenize` makes tokens of text"
+            )
+        return Found([path])
+    folders = [files_of(own, dtype) for own in there if own.is_dir()]
+    unread = [left for own in folders for left in own.unread]
+    found = chosen([own for own in there if not own.is_dir()], unread, _reason)
+    return Found(found.files + [file for own in folders for file in own.files], found.unread)
 
 
-def _skipped(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return []
-    there = sorted(found for found in path.iterdir() if found.is_dir() or found.suffix not in _SUFFIXES)
-    indices = {found for found in there if found.suffix in (".idx", ".mask") and found.with_suffix(".bin").exists()}
-    return [found for found in there if found not in indices and not found.name.startswith(".")]
+def _reason(file: Path) -> str | None:
+    """Why a file of a folder is not read; see ``find``."""
+    suffix = suffix_of(file)
+    if suffix in _SUFFIXES:
+        return None
+    owners = {".idx": (".bin",), ".mask": _SUFFIXES}.get(suffix, ())
+    return "" if any(_beside(file, owner) for owner in owners) else "of a folder .bin and .npy files are read"
 
 
-def _open(path: Path, dtype: str, eos_id: int | None) -> TokenFile:
-    index, mask = path.with_suffix(".idx"), None
-    if path.suffix == ".bin" and index.exists():
+def _beside(file: Path, suffix: str) -> Path | None:
+    """The file of the same name with another suffix, in lower or upper case."""
+    return next((own for s in (suffix, suffix.upper()) if (own := file.with_suffix(s)).exists()), None)
+
+
+def _open(path: Path, dtype: str, eos_id: int | None, *, masked: bool) -> TokenFile:
+    index = _beside(path, ".idx") if suffix_of(path) == ".bin" else None
+    if index is not None:
         tokens, ends = _indexed(path, index)
-        if (own := path.with_suffix(".mask")).exists():
-            mask = np.asarray(_raw(own, np.dtype(np.uint8)), np.uint8)
-            if len(mask) != len(tokens):
-                raise ValueError(f"{own} has {len(mask)} bytes, but {path} has {len(tokens)} tokens")
     else:
-        tokens = _array(path) if path.suffix == ".npy" else _raw(path, np.dtype(dtype))
+        tokens = _array(path) if suffix_of(path) == ".npy" else _raw(path, np.dtype(dtype))
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} must hold one dimension of integers, got {list(tokens.shape)} {tokens.dtype}")
         ends = np.array([], np.int64) if eos_id is None else np.flatnonzero(tokens == eos_id) + 1
@@ -216,7 +274,23 @@ def _open(path: Path, dtype: str, eos_id: int | None) -> TokenFile:
             ends = np.append(ends, len(tokens))
     if not len(tokens):
         raise ValueError(f"{path} has no tokens in it")
-    return TokenFile(path, tokens, ends.astype(np.int64), mask)
+    return TokenFile(path, tokens, ends.astype(np.int64), _mask(path, index, len(tokens)) if masked else None)
+
+
+def _mask(path: Path, index: Path | None, tokens: int) -> NDArray[np.uint8] | None:
+    """The mask beside a token file, if it has one."""
+    own = _beside(path, ".mask")
+    if own is None or own == path:
+        if index is not None and indexed.is_masked(index):
+            raise ValueError(
+                f"{path.with_suffix('.mask')} is missing, which says what of {path} counts in the loss: put it beside "
+                "it, or set data.prompt_loss = true to count all tokens"
+            )
+        return None
+    mask = np.asarray(_raw(own, np.dtype(np.uint8)), np.uint8)
+    if len(mask) != tokens:
+        raise ValueError(f"{own} has {len(mask)} bytes, but {path} has {tokens} tokens")
+    return mask
 
 
 def _array(path: Path) -> NDArray[np.integer]:

@@ -3,17 +3,9 @@
 Before the start all data is read up to a bound, beyond it blocks at even distances over all files.
 """
 
-from collections.abc import Iterator
-from itertools import islice
-from pathlib import Path
-
 import numpy as np
-from numpy.typing import NDArray
 
-from parallel_ops.train.data.tokens import TokenStream
-
-# Seconds from a disk, less from the page cache.
-MOST_BYTES = 1 << 30
+from parallel_ops.train.data.tokens import MOST_BYTES, TokenStream, sampled
 
 
 def check(stream: TokenStream, vocabulary: int, *, most: int = MOST_BYTES) -> float:
@@ -28,24 +20,12 @@ def check(stream: TokenStream, vocabulary: int, *, most: int = MOST_BYTES) -> fl
     Raises:
         ValueError: A token is outside the vocabulary; names the file.
     """
-    files = [file for file in stream.files if not _narrow(file.dtype, vocabulary)]
-    size = sum(
-        tokens * file.dtype.itemsize
-        for file, tokens in zip(stream.files, stream.sizes, strict=True)
-        if not _narrow(file.dtype, vocabulary)
-    )
-    every = max(1, -(-size // most))
-
-    def blocks() -> Iterator[tuple[Path, NDArray[np.integer]]]:
-        for file in files:
-            for block in file.blocks():
-                yield file.path, block
-
-    for path, block in islice(blocks(), 0, None, every):
+    every, blocks = sampled([file for file in stream.files if not _narrow(file.dtype, vocabulary)], most)
+    for file, (block, _) in blocks:
         if len(block):
             for found in (int(block.min()), int(block.max())):
                 if not 0 <= found < vocabulary:
-                    raise ValueError(f"data: {path} has token {found}, {outside(vocabulary)}")
+                    raise ValueError(f"data: {file.path} has token {found}, {outside(vocabulary)}")
     return 1 / every
 
 
