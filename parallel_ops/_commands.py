@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from parallel_ops import __version__
 from parallel_ops._internal.command_line import TRAIN, bytes_bar, fail, require, waiting
+from parallel_ops._internal.files import one_path
 from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
@@ -141,8 +142,8 @@ def train_command(
         command.dry_run(settings, cluster, strict=strict)
         return
     start = Start(
-        resume=resume is not None, path=Path(resume) if resume else None, elastic=elastic, max_restarts=max_restarts,
-        command=context.meta[_COMMAND],
+        resume=resume is not None, path=one_path(resume) if resume else None, elastic=elastic,
+        max_restarts=max_restarts, command=context.meta[_COMMAND],
     )  # fmt: skip
     sys.exit(command.train(settings, start, strict=strict))
 

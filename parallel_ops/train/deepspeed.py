@@ -83,7 +83,7 @@ def with_deepspeed(data: Mapping[str, Any], path: Path, ranks: int | None = None
         supported; the message names it.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(given, dict):

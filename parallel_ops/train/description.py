@@ -102,7 +102,7 @@ def start_lines(trainer: "RunState") -> list[Line]:
     lines = [
         *plan_lines(settings, device_name(trainer.device), parameters),
         ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
-*data_lines(samples, left * batch),
+        *data_lines(samples, left * batch),
     ]
     if trainer.evaluation is not None:
         held_out, many = trainer.evaluation.samples.stream, _count(trainer.evaluation.sequences, "sequence")
@@ -156,9 +156,10 @@ def _fill(samples: "Samples") -> str:
 def _counted(samples: "AnySamples") -> str:
     """The share of the tokens that count in the loss."""
     share = samples.stream.share_counted if samples.masked else 1.0
+    by = f", by {', '.join(dict.fromkeys(name for f in samples.stream.files for name in f.masks))}" if share < 1 else ""
     if not share:
-        return "no token counts in the loss"
-    return "all tokens count in the loss" if share == 1 else f"{share:.3g} of the tokens count in the loss"
+        return f"no token counts in the loss{by}"
+    return f"{'all' if share == 1 else f'{100 * share:.3g}% of the'} tokens count in the loss{by}"
 
 
 def warnings(trainer: "RunState") -> list[str]:

@@ -37,6 +37,32 @@ def held_out(data, tmp_path_factory):
     return path
 
 
+@pytest.mark.parametrize("plan", [{}, {"dp": 2, "tp": 2}], ids=str)
+def test_steps_and_evaluations_without_a_target_say_so(data, tmp_path, capfd, plan):
+    """The second half of the tokens is left out by the mask: of the steps, the last two have no target."""
+    tokens = np.fromfile(data, "uint16")[: 16 * 8 * 4 + 1]
+    for name, mask in (("half", np.arange(len(tokens)) <= 16 * 16), ("none", np.zeros(len(tokens)))):
+        tokens.tofile(tmp_path / f"{name}.bin")
+        mask.astype(np.uint8).tofile(tmp_path / f"{name}.mask")
+    logs = tmp_path / "log.jsonl"
+    own = runs.settings_of(
+        data, model=runs.MODELS["llama"], run={"steps": 4},
+        data={"paths": [str(tmp_path / "half.bin")], "shuffle": False, "eos_id": None},
+        evaluation={"paths": [str(tmp_path / "none.bin")]}, logging={"jsonl": str(logs)}, parallel=plan,
+        optimizer={"warmup": 0},
+    )  # fmt: skip
+    ranks(plan.get("dp", 1) * plan.get("tp", 1)).run(runs.train, own) if plan else runs.train(0, own)
+    out, err = capfd.readouterr()
+    assert "50.1% of the tokens count in the loss, by .mask" in out and "; no token counts in the loss, by .mask" in out
+    assert "warning: evaluation: no token counts in the loss, since the masks leave out all" in err
+    without = [
+        line.startswith(("step 3/4", "step 4/4")) for line in out.splitlines() if "no target of this step" in line
+    ]
+    assert without == [True, True] and "evaluation loss nan (no target counts in the loss)" in out
+    records = [json.loads(line) for line in logs.read_text().splitlines()]
+    assert [record["loss"] is None for record in records] == [False, False, True, True]
+
+
 def settings_of(data, held_out, /, **sections):
     sections["model"] = {**runs.MODELS["llama"], "num_layers": 4, **sections.pop("model", {})}
     sections["evaluation"] = {"paths": [str(held_out)], **sections.pop("evaluation", {})}
@@ -68,7 +94,7 @@ def test_the_two_parts_of_a_stream_are_the_whole(tmp_path, trial):
     assert joined(documents) == joined(want) and all(documents)
     assert len(documents) - len(want) in (0, 1)  # one may be cut
     for part in parts:
-        blocks = np.concatenate([block for file in part.files for block in file.blocks()])
+        blocks = np.concatenate([block for file in part.files for block, _ in file.blocks()])
         assert blocks.tolist() == joined(all_of(part))
         for number in range(part.documents):
             whole, start = part.document(number), int(draw.integers(0, 4))

@@ -18,6 +18,11 @@ def put(folder, name, first, count):
     (folder / f".{name}.npy").rename(folder / f"{name}.npy")
 
 
+def listed(parts):
+    """The files of parts without their digests."""
+    return [[file[:3] for file in part] for part in parts]
+
+
 def growing(*paths, **options):
     given = {"seq_length": 4, "seed": 3, "document_mask": False, "shuffle": True, **options}
     return Growing(list(paths), "uint16", TokenStream, **given)
@@ -43,7 +48,7 @@ class TestSamples:
         samples.reach(25, here)
         assert len(samples) == 25  # the part goes on to its end
         samples.reach(26, here)
-        assert samples.parts == [[(0, "b.npy", 101)], [(0, "a.npy", 41)]] and samples.in_epoch == 35
+        assert listed(samples.parts) == [[(0, "b.npy", 101)], [(0, "a.npy", 41)]] and samples.in_epoch == 35
         assert sorted(read(samples, 25, 35)) == list(range(1000, 1040, 4))
         samples.reach(36, here)  # nothing has come: all files, in another order
         assert samples.parts[2] == [] and len(samples) == 35 + 35 and samples.in_epoch == 35
@@ -61,7 +66,7 @@ class TestSamples:
         assert samples.parts[1] == []
         put(tmp_path / "data", "c", 2000, 2)
         samples.reach(51, here)
-        assert samples.parts[2] == [(0, "b.npy", 4), (0, "c.npy", 2)]
+        assert listed(samples.parts)[2] == [(0, "b.npy", 4), (0, "c.npy", 2)]
 
     def test_a_checkpoint_has_the_parts(self, tmp_path):
         folder = tmp_path / "data"
@@ -78,12 +83,25 @@ class TestSamples:
         other.restore(samples.parts)
         assert read(other, 0, 35) == want
         other.reach(36, here)
-        assert other.parts[2] == [(0, "c.npy", 41)]
+        assert listed(other.parts)[2] == [(0, "c.npy", 41)]
         put(folder, "a", 0, 90)
         assert growing(folder).problem(samples.parts).endswith("a.npy has 90 tokens, and had 101 when it was listed")
+        put(folder, "a", 7, 101)
+        assert growing(folder).problem(samples.parts).endswith("a.npy has other tokens than when it was listed")
+        assert growing(folder).problem(listed(samples.parts)) is None  # of a checkpoint from before
         (folder / "a.npy").unlink()
         assert growing(folder).problem(samples.parts).endswith("a.npy does not exist")
         assert growing(folder).problem([["x"]]) is not None
+
+    def test_a_pattern_and_what_is_not_read(self, tmp_path):
+        for name in ("in1", "in2"):
+            put(tmp_path / name, "a", 0, 41)
+            put(tmp_path / name, ".b", 0, 41)
+        (tmp_path / "in2" / "a.txt").write_text("text")
+        samples = growing(tmp_path / "in*")
+        samples.reach(1, here)
+        assert listed(samples.parts) == [[(0, "a.npy", 41), (1, "a.npy", 41)]]
+        assert [path.name for path, _ in samples.stream.skipped] == ["a.txt"] and not samples.masked
 
     def test_the_token_that_is_wrong_is_found(self, tmp_path):
         for n in range(2):

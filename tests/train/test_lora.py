@@ -1,6 +1,7 @@
 """Fine-tuning of low-rank adapters: against peft's own, on any plan, and what its files are."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -30,6 +31,36 @@ def data(tmp_path_factory):
 def settings_of(data, **sections):
     sections = {"model": LLAMA, **sections}
     return runs.settings_of(data, **{**sections, "lora": {"rank": 4, **sections.get("lora", {})}})
+
+
+def test_adapters_of_another_base_are_refused(data, tmp_path):
+    """A base of the same shape, from another seed, in another folder, or in the folder of the first."""
+
+    def adapters(name, resume=False, **sections):
+        trainer = runs.trainer_of(settings_of(data, checkpoint={"dir": str(tmp_path / name)}, **sections))
+        if resume:
+            return trainer.resume()
+        trainer.step()
+        trainer.loader.close()
+        trainer.save()
+
+    adapters("seeds", run={"seed": 1})
+    adapters("seeds", resume=True, run={"seed": 1})
+    with pytest.raises(CheckpointError, match=r"of another base model, run\.seed 1: .* no use on run\.seed 2"):
+        adapters("seeds", resume=True, run={"seed": 2})
+    bases = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        bases.append(tmp_path / f"base{seed}")
+        Transformer(runs.settings_of(data, model=LLAMA).config).save_pretrained(bases[-1])
+    shutil.copytree(bases[0], tmp_path / "copy")
+    adapters("folders", model={"dir": str(bases[0])})
+    adapters("folders", resume=True, model={"dir": str(tmp_path / "copy")})
+    with pytest.raises(CheckpointError, match=r"has adapters of another base model, .*base0: .* no use on .*base1"):
+        adapters("folders", resume=True, model={"dir": str(bases[1])})
+    shutil.copytree(bases[1], bases[0], dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match="another base model"):
+        adapters("folders", resume=True, model={"dir": str(bases[0])})
 
 
 PLANS = [

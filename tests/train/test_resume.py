@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from parallel_ops import _commands
-from parallel_ops.train import CheckpointError
+from parallel_ops.train import CheckpointError, Trainer
 from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.checkpoint.description import read_description, write_description
 from parallel_ops.train.config_file import read_settings
 from parallel_ops.train.launch import cli
 from parallel_ops.train.launch.options import Start
@@ -156,6 +158,63 @@ def test_other_data_are_said_in_one_line(here, change, message):
     assert line.endswith("keeps its step and weights, and takes samples of these data from the first one on")
     samples_seen = checkpoints.describe(here / "checkpoints" / "step-00000005").samples_seen
     assert samples_seen == 4  # of one step
+
+
+@pytest.mark.parametrize("change", ["bytes", "order", "mask", "none"])
+def test_the_same_numbers_of_tokens_are_not_the_same_data(tmp_path, monkeypatch, change):
+    """Two files of a run: one gets another token, they change places, or other tokens of one count."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(1)
+    for name in "ab":
+        draw.integers(0, 64, 2000).astype(np.uint16).tofile(f"{name}.bin")
+    np.tile(np.array([1, 1, 0], np.uint8), 700)[:2000].tofile("b.mask")
+    Path("run.toml").write_text(runs.RUN)
+    paths = ["--set", 'data.paths=["a.bin", "b.bin"]']
+    assert parallel_ops("train", "run.toml", *ONE, *paths, "--steps", "2")[0] == 0
+    if change == "bytes":
+        tokens = np.fromfile("a.bin", np.uint16)
+        tokens[1000] ^= 1
+        tokens.tofile("a.bin")
+    elif change == "order":
+        paths = ["--set", 'data.paths=["b.bin", "a.bin"]']
+    elif change == "mask":
+        np.tile(np.array([1, 0, 1], np.uint8), 700)[:2000].tofile("b.mask")
+    else:
+        Path("c.bin").symlink_to("a.bin")  # by another name
+        paths = ["--set", 'data.paths=["c.bin", "b.bin"]', "--set", "data.prompt_loss=true"]
+    code, said = parallel_ops("train", "run.toml", *ONE, *paths, "--resume", "--steps", "3")
+    assert code == 0, said
+    notes = [line for line in said.splitlines() if line.startswith("note:")]
+    want = {"mask": "(another mask of the loss)", "none": None}.get(change, "(other tokens, or another order of files)")
+    assert bool(notes) == (want is not None) and (want is None or want in notes[0])
+    samples_seen = checkpoints.describe(tmp_path / "checkpoints" / "step-00000003").samples_seen
+    assert samples_seen == (12 if want is None else 4)
+
+
+def test_a_checkpoint_from_before_there_were_digests(here):
+    path = here / "checkpoints" / "step-00000004"
+    description, sums = read_description(path)
+    for name in ("digest", "mask"):
+        del description.data[name]
+    write_description(path, description, sums)
+    code, said = parallel_ops("train", "run.toml", *ONE, "--resume", "--steps", "5")
+    assert code == 0 and "note:" not in said
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "bf16"), ("fp16", "fp16"), ("bf16", "fp16")])
+def test_the_loss_scale_of_another_precision(here, before, after):
+    def trainer(dtype, scale):
+        return Trainer(read_settings("run.toml", [
+            "parallel=global_batch=4", "run.device=cpu", "checkpoint.dir=scales", "checkpoint.interval=0",
+            f"precision.dtype={dtype}", f"precision.initial_scale={scale}",
+        ]))  # fmt: skip
+
+    first = trainer(before, 512.0)
+    first.step()
+    first.save()
+    second = trainer(after, 128.0)
+    second.resume()
+    assert second.scale.scale == (512.0 if before == after else 128.0 if after == "fp16" else 1.0)
 
 
 def test_nothing_is_said_of_the_same_data(here):

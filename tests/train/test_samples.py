@@ -1,6 +1,7 @@
 """Token files, and the samples that are cut from them."""
 
 import itertools
+import shutil
 import struct
 import sys
 
@@ -14,6 +15,7 @@ from parallel_ops.models.context import IGNORE_INDEX
 from parallel_ops.train.data.batches import shares
 from parallel_ops.train.data.packing import Samples
 from parallel_ops.train.data.permutation import Permutation
+from parallel_ops.train.data.split import split
 from parallel_ops.train.data.tokens import TokenStream
 
 
@@ -240,8 +242,119 @@ def test_files_of_a_folder_that_are_not_read(tmp_path):
     (tmp_path / "more").mkdir()
     for name in ("a.txt", "alone.idx", ".hidden"):
         (tmp_path / name).write_text("text")
-    assert [found.name for found in TokenStream([tmp_path]).skipped] == ["a.txt", "alone.idx", "more"]
+    assert [found.name for found, _ in TokenStream([tmp_path]).skipped] == ["a.txt", "alone.idx", "more"]
     assert TokenStream([path]).skipped == []
+
+
+def test_hidden_files_suffixes_and_patterns(tmp_path):
+    """Names of macOS and of Windows; a pattern reads what a folder of its matches would."""
+    for name in ("a.bin", "B.BIN", "c.NPY", "._a.bin", ".hidden.npy"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(exist_ok=True)
+        np.save(path.open("wb"), np.arange(9)) if path.suffix == ".NPY" else np.arange(9, dtype="u2").tofile(path)
+    (tmp_path / "data" / "again.bin").symlink_to(tmp_path / "data" / "a.bin")
+    (tmp_path / "data" / "a.txt").write_text("text")
+    np.ones(9, np.uint8).tofile(tmp_path / "data" / "B.MASK")
+    for path in (tmp_path / "data", tmp_path / "data" / "*", tmp_path / "da*"):
+        found = TokenStream([path])
+        assert sorted(file.path.name for file in found.files) == ["B.BIN", "a.bin", "c.NPY"]
+        assert [(left.name, why.partition(" ")[0]) for left, why in found.skipped] == [
+            ("a.txt", "of"),
+            ("again.bin", "the"),
+        ]
+        assert found.masked
+    with pytest.raises(FileNotFoundError, match=r"b\*\.bin matches nothing"):
+        TokenStream([tmp_path / "b*.bin"])
+
+
+def test_a_mask_beside_any_token_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(4))
+    np.arange(4, dtype="u2").tofile(tmp_path / "b.bin")
+    for name in "ab":
+        np.array([0, 1, 1, 1], np.uint8).tofile(tmp_path / f"{name}.mask")
+    read = TokenStream([tmp_path])
+    assert read.counted(0, 0, 2).tolist() == read.counted(1, 0, 2).tolist() == [False, True]
+    assert read.share_counted == 0.75 and read.skipped == [] and not TokenStream([tmp_path], masked=False).masked
+
+
+def test_a_digest_is_of_documents_tokens_and_masks(tmp_path):
+    def digest(documents, mask=(1, 0, 1)):
+        path = megatron(tmp_path, documents)
+        np.resize(np.array(mask, np.uint8), sum(map(len, documents))).tofile(tmp_path / "corpus.mask")
+        return TokenStream([path]).digest
+
+    same, other = digest(DOCUMENTS), [d.copy() for d in DOCUMENTS]
+    other[2][4] += 1
+    assert same == digest(DOCUMENTS)
+    for changed in (other, DOCUMENTS[::-1], [np.concatenate(DOCUMENTS[:2]), *DOCUMENTS[2:]]):
+        assert digest(changed)[0] != same[0]
+    assert digest(DOCUMENTS, (0, 1, 1))[0] == same[0] and digest(DOCUMENTS, (0, 1, 1))[1] != same[1]
+    parts = TokenStream.of([file for part in split(stream(tmp_path), 0.3) for file in part.files])
+    assert sum(len(block) for file in parts.files for block, _ in file.blocks()) == len(parts)
+
+
+def rows_of(folder, **columns):
+    """A dataset on disk."""
+    datasets = pytest.importorskip("datasets", reason="datasets, with pyarrow, is no dependency")
+    import pyarrow
+
+    shutil.rmtree(folder, ignore_errors=True)
+    datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table(columns)), fingerprint="rows").save_to_disk(folder)
+    return folder
+
+
+ROWS = [[5, 6, 7, 8], [], [9, 10]]
+
+
+class TestColumns:
+    def test_what_counts(self, tmp_path):
+        labels = [[-100, -100, 7, 8], [], [-100, 10]]
+        mask = [[True, True, True, False], [], [True, True]]
+        read = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, labels=labels, assistant_masks=mask, id=[1, 2, 3])])
+        assert read.masked and read.share_counted == 2 / 6 and read.files[0].masks == ["labels", "assistant_masks"]
+        assert read.counted(0, 1, 3).tolist() == [False, True, False] and read.counted(2, 0, 2).tolist() == [
+            False,
+            True,
+        ]
+        assert [why for _, why in read.skipped] == ["its column id"]
+        assert not TokenStream([tmp_path / "d"], masked=False).masked
+        assert TokenStream([tmp_path / "d"], ignore=["labels"]).share_counted == 5 / 6
+        parts = [file for part in split(read, 0.5) for file in part.files]
+        assert np.concatenate([counts() for file in parts for _, counts in file.blocks()]).sum() == 2
+        samples = Samples(read, seq_length=5, seed=None)
+        assert samples.ignores and samples.batch(range(1)).targets[:, 0].tolist() == [-100, 7, -100, -100, 10]
+
+    def test_padding_is_left_out(self, tmp_path):
+        mask = [[0, 1, 1, 0], [], [1, 1]]
+        labels = [[-100, -100, 7, -100], [], [9, 10]]
+        read = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, attention_mask=mask, labels=labels)])
+        assert read.lengths.tolist() == [2, 0, 2] and read.document(0).tolist() == [6, 7]
+        assert read.counted(0, 0, 2).tolist() == [False, True]
+        assert np.concatenate([block for block, _ in read.files[0].blocks()]).tolist() == [6, 7, 9, 10]
+        whole = TokenStream([rows_of(tmp_path / "d", input_ids=ROWS, attention_mask=[[1] * 4, [], [1] * 2])])
+        assert whole.lengths.tolist() == [4, 0, 2] and not whole.masked
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            (
+                {"labels": [[6, 7, 8, 9], [], [9, 10]]},
+                "the column 'labels' has 6 for the token 5; labels are the tokens",
+            ),
+            ({"loss_mask": [[1], [], [1, 1]]}, "row 0: 'loss_mask' has 1 values for 4 tokens"),
+            ({"labels": [1, 0, 1]}, "column 'labels' must have lists of integers, got int64"),
+            (
+                {"position_ids": [[0], [], [0]]},
+                r"has the column 'position_ids', .*; data\.ignore = \[\"position_ids\"\]",
+            ),
+            ({"tools": ["", "", ""]}, "has the column 'tools', which changes what is learnt and is not used here"),
+        ],
+    )
+    def test_what_cannot_be_used(self, tmp_path, columns, message):
+        folder = rows_of(tmp_path / "d", input_ids=ROWS, **columns)
+        with pytest.raises(ValueError, match=message):
+            assert TokenStream([folder]).share_counted
+        assert TokenStream([folder], ignore=[*columns]).share_counted == 1
 
 
 def test_a_dataset_on_disk_is_read_like_files(tmp_path):
@@ -258,7 +371,7 @@ def test_a_dataset_on_disk_is_read_like_files(tmp_path):
         assert read.document(number).tolist() == expected.tolist()
     assert read.document(2, 3, 2).tolist() == [23, 24]
     assert read.files[0].dtype == np.int64 and read.sizes == [18, 4]
-    assert np.concatenate(list(read.files[0].blocks())).tolist() == np.concatenate(DOCUMENTS).tolist()
+    assert np.concatenate([block for block, _ in read.files[0].blocks()]).tolist() == np.concatenate(DOCUMENTS).tolist()
     with pytest.raises(ValueError, match="has no column 'ids'; it has input_ids, n"):
         TokenStream([tmp_path / "rows"], column="ids")
     with pytest.raises(ValueError, match="column 'n' must have lists of integers, got int64"):

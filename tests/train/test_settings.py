@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,6 +127,49 @@ def test_what_is_wrong_is_said_in_one_line(file, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_settings(file, [change])
     assert "\n" not in str(raised.value)
+
+
+class TestPaths:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("RUNS", "a/b")
+        monkeypatch.delenv("NOTHING", raising=False)
+        (tmp_path / "one.bin").write_bytes(b"")
+        (tmp_path / "two.bin").write_bytes(b"")
+
+    @pytest.mark.parametrize("key", ["checkpoint.dir", "logging.jsonl", "logging.plot", "logging.tensorboard"])
+    def test_of_one_file_or_folder(self, file, tmp_path, key):
+        section, name = key.split(".")
+        for given, want in (("~/runs", "runs"), ("$HOME/${RUNS}", "a/b"), ("~/one.*", "one.bin"), ("~/x[1]", "x[1]")):
+            assert getattr(getattr(read_settings(file, [f"{key}={given}"]), section), name) == tmp_path / want
+        for given, message in (
+            ("$NOTHING/x", r"\$NOTHING/x: the variable \$NOTHING is not set"),
+            ("~/*.bin", "must name one path, and matches 2 paths: .*one.bin, "),
+            ("~/runs*", "must name one path, and matches nothing"),
+            ("~nobody-here/x", "there is no user 'nobody-here'"),
+        ):
+            with pytest.raises(ValueError, match=rf"{section}\.{name} .*{message}"):
+                read_settings(file, [f"{key}={given}"])
+
+    def test_of_data(self, file, tmp_path):
+        found = read_settings(file, ['data.paths=["~/*.bin", "$RUNS"]', 'evaluation.paths=["${HOME}/one.bin"]'])
+        assert found.data.paths == (tmp_path / "*.bin", Path("a/b")) and found.evaluation.paths == (
+            tmp_path / "one.bin",
+        )
+        sources = 'data.sources=[{paths=["~/one.bin"], weight=1.0}]'
+        assert read_settings(file, ["data.paths=none", sources]).data.sources[0].paths == (tmp_path / "one.bin",)
+
+    def test_lists_that_are_left_out(self, file):
+        with pytest.raises(ValueError, match=r"data\.paths is missing"):
+            read_settings(file, ["data.paths=none"])
+        found = read_settings(file, ["evaluation.paths=none", "model.freeze=none", "optimizer.groups=none"])
+        assert (found.evaluation.paths, found.model.freeze, found.optimizer.groups) == ((), (), ())
+
+    def test_a_byte_order_mark(self, file, tmp_path):
+        marked = tmp_path / "marked.toml"
+        marked.write_bytes(b"\xef\xbb\xbf" + Path(file).read_bytes().replace(b"\n", b"\r\n"))
+        assert read_settings(marked) == read_settings(file)
 
 
 def test_a_schedule_longer_than_the_run(file):

@@ -1,6 +1,7 @@
 """Saves a trainer's state in checkpoints, and resumes from them."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -76,9 +77,9 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
     if (lora := trainer.settings.lora) is not None:
         base = trainer.settings.model.dir
         rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
-        rest["adapters"]["digest"] = _base_digest(trainer)
+        rest["adapters"]["digest"] = _base_digest(trainer) if trainer.rank == 0 else None
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
-    # Rank 0 writes the description; the others need not read data for its digest.
+    # Rank 0 writes the description; the others need not read data for a digest.
     data = _data_of(trainer) if trainer.rank == 0 else {}
     store.save(state, Description(progress["step"], progress["samples_seen"], _model_of(trainer), data, rest))
 
@@ -94,7 +95,7 @@ def resume(trainer: "RunState", folder: Path) -> Path:
             "the weights, by `parallel-ops export` and model.dir"
         )
     base = saved.rest.get("adapters", {}).get("digest")
-    if base is not None and (here := _base_digest(trainer)) != base:
+    if base is not None and (here := of_first_rank(lambda: _base_digest(trainer))) != base:
         raise CheckpointError(
             f"{source} has adapters of another base model, {saved.rest['adapters'].get('base') or base}: they are of "
             f"no use on {trainer.settings.model.dir or here}"
@@ -151,11 +152,17 @@ def shape_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _base_digest(trainer: "RunState") -> str:
-    """A digest of the model that adapters are added to, the same on every rank; all ranks call it."""
-    folder, seed = trainer.settings.model.dir, trainer.settings.run.seed
+    """A digest of the model that adapters are added to."""
+    folder = trainer.settings.model.dir
     if folder is None:
-        return f"run.seed {seed}"
-    return of_first_rank(lambda: digest_of(sorted(folder.glob("*.safetensors"))))
+        return f"run.seed {trainer.settings.run.seed}"
+    files = sorted(folder.glob("*.safetensors"))
+    return _digest_once(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@functools.lru_cache
+def _digest_once(files: tuple[tuple[Path, int, int], ...]) -> str:
+    return digest_of(file for file, *_ in files)
 
 
 def _model_of(trainer: "RunState") -> dict[str, Any]:

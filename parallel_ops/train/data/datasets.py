@@ -62,7 +62,7 @@ class Dataset:
         masked: Use the columns that say what counts in the loss. ignore: Columns that are not used.
 
     Attributes:
-        masked: Some column says what counts. unused: The columns that are not used.
+        masks: The columns that say what counts. unused: The columns that are not used.
 
     Raises:
         ImportError: The package ``datasets`` is not installed. ValueError: The dataset cannot be read, a column is
@@ -89,7 +89,7 @@ class Dataset:
             )
         known = (_PADDING, *((_LABELS, *_MASKS) if masked else ()))
         self._extra = [name for name in known if name in there and name not in ignore]
-        self.masked = any(name != _PADDING for name in self._extra)
+        self.masks = [name for name in self._extra if name != _PADDING]
         self.unused = [name for name in there if name not in known and name not in ignore]
         self.path, self.column = path, column
         for name in (column, *self._extra):
@@ -149,13 +149,11 @@ class Dataset:
         tokens = _flat(table, self.column)
         kept = _flat(table, _PADDING) != 0 if _PADDING in self._extra else np.ones((), np.bool_)
         tokens = tokens if kept.all() else tokens[kept]
-        return tokens, functools.partial(self._counts, table, tokens, kept) if self.masked else None
+        return tokens, functools.partial(self._counts, table, tokens, kept) if self.masks else None
 
     def _counts(self, table: Any, tokens: NDArray[np.integer], kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
         found = np.ones(len(tokens), np.bool_)
-        for name in self._extra:
-            if name == _PADDING:
-                continue
+        for name in self.masks:
             values = _flat(table, name)
             values = values if kept.all() else values[kept]
             if name != _LABELS:
@@ -176,7 +174,7 @@ class Dataset:
 
     def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_] | None:
         """Whether ``length`` tokens of a document count in the loss; ``None`` if all of the dataset do."""
-        counts = self._row(number)[1] if self.masked else None
+        counts = self._row(number)[1] if self.masks else None
         return None if counts is None else counts[start : start + length]
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:

@@ -1,7 +1,7 @@
 """Splits a stream of documents in two: what is trained on, and what is held out for evaluation."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,10 @@ class Slice:
     @property
     def dtype(self) -> np.dtype[np.integer]:
         return self._file.dtype
+
+    @property
+    def masks(self) -> Sequence[str]:
+        return self._file.masks
 
     def document(self, number: int, start: int, length: int | None) -> NDArray[np.integer]:
         """At most ``length`` tokens of a document, from ``start`` on."""

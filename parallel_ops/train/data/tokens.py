@@ -37,6 +37,7 @@ class Documents(Protocol):
 
     Attributes:
         path: The file or folder. dtype: Dtype of the tokens.
+        masks: Names of the files or columns that say which tokens count in the loss.
         lengths: Tokens of each document, int64 ``[documents]``.
     """
 
@@ -45,6 +46,9 @@ class Documents(Protocol):
 
     @property
     def dtype(self) -> np.dtype[np.integer]: ...
+
+    @property
+    def masks(self) -> Sequence[str]: ...
 
     @property
     def lengths(self) -> NDArray[np.int64]: ...
@@ -81,6 +85,10 @@ class TokenFile:
     @property
     def dtype(self) -> np.dtype[np.integer]:
         return self.tokens.dtype
+
+    @property
+    def masks(self) -> Sequence[str]:
+        return () if self.mask is None else (".mask",)
 
     def blocks(self) -> Iterator[Block]:
         """Views of the file."""
@@ -178,7 +186,7 @@ class TokenStream:
 
     @property
     def masked(self) -> bool:
-        return any(file.counted(0, 0, 0) is not None for file in self.files)
+        return any(file.masks for file in self.files)
 
     def counted(self, number: int, start: int, length: int) -> NDArray[np.bool_]:
         """Whether ``length`` tokens of a document, which it has, count in the loss."""
