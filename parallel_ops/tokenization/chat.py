@@ -90,7 +90,7 @@ class Chat:
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"the chat template renders message {number + 1} otherwise where others follow, so its tokens are "
-                    "not known; --template plain marks the roles"
+                    "not known; --template plain marks the roles, a weight of 0 leaves an answer out of the loss"
                 )
             spans.append((len(before), len(after)))
         return text, spans

@@ -5,7 +5,7 @@ A key that would change what is learnt is used, or refused by name unless it is 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,14 +121,18 @@ def mended(value: Any) -> Any:
     return value
 
 
+def has_any(given: Conversation, texts: Iterable[str]) -> bool:
+    """True if one of the texts is in the messages or tools."""
+    content = json.dumps([given.messages, given.tools], ensure_ascii=False)
+    return any(json.dumps(text, ensure_ascii=False)[1:-1] in content for text in texts)
+
+
 def replaced(given: Conversation, texts: dict[str, str]) -> Conversation:
     """A conversation with other texts for some in its messages and tools, longer ones first.
 
     Raises:
         ValueError: It has one of the other texts already.
     """
-    if not texts:
-        return given
     wanted = re.compile("|".join(map(re.escape, texts)))
     others = re.compile("|".join(map(re.escape, texts.values())))
 

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from parallel_ops.tokenization.chat import Chat
 from parallel_ops.tokenization.documents import Document
-from parallel_ops.tokenization.messages import Conversation, replaced
+from parallel_ops.tokenization.messages import Conversation, has_any, replaced
 from parallel_ops.tokenization.options import Options
 
 # Names of the end of a document, of a tokenizer.json alone, which does not say which token that is.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
+Span = tuple[int, int]
 # The largest id that Megatron-LM, too, stores in 16 bits.
 _SHORT = 65_500
 
@@ -54,12 +55,15 @@ class Encoder:
         self._chat: Chat | None = None
         if options.chat:
             self._chat = self._chat_of(options, template, settings)
-        self._split = options.split_special_tokens or not options.chat
+        self._split = options.split_special_tokens
         self._special = {
             token.content: number
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special and token.content
         }
+        # One character of private use for each, longer names first.
+        longest = sorted(self._special, key=len, reverse=True)
+        self._stand_ins = {name: chr(0xF0000 + number) for number, name in enumerate(longest)}
         # Names of special tokens in a text are text; those of a chat template are tokens.
         self._tokenizer.encode_special_tokens = not options.chat
         content = [file.read_bytes(), (template or "").encode(), json.dumps(settings, sort_keys=True).encode()]
@@ -82,7 +86,7 @@ class Encoder:
         if isinstance(given, str):  # null
             return np.empty(0, self.dtype), np.empty(0, np.uint8)
         try:
-            if self._split:
+            if self._split and has_any(given, self._stand_ins):
                 text, spans, ids, offsets = self._split_tokens(chat, given)
             else:
                 text, spans = chat.render(given)
@@ -102,39 +106,43 @@ class Encoder:
         loss = np.concatenate([np.zeros(len(front)), counts, np.full(len(back), counted)]).astype(np.uint8)
         return np.array([*front, *ids, *back], self.dtype), loss
 
-    def _split_tokens(
-        self, chat: Chat, given: Conversation
-    ) -> tuple[str, list[tuple[int, int]], list[int], list[tuple[int, int]]]:  # fmt: skip
+    def _split_tokens(self, chat: Chat, given: Conversation) -> tuple[str, list[Span], list[int], list[Span]]:
         """As ``Chat.render`` and ``encode``, where names of special tokens in the messages are text.
 
-        The template renders messages with one character for each such name. What is between the special tokens of the
-        rendered text is then encoded by itself, with the names.
+        The template renders messages with one character in the place of each such name. What is between the special
+        tokens of the rendered text is then encoded by itself, with the names.
+
+        Raises:
+            ValueError: The tokenizer encodes what is between special tokens otherwise by itself.
         """
-        stand_ins = {name: chr(0xF0000 + number) for number, name in enumerate(sorted(self._special, key=len)[::-1])}
-        names = {character: name for name, character in stand_ins.items()}
-        text, spans = chat.render(replaced(given, stand_ins))
-        parts = re.split(f"({'|'.join(map(re.escape, stand_ins))})" if stand_ins else "(?!)", text)
+        text, spans = chat.render(replaced(given, self._stand_ins))
+        names = {character: name for name, character in self._stand_ins.items()}
+        plain = "".join(character for character in text if character not in names)
+        if self._between(plain, {})[0] != self._tokenizer.encode(plain, add_special_tokens=False).ids:
+            raise ValueError("--split-special-tokens: this tokenizer needs a text whole, and names of tokens are in it")
+        return text, spans, *self._between(text, names)
+
+    def _between(self, text: str, names: dict[str, str]) -> tuple[list[int], list[Span]]:
+        """Ids and offsets of a text, encoded part by part. ``names``: What characters stand for."""
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        offsets: list[Span] = []
         start = 0
         self._tokenizer.encode_special_tokens = True
-        for part in parts:
+        for part in re.split(f"({'|'.join(map(re.escape, self._stand_ins))})", text):
             if part in self._special:
                 ids.append(self._special[part])
                 offsets.append((start, start + len(part)))
             else:
-                # Each character of ``part`` may stand for several.
-                widths = [len(names.get(character, character)) for character in part]
-                places = np.repeat(np.arange(len(part)), widths)
-                found = self._tokenizer.encode("".join(names.get(c, c) for c in part), add_special_tokens=False)
+                whole = [names.get(character, character) for character in part]
+                places = np.repeat(np.arange(start, start + len(part)), [len(own) for own in whole])
+                found = self._tokenizer.encode("".join(whole), add_special_tokens=False)
                 ids += found.ids
                 offsets += [
-                    (start + int(places[a]), start + int(places[b - 1]) + 1) if b > a else (start, start)
-                    for a, b in found.offsets
+                    (int(places[a]), int(places[b - 1]) + 1) if b > a else (start, start) for a, b in found.offsets
                 ]
             start += len(part)
         self._tokenizer.encode_special_tokens = False
-        return text, spans, ids, offsets
+        return ids, offsets
 
     def _chat_of(self, options: Options, template: str | None, settings: dict[str, Any]) -> Chat:
         if options.template == "tokenizer" and template is None:

@@ -190,7 +190,7 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
         more["growing"] = samples.parts
     else:
         more |= {"tokens": len(samples.stream), "documents": samples.stream.documents}
-        more |= dict(zip(_DIGESTS, samples.stream.digest, strict=True))
+        more |= {name: own for name, own in zip(_DIGESTS, samples.stream.digest, strict=True) if own is not None}
     if isinstance(samples, Mixture):
         sizes = [[len(source.stream), source.stream.documents] for source in samples.sources]
         more["sources"] = [[weight, *size] for weight, size in zip(samples.weights, sizes, strict=True)]

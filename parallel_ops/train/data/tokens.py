@@ -152,7 +152,8 @@ class TokenStream:
         if not self.files:
             raise ValueError(
                 f"there is no .bin or .npy file in {', '.join(map(str, paths)) or 'an empty list'}; with the dtype "
-                "uint8 the bytes of any file are tokens, where its own path is given"
+                "uint8 the bytes of any file are tokens, where its own path is given, and `parallel-ops tokenize` "
+                "makes tokens of text"
             )
         self._index()
 
@@ -298,6 +299,8 @@ def _mask(path: Path, index: Path | None, tokens: int) -> NDArray[np.uint8] | No
     mask = np.asarray(_raw(own, np.dtype(np.uint8)), np.uint8)
     if len(mask) != tokens:
         raise ValueError(f"{own} has {len(mask)} bytes, but {path} has {tokens} tokens")
+    if (found := int(mask[:_BLOCK].max())) > 1:
+        raise ValueError(f"{own} must have bytes of 0 and 1, got {found}")
     return mask
 
 
