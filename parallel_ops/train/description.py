@@ -162,11 +162,12 @@ def _counted(samples: "AnySamples") -> str:
     return f"{'all' if share == 1 else f'{100 * share:.3g}% of the'} tokens count in the loss{by}"
 
 
-def warnings(trainer: "RunState") -> list[str]:
+def warnings(data: "AnySamples", evaluation: "AnySamples | None") -> list[str]:
     """Warnings about files that are not read, and about data of which nothing counts."""
-    data = {"data": trainer.samples} | ({"evaluation": trainer.evaluation.samples} if trainer.evaluation else {})
     found = []
-    for name, samples in data.items():
+    for name, samples in (("data", data), ("evaluation", evaluation)):
+        if samples is None:
+            continue
         if skipped := samples.stream.skipped:
             found.append(
                 f"warning: {name}: not read: {described(skipped)}. To train on the bytes of a text, name its file in "

@@ -45,7 +45,10 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self.trainer.rank == 0:
             print(description.text(description.start_lines(self.trainer)), flush=True)
-            for warning in description.warnings(self.trainer):
+            evaluation = self.trainer.evaluation
+            for warning in description.warnings(
+                self.trainer.samples, None if evaluation is None else evaluation.samples
+            ):
                 print(warning, file=sys.stderr, flush=True)
             self._bar = _bar(self.settings.run.steps, self.trainer.global_step)
         self._first, self._start = self.trainer.global_step, time.perf_counter()

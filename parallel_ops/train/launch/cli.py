@@ -157,6 +157,8 @@ def dry_run(settings: Settings, cluster: str | None, *, strict: bool) -> None:
     )
     lines = [*description.data_lines(built[0], settings.run.steps * plan.global_batch), ("", compared)]
     console.print(f"\n{description.text(lines, console.width)}", highlight=False, markup=False)
+    for warning in description.warnings(built[0], built[1] if len(built) > 1 else None):
+        _say(warning)
 
 
 def _size(count: float) -> str:
