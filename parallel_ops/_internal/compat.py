@@ -67,17 +67,6 @@ def replicate(module: Module, **options: Any) -> None:
     replicate(module, **options)
 
 
-def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of a tensor starts in the whole, and its shape."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset), tuple(shape)
-
-
 def in_backward() -> bool:
     """True while a backward runs on this thread: a forward then is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel_ops._internal.compat import local_box
+from parallel_ops._internal.shards import local_box
 from parallel_ops.layers.lora import is_adapter
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.huggingface.config_json import config_of, differences, family_of, scale_block
@@ -103,7 +103,7 @@ def load(model: Loadable, folder: Path, *, strict: bool) -> None:
         files = _Files(folder, options, stack)
         files.check(model.config, model.global_shapes)
         parameters = parameters_of(model)
-        slices = {name: _local_slices(name, t) for name, t in parameters.items()}
+        slices = {name: _local_slices(t) for name, t in parameters.items()}
         if model.config.tied_embeddings and "tokens.weight" in parameters:
             files.check_tied_head(parameters["tokens.weight"], slices["tokens.weight"])
         with torch.no_grad():
@@ -273,11 +273,9 @@ class _Files:
         return self._pieces("head.weight", [1])[0].stored.name
 
 
-def _local_slices(name: str, t: Tensor) -> Slices:
+def _local_slices(t: Tensor) -> Slices:
     """The slices of a parameter that this rank holds."""
     starts, sizes = local_box(t)
-    if isinstance(t, DTensor) and sizes != t.to_local().shape:
-        raise RuntimeError(f"{name}: cannot compute which part of {list(t.shape)} a rank holds with {t.placements}")
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 

@@ -34,6 +34,7 @@ from parallel_ops.train.checkpoint.description import (
     steps_in,
 )
 from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
+from parallel_ops.train.checkpoint.planners import SavePlanner
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 
 __all__ = ["CheckpointError", "Checkpoints", "Description", "check_folder", "describe", "load", "newest", "steps_in"]
@@ -103,7 +104,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
             final = self.folder / f"step-{description.step:08}"
             writer = CheckpointWriter(part, final, description, self.keep, self.keep_best)
-            options: dict[str, Any] = {"storage_writer": writer, "process_group": self.group}
+            options: dict[str, Any] = {"storage_writer": writer, "planner": SavePlanner(), "process_group": self.group}
             options["no_dist"] = self.group is None
             if self.asynchronous:
                 self._writing = part, async_save(state, **options)  # type: ignore[assignment]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from parallel_ops.train.checkpoint.description import METADATA
+from parallel_ops.train.checkpoint.planners import LoadPlanner
 
 # Errors of a damaged or manipulated pickle.
 _ERRORS = (
@@ -118,8 +118,8 @@ class SafeReader(FileSystemReader):
             ) from None
 
 
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's default planner, restricted to plain values instead of any pickle."""
+class SafeLoadPlanner(LoadPlanner):
+    """The planner, restricted to plain values instead of any pickle."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         plain = io.BytesIO()
