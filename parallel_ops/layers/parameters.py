@@ -44,7 +44,9 @@ def empty_parameter(
     """An uninitialised parameter of the global ``shape``; this rank holds its shard, cut as ``torch.chunk`` cuts."""
     if mesh is None:
         return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    part, device = list(shape), mesh.device_type if device is None else device
+    if device is None:  # that of the mesh, but for a model without memory: ``with torch.device("meta")``
+        device = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
+    part = list(shape)
     if isinstance(placement, Shard):
         length = -(-part[placement.dim] // mesh.size())
         start = min(mesh.get_local_rank() * length, part[placement.dim])
@@ -209,7 +211,7 @@ def init_sharded_(parameter: Tensor, init: InitFn) -> None:
         init: fills a tile of at most 64 x 1,024 elements in place, fp32 (fp64 for fp64 parameters), each element
             independently, from the default generator of the parameter's device.
     """
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     if local.is_meta or not local.numel():
         return

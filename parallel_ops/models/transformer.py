@@ -206,7 +206,7 @@ class Transformer(PretrainedModel):
         Args:
             only: The class of the modules that are initialised.
         """
-        base = int(torch.randint(2**62, ()))
+        base = int(torch.randint(2**62, (), device="cpu"))
         state = torch.get_rng_state()
         for name, module in self.named_modules():
             if not module._parameters or not isinstance(module, only):

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 from support.distributed import ranks
-from support.layers import FEATURES_IN, angles, build, inputs, local, set_handles, whole
+from support.layers import _BUILDERS, FEATURES_IN, KINDS, angles, build, inputs, local, set_handles, tp_mesh, whole
 
 
 def compiled(rank: int, kind: str, sequence_parallel: bool, backend: str) -> list[list[Tensor]]:
@@ -149,3 +149,19 @@ def test_an_embedding_compiles_to_one_graph():
     for sequence_parallel in (False, True):
         for eager, one_graph in ranks(2).run(compiled_embedding, sequence_parallel):
             assert torch.equal(eager, one_graph)
+
+
+def without_memory(rank: int) -> None:
+    """Layers of every kind in the context of the meta device, as ``device="meta"`` builds them."""
+    for kind in KINDS:
+        with torch.device("meta"):
+            module = _BUILDERS[kind](mesh=tp_mesh())
+        found = {name: local(t) for name, t in module.state_dict().items()}
+        assert all(t.is_meta for t in found.values()), kind
+        want = _BUILDERS[kind](mesh=tp_mesh(), device="meta").state_dict()
+        assert {name: t.shape for name, t in found.items()} == {name: local(t).shape for name, t in want.items()}
+
+
+def test_layers_are_built_in_the_context_of_the_meta_device():
+    without_memory(0)
+    ranks(2).run(without_memory)

@@ -59,6 +59,18 @@ def test_a_stage_draws_what_the_whole_model_draws(name):
         assert all(torch.equal(weight, want[key]) for key, weight in part.items())
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_built_in_the_context_of_the_meta_device(name):
+    with torch.device("meta"):
+        model = build(CONFIGS[name])
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    want = build(CONFIGS[name]).state_dict()
+    assert all(torch.equal(weight, want[key]) for key, weight in model.state_dict().items())
+
+
 def test_recomputation_does_not_change_what_is_drawn():
     want, model = build(LLAMA).state_dict(), build(LLAMA)
     for number, layer in model.layers.items():

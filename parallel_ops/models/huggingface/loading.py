@@ -240,7 +240,7 @@ class _Files:
     def _read_stack(self, stored: Stored, common: Slices, shape: Sequence[int]) -> Tensor:
         """The same of a parameter of experts that are one tensor in the files."""
         experts, rows, *columns = common
-        order = torch.arange(rows.start, rows.stop)
+        order = torch.arange(rows.start, rows.stop, device="cpu")
         if stored.interleaved:
             half = shape[1] // 2
             order = order % half * 2 + order // half
