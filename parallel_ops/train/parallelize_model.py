@@ -14,13 +14,11 @@ what ZeRO's stage of that number shards (Rajbhandari et al., arXiv:1910.02054). 
 the shards (HSDP).
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
 from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
@@ -34,6 +32,7 @@ from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.planner.plan import Plan
+from parallel_ops.train.expert_shards import divide, experts_of, shard_experts
 from parallel_ops.train.recompute import KINDS, recompute
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,17 +104,10 @@ def parallelize(
     elif (ranks := mesh["loss"]) is not None:
         for experts in experts_of(model):
             replicate(experts, mesh=mesh.expert_shards, mp_policy=_policy(plan, cast_inputs=False))
-            _divide(experts, mesh, shards=1)
+            divide(experts, mesh, shards=1)
         for name in [*names, ""]:
             replicate(model.get_submodule(name), mesh=ranks, mp_policy=_policy(plan))
     return model
-
-
-def experts_of(model: nn.Module) -> list[Experts]:
-    """The experts of a model that ranks share, layer by layer."""
-    return [
-        module for module in model.modules() if isinstance(module, Experts) and module.ranks > 1 and not module.copies
-    ]
 
 
 def _has_experts(model: nn.Module) -> bool:
@@ -240,37 +232,11 @@ def _shard(model: nn.Module, names: list[str], mesh: ParallelMesh, plan: Plan) -
     over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
     pinned = torch.cuda.is_available()  # torch's default, and an error without an accelerator
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=pinned) if plan.offload != "none" else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": over, "mp_policy": _policy(plan), "offload_policy": offload}
-    for experts in experts_of(model):
-        # The weights of rows are fp32.
-        own = {**options, "mesh": mesh.expert_shards, "mp_policy": _policy(plan, cast_inputs=False)}
-        placed = functools.partial(_placement, ranks=mesh.size("efsdp"), held=experts.num_experts // mesh.size("ep"))
-        fully_shard(experts, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed, **own)
-        _divide(experts, mesh, shards=mesh.size("efsdp"))
+    options: dict[str, Any] = {"mp_policy": _policy(plan), "offload_policy": offload}
+    shard_experts(model, mesh, reshard_after_forward=plan.zero == 3, **options)
     for name in names:
-        fully_shard(model.get_submodule(name), reshard_after_forward=plan.zero == 3, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-
-
-def _placement(parameter: nn.Parameter, *, ranks: int, held: int) -> Shard:
-    """The dimension of the experts' weights that is sharded: one that divides, experts first."""
-    sizes = (held, *parameter.shape[1:])
-    return Shard(next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0))
-
-
-def _divide(experts: nn.Module, mesh: ParallelMesh, *, shards: int) -> None:
-    """Makes the gradients of experts means over ``loss``, as those of all other parameters are.
-
-    They are sums over all ranks: each expert gets tokens of all ranks of ``ep``, tensor-parallel ones among them.
-
-    Args:
-        shards: ranks over which gradients are reduce-scattered.
-    """
-    assert isinstance(experts, FSDPModule)
-    experts.set_gradient_divide_factor(float(mesh.size("loss")))
-    # gloo cannot divide as it reduces. Where nothing is scattered, FSDP2 divides before, and with this a second time.
-    if shards > 1 and mesh.root.device_type == "cpu":
-        experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(model.get_submodule(name), mesh=over, reshard_after_forward=plan.zero == 3, **options)
+    fully_shard(model, mesh=over, reshard_after_forward=False, **options)
 
 
 def micro_batch(model: nn.Module, zero: int, *, last: bool) -> None:

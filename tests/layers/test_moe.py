@@ -127,3 +127,20 @@ def test_any_number_of_chunks_gives_the_same_result():
                     torch.testing.assert_close(a[name], b[name], **close)
                 for name, grad in b["grads"].items():
                     torch.testing.assert_close(a["grads"][name], grad, **close)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 4},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_experts_in_a_loop_of_ones_own(sizes):
+    want = on_rank.own_loop(0, {})
+    for got in ranks(4).run(on_rank.own_loop, sizes):
+        assert got.keys() == want.keys()
+        for name, grad in want.items():
+            torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

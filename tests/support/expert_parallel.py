@@ -6,15 +6,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from parallel_ops import ParallelMesh
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
 from parallel_ops.layers.experts import Experts
-from parallel_ops.models import Transformer, config_from_pretrained
+from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
+from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.train.expert_shards import shard_experts
 from parallel_ops.train.parallelize_model import parallelize
 from support.layers import mesh_of
 
@@ -144,3 +148,28 @@ def order_of_events(rank: int, overlap: Overlap = "auto") -> list[str]:
         events.append("backward")
         y.sum().backward()
     return events
+
+
+OWN_LOOP = TransformerConfig(
+    vocab_size=33, seq_length=8, num_layers=2, hidden_size=16, num_heads=4, activation="swiglu", bias=False,
+    experts=ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=12, shared_experts=1),
+)  # fmt: skip
+
+
+def own_loop(rank: int, sizes: dict[str, int]) -> dict[str, Tensor]:
+    """Whole gradients of a model with experts in a loop of one's own; every rank of ``loss`` has a sequence."""
+    mesh = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh()
+    model = Transformer(OWN_LOOP, mesh=mesh["tp"], context=mesh["cp"], expert_mesh=mesh["ep"], device="meta")
+    if dist.is_initialized():
+        shard_experts(model, mesh)
+        over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
+        for block in (*model.layers.values(), model):
+            fully_shard(block, mesh=over)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    tokens, targets = torch.randint(33, (2, 8, 4), generator=torch.Generator().manual_seed(1))
+    own = slice(mesh.rank("dp"), None, mesh.size("dp"))
+    model(tokens[:, own], targets[:, own]).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: whole(grad) for name, grad in found.items() if grad is not None}
