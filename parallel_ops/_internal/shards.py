@@ -44,7 +44,7 @@ def shard_box(
     """
     starts, sizes = [0] * len(shape), list(shape)
     for dim, whole in enumerate(shape):
-        order = _order(dim, mesh_shape, placements)
+        order = cuts_of(dim, mesh_shape, placements)
         if order is None:
             return None
         for at in order:
@@ -56,7 +56,7 @@ def shard_box(
     return tuple(starts), tuple(sizes)
 
 
-def _order(dim: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int] | None:
+def cuts_of(dim: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int] | None:
     """The mesh dimensions that shard a dimension of a tensor, in the order of their cuts."""
     order: list[int] = []
     for at in reversed(range(len(placements))):
