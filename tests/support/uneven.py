@@ -64,7 +64,7 @@ def sharded(sizes: list[int], mesh: ParallelMesh) -> Tables:
 
 
 def tables(rank: int, sizes: list[int], over: dict[str, int], other: dict[str, int], folder: Path) -> None:
-    """Draws, trains and saves tables over a mesh as one process does, and loads them over another mesh and on one rank."""
+    """Draws, trains and saves tables over a mesh as one process does; loads them over another mesh and on one rank."""
     mesh = mesh_of(**over)
     one, model = Tables(sizes).draw(0), sharded(sizes, mesh).draw(0)
     _same(model, one, exact=True)
