@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from typing_extensions import ParamSpec
+
+from parallel_ops._internal.transforms import has_tangent, is_batched, no_forward_mode, sample_by_sample
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,8 +60,10 @@ class Op(Generic[P, R]):
         kernel: Callable[..., R],
         cpu: Callable[..., R],
         apply: Callable[..., R] | None = None,
+        reference: Callable[..., Any] | None = None,
     ) -> None:
         arguments = op._schema.arguments
+        self._name, self._reference, self._num_outputs = op._opname, reference, len(op._schema.returns)
         kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
         self.dispatched, self._kernel, self._cpu, self._apply = op, kernel, cpu, apply
         # Autograd functions see no tensors within lists.
@@ -92,6 +97,10 @@ class Op(Generic[P, R]):
                 raise
 
     def _implementation(self, args: tuple[Any, ...]) -> Callable[..., R]:
+        if forward_ad._current_level >= 0 and has_tangent(args):
+            if self._reference is None:
+                raise no_forward_mode(self._name)
+            return self._in_torch
         if (
             self._has_lists
             or _is_compiling()
@@ -116,6 +125,15 @@ class Op(Generic[P, R]):
             return self._apply or self.dispatched
         return self._cpu if args[0].is_cpu else self._kernel
 
+    def _in_torch(self, *args: Any) -> Any:
+        """The outputs in plain PyTorch, which carries tangents; those that only a backward needs are ``None``."""
+        assert self._reference is not None
+        outputs = self._reference(*args)
+        if self._num_outputs == 1:
+            return outputs
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return *outputs, *(None,) * (self._num_outputs - len(outputs))
+
     def _transformed(self, *args: Any) -> Any:
         """Under torch.func, whose ``vmap`` every op has, by a loop, and whose ``grad`` none."""
         try:
@@ -123,14 +141,29 @@ class Op(Generic[P, R]):
         except RuntimeError as error:
             if "setup_context" not in str(error):
                 raise
-            name = self.dispatched._schema.name.partition("::")[2]  # type: ignore[attr-defined]
             raise RuntimeError(
-                f"{name}: torch.func's grad, vjp, jvp and jacobians do not go through this op; call .backward() or "
+                f"{self._name}: torch.func's grad, vjp and jacobians do not go through this op; call .backward() or "
                 "torch.autograd.grad on what it, or torch.func.functional_call of a module with it, returns"
             ) from error
 
 
+class Library(torch.library.Library):
+    """A library whose autograd formulas refuse tangents, which torch's own kernel for such formulas drops."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        if dispatch_key != "Autograd":
+            return super().impl(op_name, fn, dispatch_key, **options)
+
+        def checked(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if forward_ad._current_level >= 0 and has_tangent(args):
+                raise no_forward_mode(op_name)
+            return fn(keyset, *args, **kwargs)
+
+        return super().impl(op_name, checked, dispatch_key, **options)
+
+
 def differentiable_op(
+    library: Library,
     name: str,
     op: torch._ops.OpOverload,
     kernel: Callable[..., R],
@@ -138,16 +171,18 @@ def differentiable_op(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
     differentiable: int | None,
+    reference: Callable[..., Any] | None,
 ) -> Op[P, R]:
     """Gives ``op`` an autograd formula, in the form that ``torch.library.register_autograd`` takes.
 
     Args:
+        library: keeps the formula.
         differentiable: how many of the op's outputs, the first ones, have gradients; ``None`` for all. The others are
             for the backward: with gradients and past the dispatcher, the function returns ``None`` in their places,
             since autograd takes a microsecond for each that it sees.
     """
     formula = once_differentiable(name, backward)
-    torch.library.register_autograd(op._schema.name, formula, setup_context=setup_context)
+    torch.library.register_autograd(op._schema.name, formula, setup_context=setup_context, lib=library)
     others = () if differentiable is None else (None,) * (len(op._schema.returns) - differentiable)
 
     def forward(ctx: Any, *args: Any) -> object:
@@ -161,17 +196,25 @@ def differentiable_op(
         {"forward": staticmethod(forward), "backward": staticmethod(formula)},
     )
     # Past what torch.autograd.Function does in Python for function transforms, which are not in force here.
-    return Op(op, kernel, cpu, super(torch.autograd.Function, function).apply)
+    return Op(op, kernel, cpu, super(torch.autograd.Function, function).apply, reference)
 
 
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward``, refusing ``create_graph=True``, which would otherwise drop second derivatives silently."""
+    """``backward``, refusing ``create_graph=True``, which would otherwise drop second derivatives silently.
 
-    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+    Gradients with a hidden batch dimension, of ``is_grads_batched=True`` or ``torch.func.vmap``, take it sample by
+    sample.
+    """
+
+    def checked(ctx: Any, *grads: Any) -> Any:
         if _is_grad_enabled():
             raise RuntimeError(
                 f"{name}: second derivatives are not implemented; with create_graph=True use {name}_reference"
             )
+        if not _is_compiling():
+            for grad in grads:
+                if is_batched(grad):
+                    return sample_by_sample(name, checked, ctx, grads)
         return backward(ctx, *grads)
 
     return checked

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from parallel_ops._internal.autograd import Op, P, R, differentiable_op
+from parallel_ops._internal.autograd import Library, Op, P, R, differentiable_op
 
-_library = torch.library.Library("parallel_ops", "FRAGMENT")
+_library = Library("parallel_ops", "FRAGMENT")
 
 # The Python behind the CUDA key of each op, by name: it allocates outputs and launches the Triton kernels.
 cuda_kernels: dict[str, Callable[..., Any]] = {}
@@ -34,6 +35,8 @@ def register(
     backward: Callable[..., object] | None = None,
     differentiable: int | None = None,
     autocast: Callable[[torch.dtype, tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    flops: Callable[..., int] | None = None,
+    reference: Callable[..., Any] | None = None,
 ) -> Op[P, R]:
     """Registers the pieces of ``parallel_ops::<name>`` and returns the function to call it by.
 
@@ -47,6 +50,10 @@ def register(
         differentiable: how many of the outputs, the first ones, have gradients; ``None`` for all.
         autocast: for ops with a formula; maps (autocast dtype, arguments) to the arguments to run with. ``None`` if
             autocast changes nothing.
+        flops: for ops that multiply matrices; maps the arguments to the floating-point operations of the products,
+            two for each multiplication, as ``torch.utils.flop_counter`` counts them.
+        reference: the op in plain PyTorch, which runs where torch's forward mode differentiates. It may leave out the
+            last outputs, those that only a backward needs. ``None``: forward mode raises.
     """
     qualified = f"parallel_ops::{name}"
     op = getattr(torch.ops.parallel_ops, name).default
@@ -57,15 +64,21 @@ def register(
     _library.impl(name, _on_its_device(cuda), "CUDA")
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
+    if flops is not None:
+        register_flop_formula(op.overloadpacket, get_raw=True)(functools.partial(_flops, flops))
     call: Op[P, R]
     if backward is None or setup_context is None:
         call = Op(op, kernel, on_cpu)
         return call
-    call = differentiable_op(name, op, kernel, on_cpu, setup_context, backward, differentiable)
+    call = differentiable_op(_library, name, op, kernel, on_cpu, setup_context, backward, differentiable, reference)
     if autocast is not None:
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(call, device_type, autocast), key)
     return call
+
+
+def _flops(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return formula(*args, **kwargs)
 
 
 def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], cuda: Callable[..., R]) -> Callable[..., R]:

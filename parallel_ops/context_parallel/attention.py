@@ -46,6 +46,7 @@ from parallel_ops.ops.attention.flash_attention import (
     flash_attention,
     flash_attention_reference,
 )
+from parallel_ops.ops.attention.flops import attention_flops
 
 
 def ring_attention(
@@ -305,8 +306,26 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     return dq, dk, dv, None if sink is None else dsink, *(None,) * (_ARGUMENTS - 4)
 
 
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, group: str,
+    length: int, *_: Any,
+) -> int:  # fmt: skip
+    """This rank's share if all have as many tokens: its queries against all keys, or as many pairs with ulysses."""
+    return attention_flops(q.shape, length, v.shape[3], cu_seqlens)
+
+
+def _flops_of_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, statistics: Tensor,
+    seed: Tensor | None, cu_seqlens: Tensor | None, group: str, length: int, *_: Any,
+) -> int:  # fmt: skip
+    shape = (*grad.shape[:3], q.shape[3])
+    return attention_flops(shape, length, v.shape[3], cu_seqlens, backward=True)
+
+
 _ARGUMENTS = len(torch.ops.parallel_ops.ring_attention.default._schema.arguments)
-_backward_op = register(f"{NAME}_backward", fake=_fake_backward, cpu=_backward, cuda=_backward)
+_backward_op = register(
+    f"{NAME}_backward", fake=_fake_backward, cpu=_backward, cuda=_backward, flops=_flops_of_backward
+)
 _op = register(
     NAME,
     fake=_fake,
@@ -316,4 +335,5 @@ _op = register(
     backward=_autograd,
     differentiable=1,
     autocast=cast_first(3),
+    flops=_flops,
 )

@@ -257,4 +257,7 @@ _forward = register(
     setup_context=_setup_context,
     backward=_autograd,
     autocast=_autocast,
+    reference=lambda x, bias, residual, dtype, p, seed, index_offset, row_positions: bias_dropout_add_reference(
+        x, bias, residual, p, seed=seed, index_offset=index_offset, row_positions=row_positions
+    ),
 )

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parallel_ops._internal.autograd import once_differentiable
 from parallel_ops._internal.checks import check_floating
 from parallel_ops._internal.registration import register
 from parallel_ops.ops.rotary_checks import check_rotary, check_writable
@@ -277,9 +278,9 @@ class _Overwritten(torch.autograd.Function):
         return x
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, grad, None)[0], *(None,) * 5
+        dx, _ = once_differentiable("rotary_embedding", _gradients)(ctx, grad, None)
+        return dx, *(None,) * 5
 
 
 def _rotate_inplace(
@@ -296,4 +297,15 @@ def _rotate_inplace(
 
 _backward = register("rotary_embedding_backward", fake=_fake, cuda=_cuda_backward)
 _inplace = register("rotary_embedding_", cuda=_cuda_inplace)
-_forward = register("rotary_embedding", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd)
+_forward = register(
+    "rotary_embedding",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    reference=lambda q, k, cos, sin, positions, cu_seqlens, interleaved, _: tuple(
+        rotary_embedding_reference(t, cos, sin, interleaved=interleaved, positions=positions, cu_seqlens=cu_seqlens)
+        for t in (q, k)
+        if t is not None
+    ),
+)

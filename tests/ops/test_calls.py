@@ -11,53 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_ops
 from parallel_ops import (
-    bias_dropout_add,
     bias_gelu,
-    bias_swiglu,
-    flash_attention,
-    gelu_mul,
-    layer_norm,
-    permute,
-    rms_norm,
-    rotary_embedding_qk,
-    route,
-    scaled_masked_softmax,
-    silu_mul,
-    sort_by_expert,
-    unpermute,
-    vocab_parallel_cross_entropy,
 )
 from parallel_ops._internal import autograd as _autograd
 from parallel_ops._internal import registration as _registration
-from support.rotary import angles
-from support.suite import forward_backward, outputs_of, randn
+from support.calls import BIAS, CALLS, X
+from support.suite import forward_backward, outputs_of
 
-X, BIAS = randn(6, 8, dtype=torch.float32), randn(8, dtype=torch.float32, seed=1)
-TARGET = torch.arange(6)
-HEADS = randn(6, 2, 8, dtype=torch.float32)
-CALLS = {
-    "bias_gelu": (bias_gelu, (X, BIAS)),
-    "bias_gelu without a bias": (bias_gelu, (X,)),
-    "bias_dropout_add": (lambda *args: bias_dropout_add(*args, 0.5, seed=3), (X, BIAS, X * 2)),
-    "layer_norm": (lambda x, w, b, r: layer_norm(x, w, b, residual=r), (X, BIAS, BIAS * 3, X * 2)),
-    "rms_norm": (rms_norm, (X, BIAS)),
-    "bias_swiglu": (lambda x, b, w: bias_swiglu(x, b, weights=w), (X, BIAS, X[:, 0] * 2)),
-    "silu_mul": (silu_mul, (X, X * 2)),
-    "gelu_mul": (gelu_mul, (X, X * 2)),
-    "rotary_embedding_qk": (lambda q, k: rotary_embedding_qk(q, k, *angles(6, 4)), (HEADS, HEADS * 2)),
-    "scaled_masked_softmax": (scaled_masked_softmax, (X, BIAS)),
-    "flash_attention": (lambda q, k: flash_attention(q, k, k * 2, window=3), (HEADS[:, None], HEADS[:, None] * 2)),
-    "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, (X, TARGET)),
-}
-ORDER = sort_by_expert(torch.tensor([[0, 2], [1, 2], [-1, 0]]), 3, capacity=2)
-CALLS |= {
-    "route": (
-        lambda x: _differentiable(route(x, 3, bias=BIAS.detach(), score="sigmoid", groups=4, top_groups=2)),
-        (X,),
-    ),
-    "permute": (lambda x: permute(x, ORDER), (X[:3],)),
-    "unpermute": (lambda y, w: unpermute(y, ORDER, w), (X, X[:3, :2] * 2)),
-}
 GELU = torch.ops.parallel_ops.bias_gelu.default
 GELU_BACKWARD = torch.ops.parallel_ops.bias_gelu_backward.default
 
@@ -88,10 +48,6 @@ def test_same_bits_as_through_the_dispatcher(name, monkeypatch):
     with torch.no_grad():
         for a, b in zip(_tuple(alone), _tuple(op(*args)), strict=True):
             assert torch.equal(a, b)
-
-
-def _differentiable(routing):
-    return routing.weights, routing.score_sums, routing.z_sum
 
 
 def _tuple(outputs):

@@ -109,4 +109,5 @@ _forward = register(
     setup_context=_setup_context,
     backward=_autograd,
     autocast=cast_to_autocast_dtype,
+    reference=lambda x, bias, tanh: bias_gelu_reference(x, bias, approximate="tanh" if tanh else "none"),
 )

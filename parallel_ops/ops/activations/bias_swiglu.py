@@ -145,5 +145,13 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _backward = register("bias_swiglu_backward", fake=_fake_backward, cuda=_cuda_backward)
 _forward = register(
-    "bias_swiglu", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, autocast=cast_first(2)
+    "bias_swiglu",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    autocast=cast_first(2),
+    reference=lambda x, bias, weights, alpha, limit, up_offset, interleaved: bias_swiglu_reference(
+        x, bias, weights=weights, interleaved=interleaved, alpha=alpha, limit=limit, up_offset=up_offset
+    ),
 )

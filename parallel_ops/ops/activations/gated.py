@@ -220,6 +220,9 @@ _silu_forward = register(
     setup_context=_setup_context,
     backward=_silu_autograd,
     autocast=cast_first(2),
+    reference=lambda gate, up, weights, alpha, limit, up_offset: silu_mul_reference(
+        gate, up, weights=weights, alpha=alpha, limit=limit, up_offset=up_offset
+    ),
 )
 _gelu_backward = register("gelu_mul_backward", fake=_fake_backward, cuda=_gelu_cuda_backward)
 _gelu_forward = register(
@@ -229,4 +232,7 @@ _gelu_forward = register(
     setup_context=_setup_context,
     backward=_gelu_autograd,
     autocast=cast_first(2),
+    reference=lambda gate, up, weights, tanh: gelu_mul_reference(
+        gate, up, weights=weights, approximate="tanh" if tanh else "none"
+    ),
 )

@@ -39,6 +39,7 @@ from parallel_ops.ops.attention.block import (
     merge_block,
 )
 from parallel_ops.ops.attention.checks import check_attention
+from parallel_ops.ops.attention.flops import attention_flops
 from parallel_ops.ops.softmaxes.shared import visible_softmax
 
 
@@ -325,7 +326,24 @@ def _autograd(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 9
 
 
-_backward = register("flash_attention_backward", fake=_fake_backward, cuda=_run_backward, cpu=_run_backward)
+def _flops(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_seqlens: Tensor | None, *_: Any) -> int:
+    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens)
+
+
+def _flops_of_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor, sink: Tensor | None,
+    cu_seqlens: Tensor | None, *_: Any,
+) -> int:  # fmt: skip
+    return attention_flops(q.shape, k.shape[0], v.shape[3], cu_seqlens, backward=True)
+
+
+_backward = register(
+    "flash_attention_backward",
+    fake=_fake_backward,
+    cuda=_run_backward,
+    cpu=_run_backward,
+    flops=_flops_of_backward,
+)
 _forward = register(
     "flash_attention",
     fake=_fake,
@@ -334,4 +352,11 @@ _forward = register(
     setup_context=_setup_context,
     backward=_autograd,
     autocast=cast_first(3),
-)
+    flops=_flops,
+    reference=lambda q, k, v, sink, cu_seqlens, seed, causal, scale, window, softcap, p, first_head, _: (
+        flash_attention_reference(
+            q, k, v, causal=causal, scale=scale, window=window, sink=sink, softcap=softcap, dropout_p=p, seed=seed,
+            cu_seqlens=cu_seqlens, first_head=first_head,
+        )
+    ),
+)  # fmt: skip

@@ -239,7 +239,21 @@ def _accumulate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, dx.to(of_x) if for_x else None, dweight, None, dbias.to(of_bias) if for_bias else None
 
 
-_backward = register("grouped_linear_backward", fake=_fake_backward, cpu=_run_backward, cuda=_run_backward)
+def _flops(x: Tensor, weight: Tensor, *_: object) -> int:
+    return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def _flops_of_backward(grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, needs: Sequence[bool]) -> int:
+    return sum(needs[:2]) * _flops(x, weight)
+
+
+_backward = register(
+    "grouped_linear_backward",
+    fake=_fake_backward,
+    cpu=_run_backward,
+    cuda=_run_backward,
+    flops=_flops_of_backward,
+)
 _forward = register(
     _OP,
     fake=_fake,
@@ -248,4 +262,6 @@ _forward = register(
     setup_context=_setup_context,
     backward=_autograd,
     autocast=cast_to_autocast_dtype,
+    flops=_flops,
+    reference=lambda x, weight, ends, bias: grouped_linear_reference(x, weight, ends, bias=bias),
 )

@@ -217,4 +217,7 @@ _forward = register(
     backward=_autograd,
     differentiable=2,
     autocast=in_dtype_of_stream(residual=3, parameters=(1, 2)),
+    reference=lambda x, weight, bias, residual, eps, zero_centered: layer_norm_reference(
+        x, weight, bias, eps, residual=residual, zero_centered=zero_centered
+    ),
 )

@@ -170,4 +170,7 @@ _forward = register(
     backward=_autograd,
     differentiable=2,
     autocast=in_dtype_of_stream(residual=2, parameters=(1,)),
+    reference=lambda x, weight, residual, eps, zero_centered: rms_norm_reference(
+        x, weight, eps, residual=residual, zero_centered=zero_centered
+    ),
 )

@@ -138,5 +138,13 @@ def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 _backward = register("scaled_causal_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
 _forward = register(
-    "scaled_causal_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, differentiable=1
+    "scaled_causal_softmax",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    differentiable=1,
+    reference=lambda scores, sink, scale, window: scaled_causal_softmax_reference(
+        scores, scale, window=window, sink=sink
+    ),
 )

@@ -187,5 +187,11 @@ def _autograd(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 _backward = register("scaled_masked_softmax_backward", fake=_fake_backward, cuda=_cuda_backward)
 _forward = register(
-    "scaled_masked_softmax", fake=_fake, cuda=_cuda, setup_context=_setup_context, backward=_autograd, differentiable=1
+    "scaled_masked_softmax",
+    fake=_fake,
+    cuda=_cuda,
+    setup_context=_setup_context,
+    backward=_autograd,
+    differentiable=1,
+    reference=lambda scores, mask, sink, scale: scaled_masked_softmax_reference(scores, mask, scale, sink=sink),
 )

@@ -12,6 +12,7 @@ a half, run when its queue is computed.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -90,7 +91,11 @@ class LinearOp:
         self.name, self._forward, self._gradients, self._rows = name, forward, gradients, rows
         self.gathers_gradient = gathers_gradient
         self._backward_op = register(
-            f"{name}_backward", fake=self._fake_backward, cpu=self._backward, cuda=self._backward
+            f"{name}_backward",
+            fake=self._fake_backward,
+            cpu=self._backward,
+            cuda=self._backward,
+            flops=self._flops_of_backward,
         )
         self._op = register(
             name,
@@ -100,6 +105,7 @@ class LinearOp:
             setup_context=self._setup_context,
             backward=self._autograd,
             autocast=_cast_all,
+            flops=self._flops,
         )
 
     def __call__(
@@ -166,6 +172,16 @@ class LinearOp:
         all_of_it = self.gradients(GroupCall(self.name, *arguments), grads, x, weights, [None] * n)
         dx, *others = [x.new_empty(0) if d is None else d for d in all_of_it]
         return dx, others[:n], others[n:]
+
+    def _flops(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> int:
+        rows = math.prod(x.shape[1:-1]) * max(x.shape[0], self._rows(GroupCall(self.name, *arguments)))
+        return 2 * rows * sum(w.numel() for w in weights)
+
+    def _flops_of_backward(self, x: Tensor, grads: list[Tensor], weights: list[Tensor], *arguments: Any) -> int:
+        """A product for the gradient of x and one for each weight's, of all rows on either side of the op."""
+        needs = GroupCall(self.name, *arguments).needs
+        rows = math.prod(x.shape[1:-1]) * max(x.shape[0], grads[0].shape[0])
+        return 2 * rows * sum(w.numel() * (needs[0] + need) for w, need in zip(weights, needs[1:], strict=False))
 
     def _fake(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
         rows = self._rows(GroupCall(self.name, *arguments))

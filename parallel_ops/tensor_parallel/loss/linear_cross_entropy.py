@@ -47,7 +47,14 @@ from parallel_ops.ops.cross_entropy.options import (
     check_target,
 )
 from parallel_ops.tensor_parallel.loss.linear_loss import NAME as _NAME
-from parallel_ops.tensor_parallel.loss.linear_loss import backward, fake, fake_backward, forward
+from parallel_ops.tensor_parallel.loss.linear_loss import (
+    backward,
+    fake,
+    fake_backward,
+    flops,
+    flops_of_backward,
+    forward,
+)
 from parallel_ops.tensor_parallel.loss.logit_chunks import LinearCall
 
 # Each chunk reads the weight twice and reads and writes its gradient; it needs enough rows to hide that behind the
@@ -240,7 +247,7 @@ def _finished(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Ten
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
-_backward_op = register(f"{_NAME}_backward", fake=fake_backward, cpu=backward, cuda=backward)
+_backward_op = register(f"{_NAME}_backward", fake=fake_backward, cpu=backward, cuda=backward, flops=flops_of_backward)
 _op = register(
     _NAME,
     fake=fake,
@@ -250,4 +257,5 @@ _op = register(
     backward=_autograd,
     differentiable=1,
     autocast=cast_first(3),
+    flops=flops,
 )

@@ -158,3 +158,18 @@ def fake_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call = LinearCall(*arguments)
     return _fake_gradients(hidden, weight, call, call.needs)
+
+
+def flops(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None, *arguments: Any
+) -> int:
+    """Products of the forward, and those of the gradients if it computes them."""
+    call = LinearCall(*arguments)
+    return (1 + call.in_forward * sum(call.needs[:2])) * 2 * target.numel() * weight.numel()
+
+
+def flops_of_backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, column: Tensor,
+    saved: Tensor, *arguments: Any,
+) -> int:  # fmt: skip
+    return (1 + sum(LinearCall(*arguments).needs[:2])) * 2 * grad.numel() * weight.numel()
