@@ -6,7 +6,15 @@ from typing import Any
 from torch import nn
 
 from parallel_ops.integrations.huggingface import _use
-from parallel_ops.integrations.huggingface._fused import is_fused, is_wrapped, ops_of, set_class, stock_class
+from parallel_ops.integrations.huggingface._fused import (
+    described,
+    is_fused,
+    is_wrapped,
+    kept_ops,
+    ops_of,
+    set_class,
+    stock_class,
+)
 from parallel_ops.integrations.huggingface._steps import Skipped, Step, Swap
 
 
@@ -16,17 +24,41 @@ class Applied:
     After steps the summary also names the ops that were not used in them, and why: a trainer that calls other forwards,
     or padding, with which attention goes to SDPA. Compiled code is not counted.
 
-    Attributes:
-        replaced: the ops that each module now calls, by the module's name.
-        unreplaced: why a module that one of ``ops`` is meant for keeps its own forward, by the module's name.
+    ``replaced`` and ``unreplaced`` are those of now: a module that somebody has changed since goes to stock.
     """
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], unreplaced: dict[str, str]) -> None:
-        self._model = type(model).__name__
-        self._modules = modules
+        self._root, self._modules, self._unreplaced = model, modules, unreplaced
         self._classes = {name: type(m) for name, m in modules.items()}
-        self.replaced = {name: ops_of(m) for name, m in modules.items() if ops_of(m)}
-        self.unreplaced = unreplaced
+        self._ops = {name: ops_of(m) for name, m in modules.items() if ops_of(m)}
+
+    @property
+    def replaced(self) -> dict[str, tuple[str, ...]]:
+        """The ops that each module calls, by the module's name."""
+        kept = self._kept()
+        left = {name: tuple(op for op in ops if op not in kept[name]) for name, ops in self._ops.items()}
+        return {name: ops for name, ops in left.items() if ops}
+
+    @property
+    def unreplaced(self) -> dict[str, str]:
+        """Why a module that one of ``ops`` is meant for keeps its own forward, or has it again, by its name."""
+        found = dict(self._unreplaced)
+        for name, kept in self._kept().items():
+            for op, reason in kept.items():
+                found[name] = "; ".join(filter(None, (found.get(name), f"{op}: {reason}")))
+        return found
+
+    def _kept(self) -> dict[str, dict[str, str]]:
+        """The ops that are not used any more, and why, by the names of modules."""
+        found: dict[str, dict[str, str]] = {name: {} for name in self._ops}
+        present = {id(m) for m in self._root.modules()}
+        for name, module in self._modules.items():
+            if id(module) not in present:
+                ops = ops_of(module) or ("any op",)
+                found[name] = dict.fromkeys(ops, f"the {described(module)} that it was is no longer here")
+            elif name in found and stock_class(module) is not None:
+                found[name] = kept_ops(module)
+        return found
 
     def undo(self) -> None:
         """Restores every module's own forward.
@@ -63,7 +95,7 @@ class Applied:
             for op in ops:
                 counts[op] = counts.get(op, 0) + 1
         state = "" if self._modules else " (undone)"
-        lines = [f"{self._model}{state}:", *(f"  {count:4d} x {op}" for op, count in counts.items())]
+        lines = [f"{type(self._root).__name__}{state}:", *(f"  {count:4d} x {op}" for op, count in counts.items())]
         lines += [f"  unreplaced: {name}: {reason}" for name, reason in self.unreplaced.items()]
         return "\n".join([*lines, *self._unused()])
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from parallel_ops.integrations.huggingface._fused import with_globals
-from parallel_ops.integrations.huggingface._use import went_to_stock
+from parallel_ops.integrations.huggingface._fused import is_own, with_globals
+from parallel_ops.integrations.huggingface._use import is_compiling, went_to_stock
 from parallel_ops.ops import flash_attention, rotary_embedding_qk
 
 # Options of some models and caches that only Transformers' own function supports.
@@ -18,32 +18,65 @@ _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
 
 def attention(stock: type[nn.Module], pairs: str | None, core: bool) -> dict[str, Any]:
     """The stock forward, calling this package for the rotary positions, by ``pairs``, the core attention, or both."""
-    names: dict[str, Any] = {}
     forward: Any = inspect.unwrap(stock.forward)
-    if "apply_rotary_pos_emb" in forward.__globals__:
-        home = sys.modules[forward.__module__]
-        names["apply_rotary_pos_emb"] = _rotation(home, pairs) if pairs else _kept_rotation(home)
+    home = sys.modules[forward.__module__]
+    expected = {name: home.__dict__[name] for name in forward.__code__.co_names if name in home.__dict__}
+    names: dict[str, Any] = {"apply_rotary_pos_emb": _rotation(home, pairs)} if pairs else {}
     if core:
-        names["ALL_ATTENTION_FUNCTIONS"] = _interface()
-    return {"forward": with_globals(stock.forward, **names)}
+        names["ALL_ATTENTION_FUNCTIONS"] = _Functions(ALL_ATTENTION_FUNCTIONS)
+    given = tuple(expected.items())
+
+    def changed(module: Any) -> str | None:
+        now = home.__dict__
+        for name, value in given:
+            if now[name] is not value:
+                return f"{name} of {home.__name__} was replaced"
+        return None
+
+    def kept(module: Any) -> dict[str, str]:
+        reason = obstacle(module.config._attn_implementation) if core else None
+        return {} if reason is None else {"flash_attention": reason}
+
+    return {"forward": with_globals(stock.forward, **names), "changed": changed, "kept": kept}
+
+
+def tables(stock: type[nn.Module]) -> dict[str, Any]:
+    """A rotary embedding whose tables are marked: the op reads only half of each, and tables of others may differ."""
+    expected = stock.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock.forward(self, *args, **kwargs)
+        if not is_compiling() and stock.forward is expected:
+            for table in found:
+                table._parallel_ops_tables = True
+        return found
+
+    return {"forward": forward}
 
 
 def obstacle(implementation: str) -> str | None:
     """Why the core attention of a model that is set to ``implementation`` is kept."""
     if implementation != "sdpa":
         return f"the model is set to {implementation!r} attention; only 'sdpa' is replaced"
-    everything: Any = ALL_ATTENTION_FUNCTIONS
-    if not everything["sdpa"].__module__.startswith("transformers."):
-        return "'sdpa' attention has been registered anew"
-    return None
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    return None if is_own(functions["sdpa"]) else "'sdpa' attention has been registered anew"
 
 
-def _interface() -> Any:
-    """Transformers' attention functions with "sdpa" replaced in a copy, the documented way to override one."""
-    everything: Any = ALL_ATTENTION_FUNCTIONS
-    local = dict(everything) if isinstance(everything, dict) else type(everything)()
-    local["sdpa"] = _with_core(everything["sdpa"])
-    return local
+class _Functions:
+    """The registry of attention functions, with Transformers' own "sdpa" replaced where it is looked up."""
+
+    def __init__(self, registry: Any) -> None:
+        self._registry, self._stock = registry, registry["sdpa"]
+        self._core = _with_core(self._stock)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._replaced(self._registry[name])
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        return self._replaced(self._registry.get_interface(name, default))
+
+    def _replaced(self, function: Any) -> Any:
+        return self._core if function is self._stock else function
 
 
 def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,23 +103,16 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _kept_rotation(home: Any) -> Callable[..., Any]:
-    """The function of the module ``home``, looked up at each call, since it may be replaced there later."""
-
-    def rotate(*args: Any, **options: Any) -> Any:
-        return home.apply_rotary_pos_emb(*args, **options)
-
-    return rotate
-
-
 def _rotation(home: Any, pairs: str) -> Callable[..., Any]:
     interleaved = pairs != "half"
+    stock_rotation = home.apply_rotary_pos_emb
     by_half_tables = pairs == "interleaved_by_half_tables"
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
         """``query``, ``key`` ``[b, h, s, d]``; tables ``[b, s, r]`` or, for all sequences, ``[1, s, r]``."""
-        if args or options:  # other dimensions
-            return home.apply_rotary_pos_emb(query, key, cos, sin, *args, **options)
+        known = is_compiling() or (hasattr(cos, "_parallel_ops_tables") and hasattr(sin, "_parallel_ops_tables"))
+        if args or options or not known:  # other dimensions, tables that somebody else has made or changed
+            return stock_rotation(query, key, cos, sin, *args, **options)
         if cos.shape[0] == 1:
             cos, sin = cos[0], sin[0]
         if by_half_tables:

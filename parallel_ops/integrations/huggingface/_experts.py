@@ -12,13 +12,20 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_ops.integrations.huggingface._layers import Activation
+from parallel_ops.integrations.huggingface._layers import Activation, other_activation
 from parallel_ops.integrations.huggingface._use import went_to_stock
 from parallel_ops.ops import bias_swiglu, gelu_mul, grouped_linear, permute, route, sort_by_expert, unpermute
 
 # Transformers' own for a step of generation on a GPU, "batched_mm", needs no sorting, and "deepgemm" and others are
 # kernels that a user has chosen.
 REPLACED = (None, "eager", "grouped_mm")
+
+
+def obstacle(implementation: str | None) -> str | None:
+    """Why the experts of a model that is set to ``implementation`` are kept."""
+    if implementation in REPLACED:
+        return None
+    return f"the model is set to {implementation!r} experts; only 'grouped_mm' and 'eager' are replaced"
 
 
 def router(stock: type[nn.Module]) -> dict[str, Any]:
@@ -33,7 +40,7 @@ def router(stock: type[nn.Module]) -> dict[str, Any]:
     return {"forward": forward}
 
 
-def experts(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
+def experts(stock: type[nn.Module], activation: Activation, kind: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.config._experts_implementation not in REPLACED or getattr(self, "_is_expert_parallel", False):
             if self.training:
@@ -49,4 +56,8 @@ def experts(stock: type[nn.Module], activation: Activation) -> dict[str, Any]:
             rows = gelu_mul(gate, up, approximate=activation, weights=weights)
         return unpermute(grouped_linear(rows, self.down_proj, order.ends), order).to(hidden_states.dtype)
 
-    return {"forward": forward}
+    def kept(self: Any) -> dict[str, str]:
+        reason = obstacle(self.config._experts_implementation)
+        return {} if reason is None else {"grouped_linear": reason}
+
+    return {"forward": forward, "changed": other_activation("act_fn", kind), "kept": kept}

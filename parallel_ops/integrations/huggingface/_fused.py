@@ -11,18 +11,24 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel_ops.integrations.huggingface._use import counted, without_uses
+from parallel_ops.integrations.huggingface._use import watched, without_uses
 
-# Returns the new attributes of a class, ``forward`` among them.
+# Returns the new attributes of a class, ``forward`` among them, and may return three functions of a module:
+# ``changed``: what somebody has changed in it since, so that it goes to stock, or ``None``; it runs at each call.
+# ``kept``: those of its ops that are not used now, with the reason; for reports alone.
+# ``stock_forward``: the forward that then runs, if that of the stock class takes other arguments.
 Recipe = Callable[..., dict[str, Any]]
 
-_MARK, _OPS = "_parallel_ops_stock", "_parallel_ops_ops"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOMES = tuple(str(Path(package.__file__).parent) for package in (torch, transformers))
+_MARK, _OPS, _CHANGED, _UNUSED = (f"_parallel_ops_{name}" for name in ("stock", "ops", "changed", "unused"))
 
 
 @functools.cache
@@ -39,6 +45,17 @@ def fused_class(stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any)
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _new, (stock, ops, recipe, *options), without_uses(self.__dict__)
 
+    made = recipe(stock, *options)
+    stock_forward, changed_within = stock.forward, made.pop("changed", None)
+
+    def changed(self: nn.Module) -> str | None:
+        if stock.forward is not stock_forward:
+            return f"the forward of {stock.__name__} was replaced"
+        return None if changed_within is None else changed_within(self)
+
+    def run_stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return stock.forward(self, *args, **kwargs)
+
     attributes = {
         "__new__": new,
         "__module__": stock.__module__,  # Transformers reads the source of a model's module
@@ -47,10 +64,13 @@ def fused_class(stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any)
         "__reduce_ex__": reduce,
         _MARK: stock,
         _OPS: ops,
-        **recipe(stock, *options),
+        _CHANGED: staticmethod(changed),
+        _UNUSED: staticmethod(made.pop("kept", lambda _: {})),
     }
+    run = made.pop("stock_forward", run_stock)
+    attributes |= made
     if ops:
-        attributes["forward"] = counted(attributes["forward"])
+        attributes["forward"] = watched(made["forward"], run, changed, ", ".join(ops))
     return type(stock.__name__, (stock,), attributes)
 
 
@@ -72,6 +92,13 @@ def is_fused(module: nn.Module) -> bool:
 def ops_of(module: nn.Module) -> tuple[str, ...]:
     """The ops that the replaced forward of ``module`` calls."""
     return getattr(type(module), _OPS, ())
+
+
+def kept_ops(module: nn.Module) -> dict[str, str]:
+    """Those of ``ops_of`` that are not used, since somebody has changed something: why, by op."""
+    cls: Any = type(module)
+    reason = cls._parallel_ops_changed(module)
+    return cls._parallel_ops_unused(module) if reason is None else dict.fromkeys(ops_of(module), reason)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -110,16 +137,29 @@ def obstacle(module: nn.Module, stock: type[nn.Module], unused: Mapping[str, nn.
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "it is sharded: apply first, and tensor-parallel plans are not covered"
     for name, child in (unused or {}).items():
-        wrapped = is_wrapped(child) if child is module else "forward" in child.__dict__
-        if wrapped or any(getattr(child, hooks) for hooks in _HOOKS):
+        if is_hooked(child):
             return f"there are hooks on {name}, a {described(child)}, that would no longer be called"
     return None
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to see or change calls of ``module``: by hooks, or by a forward of its own."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return "forward" in module.__dict__ and not has_offloading_hook(module)
 
 
 def _name_of(function: Any) -> str:
     """Where ``function``, or what it wraps, comes from."""
     inner = getattr(function, "func", function)  # of a partial
     return f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+@functools.cache
+def is_own(function: Any) -> bool:
+    """Whether the code of ``function`` is Transformers' or torch's: wrappers of other libraries take their names."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_HOMES)
 
 
 def with_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Forwards of norms, MLPs and residual additions that call the ops. Each takes the stock class; see ``_fused``."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -8,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import activations
 
-from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.integrations.huggingface._fused import described, is_hooked, is_own, stock_class
+from parallel_ops.integrations.huggingface._use import DEFERRED
 from parallel_ops.ops import bias_dropout_add, bias_gelu, bias_swiglu, gelu_mul, layer_norm, rms_norm, silu_mul
 
 Activation = Literal["silu", "tanh", "none"]
+Watch = tuple[str, type[nn.Module]]  # the name of the activation in its module, and its class
 
 # The op's activation for each class: "tanh" and "none" are GeLU, as in bias_gelu. Versions differ in classes.
 _ACTIVATIONS: dict[str, Activation] = {
@@ -26,12 +29,27 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation_of(module: nn.Module) -> Activation | None:
+def activation_of(module: Any) -> Activation | None:
     """The activation that ``module`` computes; ``None`` if there is no op for it."""
     kind: Any = type(module)
-    if kind not in (nn.SiLU, getattr(activations, kind.__name__, None)):
+    if kind not in (nn.SiLU, getattr(activations, kind.__name__, None)) or not is_own(kind.forward):
         return None
     return _ACTIVATIONS.get(kind.__name__)
+
+
+def other_activation(name: str, kind: type[nn.Module]) -> Callable[[Any], str | None]:
+    """A recipe's ``changed``: whether the module ``name``, which an op computes, is not the ``kind`` that it was."""
+    forward = kind.forward
+
+    def changed(module: Any) -> str | None:
+        now = getattr(module, name)
+        if type(now) is not kind:
+            return f"its activation is {described(now)} since"
+        if kind.forward is not forward:
+            return f"the forward of {kind.__name__} was replaced"
+        return f"there are hooks on {name}, a {described(now)}" if is_hooked(now) else None
+
+    return changed
 
 
 def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
@@ -55,16 +73,16 @@ def norm(stock: type[nn.Module], kind: str) -> dict[str, Any]:
     return {"forward": {f.__name__: f for f in (rms, zero_centred_rms, olmo, cohere, torch)}[kind]}
 
 
-def gated_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
+def gated_mlp(stock: type[nn.Module], activation: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         y = self.down_proj(silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up, approximate=activation))
         return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else y
 
-    return {"forward": forward}
+    return {"forward": forward, "changed": other_activation(*watch)}
 
 
-def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, dropout: bool) -> dict[str, Any]:
+def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
     """Gate and up in one matrix, the gate first."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -74,21 +92,21 @@ def gate_and_up_mlp(stock: type[nn.Module], activation: Activation, dropout: boo
         gate, up = both.chunk(2, dim=-1)
         return self.down_proj(gelu_mul(gate, up, approximate=activation))
 
-    return {"forward": forward}
+    return {"forward": forward, "changed": other_activation(*watch)}
 
 
-def gelu_mlp(stock: type[nn.Module], approximate: Activation, dropout: bool) -> dict[str, Any]:
+def gelu_mlp(stock: type[nn.Module], approximate: Activation, watch: Watch, dropout: bool) -> dict[str, Any]:
     """``dropout``: whether by a number of the module, and not by a module of its own."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if stock_class(self.c_fc) is None:  # an adapter's or a quantised layer
+        if stock_class(self.c_fc) is None or is_hooked(self.c_fc):  # an adapter's or a quantised layer, a hook's input
             hidden_states = bias_gelu(self.c_fc(hidden_states), approximate=approximate)
         else:
             hidden_states = self.c_fc(hidden_states, gelu=approximate)
         y = self.c_proj(hidden_states)
         return F.dropout(y, p=self.residual_dropout, training=self.training) if dropout else self.dropout(y)
 
-    return {"forward": forward}
+    return {"forward": forward, "changed": other_activation(*watch)}
 
 
 def linear(stock: type[nn.Module]) -> dict[str, Any]:
@@ -115,12 +133,12 @@ def transposed_linear(stock: type[nn.Module]) -> dict[str, Any]:
 
 
 def deferred_dropout(stock: type[nn.Module]) -> dict[str, Any]:
-    """A dropout that the following residual addition applies instead."""
+    """A dropout that the following residual addition applies instead, in a call of its block."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        return input
+        return input if self._parallel_ops_deferred else stock.forward(self, input)
 
-    return {"forward": forward}
+    return {"forward": forward, DEFERRED: False}
 
 
 def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
@@ -132,19 +150,46 @@ def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
         for name in ("encoder_hidden_states", "encoder_attention_mask"):
             if given.pop(name, None) is not None:
                 raise ValueError(f"{name}: this block has no cross-attention (config.add_cross_attention is False)")
-        mixed, *rest = self.attn(self.ln_1(hidden_states), **given)
-        hidden_states = _add(self.attn.resid_dropout, mixed, hidden_states)
-        hidden_states = _add(self.mlp.dropout, self.mlp(self.ln_2(hidden_states)), hidden_states)
+        attn, mlp = self.attn, self.mlp
+        with _Deferred(attn.resid_dropout):
+            mixed, *rest = attn(self.ln_1(hidden_states), **given)
+        hidden_states = _add(attn.resid_dropout, mixed, hidden_states)
+        with _Deferred(mlp.dropout):
+            mixed = mlp(self.ln_2(hidden_states))
+        hidden_states = _add(mlp.dropout, mixed, hidden_states)
         if "output_attentions" not in names:  # since 5.0
             return hidden_states
         if "layer_past" in names:  # before 4.53: the keys and values, then the probabilities
             return (hidden_states, *(rest if given.get("use_cache") else rest[1:]))
         return (hidden_states, *(rest if given.get("output_attentions") else ()))
 
-    return {"forward": forward}
+    return {"forward": forward, "changed": _without_its_dropouts}
+
+
+def _without_its_dropouts(block: Any) -> str | None:
+    for name, dropout in (("attn", "resid_dropout"), ("mlp", "dropout")):
+        parent = getattr(block, name)
+        child = getattr(parent, dropout, None)
+        if child is None or stock_class(child) is None:
+            return f"its {name} is a {described(parent)} with another dropout since"
+        for path, module in ((name, parent), (f"{name}.{dropout}", child)):
+            if is_hooked(module):
+                return f"there are hooks on {path}, which must see what dropout leaves"
+    return None
+
+
+class _Deferred:
+    """Calls of a dropout within return their input."""
+
+    def __init__(self, dropout: Any) -> None:
+        self.dropout = dropout
+
+    def __enter__(self) -> None:
+        self.dropout._parallel_ops_deferred = True
+
+    def __exit__(self, *_: object) -> None:
+        self.dropout._parallel_ops_deferred = False
 
 
 def _add(dropout: nn.Dropout, x: Tensor, residual: Tensor) -> Tensor:
-    if stock_class(dropout) is None:  # replaced by another module since, which has applied dropout
-        return residual + x
     return bias_dropout_add(x, None, residual, dropout.p, training=dropout.training)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 
-from parallel_ops.integrations.huggingface._fused import stock_class
+from parallel_ops.integrations.huggingface._fused import described, is_hooked, stock_class
 from parallel_ops.integrations.huggingface._outputs import (
     CausalLMOutputWithoutLogits,
     MoeCausalLMOutputWithoutLogits,
@@ -20,6 +21,7 @@ from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 # Arguments of a causal language model that its base model does not take.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _OF_THE_HEAD = ("logits_to_keep", "num_logits_to_keep", "return_dict")
+OTHER_REGISTERED_LOSS = "the loss that transformers.loss.loss_utils has for causal language models was replaced"
 
 
 def head(stock: type[nn.Module]) -> dict[str, Any]:
@@ -40,32 +42,72 @@ def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -
     ``_known.py``. ``base``: the name of the base model in it.
     """
     names = [*inspect.signature(stock.forward).parameters][1:]
+    skip_default, registered = skip_logits, registered_loss()
+
+    def changed_loss(self: Any) -> str | None:
+        now = registered_loss()
+        if now[0] is registered[0] and now[1] is registered[1] and now[2] is registered[2]:
+            return other_loss(self)
+        return OTHER_REGISTERED_LOSS
 
     @functools.wraps(stock.forward)  # Trainer inspects the names of its arguments
     def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if _skips(self, given, skip_default and self.training if skip_logits is None else skip_logits):
+        wanted = skip_default and self.training if skip_logits is None else skip_logits
+        if wanted and _can_skip(self, given) and changed_loss(self) is None and _other_head(self) is None:
             return _without_logits(self, given, kind, base)
         if self.training and given.get("labels") is not None:
             went_to_stock(self, "vocab_parallel_linear_cross_entropy", "made logits")
         return stock.forward(self, **given)
 
+    def stock_forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        return stock.forward(self, *args, **kwargs)
+
     def loss_function(self: Any) -> Any:
-        return self._loss_function if hasattr(self, "_loss_function") else _loss_of_logits
+        return _loss_of_logits if changed_loss(self) is None else stock.loss_function.fget(self)  # type: ignore[attr-defined]
 
     def set_loss_function(self: Any, value: Any) -> None:
         self._loss_function = value
 
-    skip_default = skip_logits
-    return {"forward": forward, "loss_function": property(loss_function, set_loss_function)}
+    def kept(self: Any) -> dict[str, str]:
+        reason = changed_loss(self) or _other_head(self)
+        return {} if reason is None else {"vocab_parallel_linear_cross_entropy": reason}
+
+    return {
+        "forward": forward,
+        "stock_forward": stock_forward,
+        "kept": kept,
+        "loss_function": property(loss_function, set_loss_function),
+    }
 
 
-def _skips(model: Any, given: dict[str, Any], wanted: bool) -> bool:
-    if not wanted or given.get("labels") is None:
-        return False
+def other_loss(model: Any) -> str | None:
+    """Why the loss of ``model`` is not Transformers' own of causal language models."""
+    kind = getattr(model, "loss_type", None)
+    if kind is not None and kind != "ForCausalLM":
+        return f"its loss_type is {kind!r}"
+    own = model.__dict__
+    return (
+        "it has a loss function of its own" if "_loss_function" in own or "_loss_function" in own["_modules"] else None
+    )
+
+
+def registered_loss() -> tuple[Any, ...]:
+    """The functions that compute Transformers' loss of causal language models, which libraries replace."""
+    return loss_utils.LOSS_MAPPING.get("ForCausalLM"), loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
+
+
+def _other_head(model: Any) -> str | None:
+    """Why the output projection cannot return the loss: an adapter has replaced it, or hooks want its logits."""
+    head = model.lm_head
+    if stock_class(head) is None:
+        return f"its lm_head is a {described(head)} since"
+    return "there are hooks on lm_head, which must see logits" if is_hooked(head) else None
+
+
+def _can_skip(model: Any, given: dict[str, Any]) -> bool:
     tuples = given.get("return_dict") is False or not getattr(model.config, "return_dict", True)
-    # The head may have been replaced since, for example by an adapter, and the loss by the user.
-    return not tuples and stock_class(model.lm_head) is not None and not hasattr(model, "_loss_function")
+    return given.get("labels") is not None and not tuples
 
 
 def _without_logits(model: Any, given: dict[str, Any], kind: str, base: str) -> Any:

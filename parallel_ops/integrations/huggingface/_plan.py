@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from parallel_ops.integrations.huggingface._families import contains_base, is_base, is_composite, stock_of
 from parallel_ops.integrations.huggingface._fused import described, stock_class
-from parallel_ops.integrations.huggingface._known import formula
 from parallel_ops.integrations.huggingface._steps import (
     LOSS,
     Skipped,
@@ -20,8 +19,10 @@ from parallel_ops.integrations.huggingface._steps import (
     loss,
     mlp,
     norm,
+    rotary_tables,
     router,
     separate_experts,
+    table_layout,
 )
 
 OPS = ("norm", "activation", "rotary", "attention", "residual", "router", "experts", "loss")
@@ -36,6 +37,7 @@ _ROLES = {
     "TopKRouter": ("router", router),
     "Experts": ("experts", experts),
     "SparseMoeBlock": ("experts", separate_experts),
+    "RotaryEmbedding": ("rotary", rotary_tables),
 }
 
 
@@ -89,8 +91,7 @@ def _is_in_a_base(module: nn.Module, models: list[tuple[str, PreTrainedModel]]) 
 
 def _layouts_of_tables(base: nn.Module) -> set[str | None]:
     """How the rotary tables of a model lie; ``None`` for those of a forward that is not known."""
-    kinds = {type(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
-    return {formula("rotary_embedding", kind.forward, kind) for kind in kinds}
+    return {table_layout(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
 
 def _kept(name: str, part: PreTrainedModel, ops: Collection[str]) -> Iterator[Step]:

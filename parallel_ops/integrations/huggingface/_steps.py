@@ -10,7 +10,16 @@ from transformers.pytorch_utils import Conv1D
 
 from parallel_ops.integrations.huggingface import _attention, _experts, _layers, _loss
 from parallel_ops.integrations.huggingface._families import base_of, stock_of
-from parallel_ops.integrations.huggingface._fused import Recipe, described, fused_class, obstacle, uses
+from parallel_ops.integrations.huggingface._fused import (
+    Recipe,
+    described,
+    fused_class,
+    is_hooked,
+    is_own,
+    is_wrapped,
+    obstacle,
+    uses,
+)
 from parallel_ops.integrations.huggingface._known import formula
 from parallel_ops.integrations.huggingface._source import digest
 
@@ -63,7 +72,8 @@ def layer_norm(name: str, module: nn.LayerNorm) -> Step:
 
 def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     kind = formula("mlp", stock.forward, stock)
-    act = next((getattr(module, n) for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), None)
+    name_of_act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), "")
+    act = getattr(module, name_of_act, None)
     reason = obstacle(module, stock, {} if act is None else {"its activation": act})
     reason = reason or _unknown(kind, stock.forward, stock)
     activation = None if act is None else _layers.activation_of(act)
@@ -80,7 +90,15 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
         yield Skipped(name, module, op, reason or "")
         return
     recipe = {"gate_and_up": _layers.gate_and_up_mlp, "gated": _layers.gated_mlp, "gated_dropout": _layers.gated_mlp}
-    yield _swap(name, module, (op,), recipe.get(kind, _layers.gelu_mlp), activation, kind.endswith("dropout"))
+    yield _swap(
+        name,
+        module,
+        (op,),
+        recipe.get(kind, _layers.gelu_mlp),
+        activation,
+        (name_of_act, type(act)),
+        kind.endswith("dropout"),
+    )
     linear = getattr(module, "c_fc", None)
     known = {Conv1D: _layers.transposed_linear, nn.Linear: _layers.linear}
     if linear is not None and type(linear) in known and obstacle(linear, type(linear), {"it": linear}) is None:
@@ -90,15 +108,20 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
 def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if stock.__name__ != "GPT2Block":  # another family's name for a mixture of experts
         return
-    dropouts = {"attn.resid_dropout": module.attn.resid_dropout, "mlp.dropout": module.mlp.dropout}
+    dropouts = {
+        path: getattr(getattr(module, path.split(".")[0]), path.split(".")[1], None)
+        for path in ("attn.resid_dropout", "mlp.dropout")
+    }
     reason = obstacle(module, stock) or _unknown(formula("block", stock.forward, stock), stock.forward, stock)
     if hasattr(module, "crossattention"):
         reason = "it has cross-attention"
     for path, dropout in dropouts.items():
         parent = module.get_submodule(path.split(".")[0])
         family = stock_of(parent)
-        if family is None or obstacle(parent, family) or type(dropout) is not nn.Dropout:
+        if family is None or type(dropout) is not nn.Dropout or obstacle(parent, family):
             reason = f"its {path} is not what stock modules have"
+        elif is_hooked(parent) or is_hooked(dropout):
+            reason = f"there are hooks on {path} or around it, which must see what dropout leaves"
     if reason:
         yield Skipped(name, module, "bias_dropout_add", reason)
         return
@@ -119,14 +142,12 @@ def experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     reason = obstacle(module, stock, {"its activation": module.act_fn})
     reason = reason or _unknown(formula("experts", stock.forward, stock), stock.forward, stock)
     reason = reason or (None if activation else _no_op(module.act_fn))
-    implementation = module.config._experts_implementation
-    if implementation not in _experts.REPLACED:
-        reason = f"the model is set to {implementation!r} experts; only 'grouped_mm' and 'eager' are replaced"
+    reason = reason or _experts.obstacle(module.config._experts_implementation)
     if reason:
         yield Skipped(name, module, "grouped_linear", reason)
         return
     ops = ("sort_by_expert", "permute", "grouped_linear", gated, "unpermute")
-    yield _swap(name, module, ops, _experts.experts, activation)
+    yield _swap(name, module, ops, _experts.experts, activation, type(module.act_fn))
 
 
 def separate_experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
@@ -158,6 +179,16 @@ def attention(
         yield _swap(name, module, replaced, _attention.attention, pairs, core)
 
 
+def rotary_tables(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
+    if table_layout(module) is not None and obstacle(module, stock) is None:
+        yield _swap(name, module, (), _attention.tables)
+
+
+def table_layout(module: nn.Module) -> str | None:
+    """How the tables of a rotary embedding lie; ``None`` if its forward is not known."""
+    return None if is_wrapped(module) else formula("rotary_embedding", type(module).forward, type(module))
+
+
 def _rotation(stock: Any, name: str, layouts: set[str | None]) -> tuple[str | None, str | None]:
     """(which dimensions make a pair, and how tables lie; why that is not known)"""
     function = inspect.unwrap(stock.forward).__globals__[name]
@@ -174,8 +205,10 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
     reason = obstacle(module, stock)
     if not stock.__name__.endswith(("ForCausalLM", "LMHeadModel")):
         reason = "its loss is not that of a causal language model alone"
-    elif hasattr(module, "_loss_function") or getattr(module, "loss_type", None) not in (None, "ForCausalLM"):
-        reason = "it has a loss function of its own"
+    elif _loss.other_loss(module):
+        reason = _loss.other_loss(module)
+    elif not all(map(is_own, _loss.registered_loss())):
+        reason = _loss.OTHER_REGISTERED_LOSS
     elif type(head) is not nn.Linear:
         reason = f"its lm_head is a {described(head)}"
     elif kind in ("divided", "multiplied") and head.bias is not None:
