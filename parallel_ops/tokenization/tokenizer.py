@@ -15,7 +15,7 @@ from parallel_ops.tokenization.messages import Conversation, has_any, replaced
 from parallel_ops.tokenization.options import Options
 
 # Names of the end of a document, of a tokenizer.json alone, which does not say which token that is.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 Span = tuple[int, int]
 # The largest id that Megatron-LM, too, stores in 16 bits.
 _SHORT = 65_500
@@ -157,7 +157,7 @@ class Encoder:
             return None if options.eod == "none" else self._id("--eod", options.eod, file)
         if settings.get("eos_token"):
             return self._id("eos_token", _text(settings["eos_token"]), file)
-        for name in _ENDS:
+        for name in ENDS:
             if (found := self._tokenizer.token_to_id(name)) is not None:
                 return int(found)
         has = ", ".join(

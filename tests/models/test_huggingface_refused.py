@@ -73,6 +73,43 @@ def test_folders_that_do_not_fit_are_refused_by_name_and_change_nothing(folders,
             assert unchanged, want
 
 
+NEUTRAL = {
+    "is_llama_config": True, "unsloth_version": "2024.9", "auto_map": {"AutoModel": "m.X"}, "mlp_bias": None,
+    "transformers.js_config": {"dtype": "q4"}, "_attn_implementation_autoset": True, "attn_implementation": "sdpa",
+    "max_sequence_length": 2048, "temperature": 0.6, "do_sample": True, "top_k": 40, "repetition_penalty": 1.1,
+    "decoder_start_token_id": 3, "boi_token_id": 7, "peft_version": "1", "output_attentions": True,
+    "forced_eos_token_id": 2, "use_flash_attn": True, "is_qwen_config": True, "_commit_hash": "0a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_kinds_of_keys_that_change_no_logits(folders, tmp_path, key, recwarn):
+    good = folders / "llama3"
+    folder = change_config(good, tmp_path / "folder", **{key: NEUTRAL[key]})
+    assert config_from_pretrained(folder) == config_from_pretrained(good)
+    assert not recwarn.list
+
+
+def test_keys_of_no_kind(folders, tmp_path):
+    """An unknown one is told; one whose name is of what changes logits in some family is refused."""
+    good = folders / "llama3"
+    with pytest.warns(UserWarning, match=r"config\.json has my_experiment, which is not known"):
+        config_from_pretrained(change_config(good, tmp_path / "unknown", my_experiment="a"))
+    for number, key in enumerate(
+        ("logits_scaling", "num_experts", "attention_multiplier", "qk_layernorm", "rope_ratio")
+    ):
+        with pytest.raises(ValueError, match=f"has {key}, which is not supported"):
+            config_from_pretrained(change_config(good, tmp_path / str(number), **{key: 8}))
+
+
+def test_an_id_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"is no folder; .*\.snapshot_download\('meta-llama/Llama-3\.2-1B'\)"):
+        Transformer.from_pretrained("meta-llama/Llama-3.2-1B")
+    with pytest.raises(FileNotFoundError, match="/none does not exist"):
+        config_from_pretrained(tmp_path / "none")
+
+
 def broken_files(good, tmp_path):
     """Files that are not what their names or their index say."""
     cut, text, array, empty, no_config = (

@@ -44,9 +44,21 @@ from the same generators; a batch whose labels are all ignored has loss 0, not N
 experts compute in its dtype, as ``"eager"`` does and ``"grouped_mm"`` does not.
 """
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Collection
 
 from torch import nn
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError(
+        "parallel_ops.integrations.huggingface needs transformers, 4.50 or later: pip install transformers"
+    )
+if tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (4, 50):
+    raise ImportError(
+        "parallel_ops.integrations.huggingface needs transformers 4.50 or later, got "
+        f"{importlib.metadata.version('transformers')}: pip install --upgrade transformers"
+    )
 
 from parallel_ops.integrations.huggingface._applied import Applied, reasons, replaced_modules, swap
 from parallel_ops.integrations.huggingface._plan import OPS, plan

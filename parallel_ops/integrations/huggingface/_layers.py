@@ -42,7 +42,7 @@ def other_activation(name: str, kind: type[nn.Module]) -> Callable[[Any], str | 
     forward = kind.forward
 
     def changed(module: Any) -> str | None:
-        now = getattr(module, name)
+        now = module._modules.get(name)
         if type(now) is not kind:
             return f"its activation is {described(now)} since"
         if kind.forward is not forward:
@@ -168,13 +168,12 @@ def gpt2_block(stock: type[nn.Module]) -> dict[str, Any]:
 
 def _without_its_dropouts(block: Any) -> str | None:
     for name, dropout in (("attn", "resid_dropout"), ("mlp", "dropout")):
-        parent = getattr(block, name)
-        child = getattr(parent, dropout, None)
+        parent = block._modules[name]
+        child = parent._modules.get(dropout)
         if child is None or stock_class(child) is None:
             return f"its {name} is a {described(parent)} with another dropout since"
-        for path, module in ((name, parent), (f"{name}.{dropout}", child)):
-            if is_hooked(module):
-                return f"there are hooks on {path}, which must see what dropout leaves"
+        if is_hooked(parent) or is_hooked(child):
+            return f"there are hooks on {name} or its {dropout}, which must see what dropout leaves"
     return None
 
 

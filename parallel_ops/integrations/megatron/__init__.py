@@ -14,7 +14,10 @@ other, and neither needs Apex or Transformer Engine. See ``docs/megatron.md``.
 import importlib.util
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-    raise ImportError("parallel_ops.integrations.megatron needs megatron-core, 0.16 to 0.19: pip install megatron-core")
+    raise ImportError(
+        "parallel_ops.integrations.megatron needs megatron-core, 0.16 to 0.19, numpy and packaging: "
+        "pip install --no-deps megatron-core; pip install numpy packaging"
+    )
 
 from parallel_ops.integrations.megatron.cpu import on_cpu
 from parallel_ops.integrations.megatron.replacements import OPS, Applied, apply

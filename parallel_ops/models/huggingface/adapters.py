@@ -56,14 +56,14 @@ def module_of(family: Family, linear: str) -> tuple[str, Stored]:
 
 def write_adapters(
     folder: Path, family: Family, adapters: Adapters, read: Callable[[str], Tensor], *, dtype: torch.dtype | None,
-    more: Sequence[Path] = (),
+    more: Mapping[str, bytes] | None = None,
 ) -> int:  # fmt: skip
     """Writes a folder that ``peft.PeftModel.from_pretrained`` opens; it gets its name when all is written.
 
     Args:
         folder: Must not exist, or be empty.
         read: Returns a whole parameter by its name, such as ``"layers.0.attention.q.lora.a"``.
-        dtype: Of the tensors; ``None`` for that of the parameters. more: Files that are copied into the folder.
+        dtype: Of the tensors; ``None`` for that of the parameters. more: Contents of further files by name.
 
     Returns:
         The bytes of all tensors.
@@ -89,8 +89,8 @@ def write_adapters(
     try:
         safetensors().torch.save_file(tensors, part / TENSORS, metadata={"format": "pt"})
         (part / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for extra in more:
-            shutil.copyfile(extra, part / extra.name)
+        for name, content in (more or {}).items():
+            (part / name).write_bytes(content)
         os.replace(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,8 +1,11 @@
 """Conversion of a config.json to a ``TransformerConfig``, and back.
 
-Every key is read, or has the one supported value, or cannot change the logits. Any other key is an error.
+Every key is read, or has the one supported value, or is of a kind that cannot change the logits. Of the others a name
+that may change them is an error, and an unknown one a warning.
 """
 
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -16,18 +19,30 @@ _REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
 _MOST_LAYERS = 100_000
 
-# Keys that do not change the logits: options of running, saving and generation, and of other heads.
-# fmt: off
-_NEUTRAL = {
-    "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype",
-    "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label", "keys_to_ignore_at_inference",
-    "label2id", "max_length", "model_type", "n_ctx", "num_labels", "output_past", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict", "sep_token_id", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
-}
-# fmt: on
-_ABOUT_THE_FILES = {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"}
+# Kinds of keys that do not change the logits.
+_NEUTRAL_KINDS = (
+    r"_.*|\w*version|unsloth_\w+|auto_map|is_\w+_config|transformers\.js\w*|architectures|model_type",  # the files
+    r"(torch_)?dtype|use_cache|torchscript|use_bfloat16|tf_legacy_loss|chunk_size_feed_forward|pretraining_tp",
+    r"attn_implementation|use_flash_\w+|reorder_and_upcast_attn|gradient_checkpointing\w*|n_ctx|max_sequence_length",
+    r"return_dict\w*|output_(past|attentions|hidden_states|scores|logits)|keys_to_ignore_at_inference",
+    r"\w+_token(_id)?|tokenizer_class|chat_template|prefix|model_max_length",  # text
+    r"do_sample|temperature|top_[kp]|min_p|typical_p|num_(beams|beam_groups|return_sequences)|early_stopping",
+    r"\w+_penalty|penalty_alpha|(max|min)_(new_tokens|length)|(encoder_)?no_repeat_ngram_size|bad_words_ids",
+    r"forced_\w+|(begin_)?suppress_tokens|remove_invalid_values",  # generation
+    r"(num_|_num_)labels|id2label|label2id|problem_type|summary_\w+|classifier_\w+|finetuning_task",  # other heads
+    r"task_specific_params",
+)
+_NEUTRAL = re.compile("|".join(_NEUTRAL_KINDS))
+# Of these, what says how the files were made is not copied from one folder into another.
+_ABOUT_THE_FILES = re.compile(
+    r"_.*|\w*version|unsloth_\w+|auto_map|architectures|(torch_)?dtype|model_type|torchscript"
+)
+# Parts of names of keys that do, in one family or another.
+_CHANGING = re.compile(
+    "scal|cap|logit|rope|rotary|theta|expert|rout|norm|bias|window|attn|attention|activation|act_|layer|block|head|kv"
+    "|size|dim|rank|multiplier|quant|mlp|embed|position|residual|alpha|beta|sparse|mask|causal|tie|clip|lora|mtp|nextn"
+    "|num_|eps|factor|dropout|decoder|soft"
+)
 
 
 def family_of(options: Mapping[str, Any]) -> Family:
@@ -74,7 +89,8 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         if rest.setdefault(key, family.defaults.get(key, _REQUIRED)) is _REQUIRED:
             raise ValueError(f"lacks {key}")
     for key, value in family.fixed.items():
-        if (got := rest.pop(key, value)) != value:
+        got = rest.pop(key, value)
+        if got != value and not (got is None and value is False):
             raise ValueError(f"has {key} {got!r}; supported is {value!r}")
     if isinstance(layers := rest[family.names["num_layers"]], int) and layers > _MOST_LAYERS:
         raise ValueError(f"has {family.names['num_layers']} {layers}; supported are at most {_MOST_LAYERS}")
@@ -83,9 +99,14 @@ def config_of(options: Mapping[str, Any]) -> TransformerConfig:
         config = TransformerConfig(**family.always, **given)
     except TypeError as error:
         raise ValueError(f"has a value of a wrong type: {error}") from error
-    unknown = {key for key, value in rest.items() if key not in _NEUTRAL and value is not None and value is not False}
+    unknown = {key for key, value in rest.items() if value is not None and value is not False}
+    unknown = {key for key in unknown if not _NEUTRAL.fullmatch(key)}
+    if changing := {key for key in unknown if _CHANGING.search(key)}:
+        raise ValueError(f"has {listed(changing)}, which is not supported; remove it if it does not change the logits")
     if unknown:
-        raise ValueError(f"has {listed(unknown)}, which is not supported; remove it if it does not change the logits")
+        warnings.warn(
+            f"config.json has {listed(unknown)}, which is not known and taken to change no logits", stacklevel=3
+        )
     return config
 
 
@@ -110,9 +131,13 @@ def options_of(config: TransformerConfig, loaded: Mapping[str, Any]) -> Options:
         except ValueError as error:
             differing = [str(error)]
         if not differing:
-            return {key: loaded[key] for key in loaded if key in _NEUTRAL - _ABOUT_THE_FILES} | options
+            return {key: loaded[key] for key in loaded if _is_copied(key)} | options
         reasons.append(f"{name}: {', '.join(differing)}")
     raise ValueError(f"no Hugging Face family has this configuration ({'; '.join(reasons)})")
+
+
+def _is_copied(key: str) -> bool:
+    return _NEUTRAL.fullmatch(key) is not None and _ABOUT_THE_FILES.fullmatch(key) is None
 
 
 def differences(first: TransformerConfig, second: TransformerConfig) -> list[str]:

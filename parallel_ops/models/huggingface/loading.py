@@ -298,7 +298,13 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise FileNotFoundError(f"{path.parent} has no {path.name}")
+        folder = str(path.parent)
+        if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+            raise FileNotFoundError(
+                f"{folder} is no folder; if it is a model of the Hugging Face Hub, download it first, and give the "
+                f"folder that huggingface_hub.snapshot_download({folder!r}) returns (pip install huggingface_hub)"
+            )
+        raise FileNotFoundError(f"{folder} has no {path.name}" if path.parent.exists() else f"{folder} does not exist")
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -30,7 +30,8 @@ _KEPT = 4
 
 def write_folder(
     folder: Path, config: TransformerConfig, loaded: Mapping[str, Any], shapes: Mapping[str, Sequence[int]],
-    read: Callable[[str], Tensor], *, dtype: torch.dtype, more: Sequence[Path] = (), file_bytes: int = 5_000_000_000,
+    read: Callable[[str], Tensor], *, dtype: torch.dtype, more: Mapping[str, bytes] | None = None,
+    file_bytes: int = 5_000_000_000,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:  # fmt: skip
     """Writes the folder of a model; it gets its name when all is written.
@@ -39,7 +40,7 @@ def write_folder(
         folder: Must not exist, or be empty.
         loaded: The config.json of the folder that the model was trained from; empty if there was none.
         shapes: Whole shape of each parameter. read: Returns one, on the CPU.
-        dtype: Of the tensors. more: Files that are copied into the folder. report: Called with bytes done, and all.
+        dtype: Of the tensors. more: Contents of further files by name. report: Called with bytes done, and all.
 
     Returns:
         The bytes of all tensors.
@@ -90,8 +91,8 @@ def write_folder(
             index = {name: file for file, names in files.items() for name in names}
             _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
         _write_json(part / CONFIG, options)
-        for extra in more:
-            shutil.copyfile(extra, part / extra.name)
+        for name, content in (more or {}).items():
+            (part / name).write_bytes(content)
         os.replace(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

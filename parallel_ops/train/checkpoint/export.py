@@ -26,15 +26,11 @@ from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
 from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
 from parallel_ops.train.checkpoint.resume import LORA, shape_of
+from parallel_ops.train.checkpoint.tokenizer_files import tokenizer_files
 from parallel_ops.train.config_file import describe_errors
 from parallel_ops.train.config_sections import ModelSettings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Files of a tokenizer in a Hugging Face folder, and the settings of generation.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
-)  # fmt: skip
 
 
 def export(
@@ -47,7 +43,8 @@ def export(
         checkpoint: A checkpoint, or a folder whose newest checkpoint is taken.
         folder: Must not exist, or be empty.
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``; ``None`` for the precision of the run.
-        tokenizer: A ``tokenizer.json``, or a Hugging Face folder, whose tokenizer is copied into ``folder``.
+        tokenizer: A ``tokenizer.json``, or a Hugging Face folder, whose tokenizer is copied into ``folder``. It says
+            where generation ends, in ``config.json`` and ``generation_config.json``, unless the run's base model did.
         report: Called with bytes done, and all.
 
     Returns:
@@ -55,9 +52,9 @@ def export(
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged, or of another model than ``Transformer``.
-        ValueError: No Hugging Face family has the model. OSError: The folder cannot be written.
+        ValueError: No Hugging Face family has the model, or the tokenizer has more tokens than it.
+        OSError: The folder cannot be written.
     """
-    more = _tokenizer_files(tokenizer)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype must be {', '.join(DTYPES)}, got {dtype!r}")
     if not checkpoint.exists():
@@ -93,6 +90,11 @@ def export(
 
     loaded = description.rest.get("config_json")
     given = loaded if isinstance(loaded, dict) else {}
+    more: dict[str, bytes] = {}
+    if tokenizer is not None:
+        of_base = {key: given[key] for key in given if key.endswith("_token_id") and given[key] is not None}
+        more, ids = tokenizer_files(tokenizer, config.vocab_size, of_base)
+        given = {**given, **ids}
     if adapted is not None:
         options, of_run = options_of(config, given), description.rest.get("adapters", {})
         written = write_adapters(
@@ -150,17 +152,3 @@ def config_of(source: Path, description: Description) -> TransformerConfig:
 def _dtype(metadata: Any, name: str) -> torch.dtype:
     found: torch.dtype = metadata.state_dict_metadata[f"model.{name}"].properties.dtype
     return found
-
-
-def _tokenizer_files(tokenizer: Path | None) -> list[Path]:
-    if tokenizer is None:
-        return []
-    if tokenizer.is_dir():
-        if found := [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]:
-            return found
-        raise FileNotFoundError(f"--tokenizer: {tokenizer} has no tokenizer")
-    if not tokenizer.exists():
-        raise FileNotFoundError(f"--tokenizer: {tokenizer} does not exist")
-    if tokenizer.name != "tokenizer.json":
-        raise ValueError(f"--tokenizer: the file must be named tokenizer.json, as models' folders have it: {tokenizer}")
-    return [tokenizer]
