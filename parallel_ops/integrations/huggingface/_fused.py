@@ -27,7 +27,7 @@ from parallel_ops.integrations.huggingface._use import watched, without_uses
 # ``stock_forward``: the forward that then runs, if that of the stock class takes other arguments.
 Recipe = Callable[..., dict[str, Any]]
 
-_HOMES = tuple(str(Path(package.__file__).parent) for package in (torch, transformers))
+_HOMES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch, transformers))
 _MARK, _OPS, _CHANGED, _UNUSED = (f"_parallel_ops_{name}" for name in ("stock", "ops", "changed", "unused"))
 
 

@@ -108,7 +108,7 @@ def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
 def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     if stock.__name__ != "GPT2Block":  # another family's name for a mixture of experts
         return
-    dropouts = {
+    dropouts: dict[str, Any] = {
         path: getattr(getattr(module, path.split(".")[0]), path.split(".")[1], None)
         for path in ("attn.resid_dropout", "mlp.dropout")
     }
