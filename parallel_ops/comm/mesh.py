@@ -156,6 +156,8 @@ class ParallelMesh:
             assert experts is not None  # ep divides its size
             view = experts._unflatten(0, tuple(self._sizes[name] for name in _EXPERTS), _EXPERTS)
             self._meshes |= {name: view[name] for name in _EXPERTS}
+            # Experts know their ranks alone; what shards them over others finds those here.
+            self._meshes["ep"].parallel_mesh = self  # type: ignore[attr-defined]
 
     @property
     def root(self) -> DeviceMesh:

@@ -164,6 +164,18 @@ class Experts(ShardedModule):
         self.recompute = False
         self.reset_parameters()
 
+    def __getattr__(self, name: str) -> Any:
+        # fully_shard of a module around these experts looks for the state of one of their own. Over its mesh it cannot
+        # shard them: the ranks of ``ep`` are among its ranks. So they are sharded now, over those that have the same.
+        if name.startswith("__composable_api_state_key") and not self.copies:
+            own = getattr(self.mesh, "parallel_mesh", None)
+            if own is not None:
+                from parallel_ops.layers.expert_shards import shard_experts
+
+                shard_experts(self, own)
+                return self.__dict__[name]
+        return super().__getattr__(name)
+
     def reset_parameters(self) -> None:
         """Initialises each expert as ``nn.Linear`` does by default, independently of the mesh."""
         init_sharded_(self.gate_up, self.init_method or uniform(self.hidden_size))

@@ -60,7 +60,7 @@ class Transformer(PretrainedModel):
         core_attention: see ``parallel_ops.layers.core_attention``; ``None`` for ``flash``, or for ring attention with
             ``context``.
         expert_mesh: the ranks that share the experts (``mesh["ep"]``); ``None`` for one, or where each has them all.
-            Before ``fully_shard`` call ``parallel_ops.train.shard_experts``.
+            ``fully_shard`` of a layer shards them too; see ``parallel_ops.train.shard_experts``.
         stages, pp_rank: the pipeline stages of the model, and the pipeline rank whose stages this module has;
             ``None`` for the whole model. Layers and tables keep the names that they have in the whole model.
         device, dtype: of the parameters; ``None`` for torch's defaults. On the meta device nothing is initialised:

@@ -24,6 +24,7 @@ from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
+from parallel_ops.layers.expert_shards import divide, experts_of, shard_experts
 from parallel_ops.layers.experts import Experts
 from parallel_ops.layers.linear_base import Float8, ParallelLinear
 from parallel_ops.models import Transformer
@@ -32,7 +33,6 @@ from parallel_ops.ops.float8_linear import MULTIPLE
 from parallel_ops.pipeline_parallel import ModuleChain, cut
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD
 from parallel_ops.planner.plan import Plan
-from parallel_ops.train.expert_shards import divide, experts_of, shard_experts
 from parallel_ops.train.recompute import KINDS, recompute
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -138,9 +138,10 @@ def test_any_number_of_chunks_gives_the_same_result():
     ],
     ids=str,
 )
-def test_experts_in_a_loop_of_ones_own(sizes):
+@pytest.mark.parametrize("explicit", [True, False], ids=["shard_experts", "fully_shard alone"])
+def test_experts_in_a_loop_of_ones_own(sizes, explicit):
     want = on_rank.own_loop(0, {})
-    for got in ranks(4).run(on_rank.own_loop, sizes):
+    for got in ranks(4).run(on_rank.own_loop, sizes, explicit):
         assert got.keys() == want.keys()
         for name, grad in want.items():
             torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

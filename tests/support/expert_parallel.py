@@ -13,12 +13,12 @@ from parallel_ops import ParallelMesh
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
+from parallel_ops.layers.expert_shards import shard_experts
 from parallel_ops.layers.experts import Experts
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
-from parallel_ops.train.expert_shards import shard_experts
 from parallel_ops.train.parallelize_model import parallelize
 from support.layers import mesh_of
 
@@ -156,12 +156,13 @@ OWN_LOOP = TransformerConfig(
 )  # fmt: skip
 
 
-def own_loop(rank: int, sizes: dict[str, int]) -> dict[str, Tensor]:
+def own_loop(rank: int, sizes: dict[str, int], explicit: bool = False) -> dict[str, Tensor]:
     """Whole gradients of a model with experts in a loop of one's own; every rank of ``loss`` has a sequence."""
     mesh = mesh_of(**sizes) if dist.is_initialized() else ParallelMesh()
     model = Transformer(OWN_LOOP, mesh=mesh["tp"], context=mesh["cp"], expert_mesh=mesh["ep"], device="meta")
     if dist.is_initialized():
-        shard_experts(model, mesh)
+        if explicit:
+            shard_experts(model, mesh)
         over = mesh["dp_replicate", "fsdp"] if mesh.size("dp_replicate") > 1 else mesh["fsdp"]
         for block in (*model.layers.values(), model):
             fully_shard(block, mesh=over)

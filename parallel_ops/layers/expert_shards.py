@@ -24,9 +24,9 @@ def shard_experts(
 ) -> None:
     """Applies ``fully_shard`` to all experts that ranks of ``ep`` share, over the ranks that have the same ones.
 
-    Call it in a loop of your own before ``fully_shard`` of the layers, which then leaves the experts alone. Without it,
-    ``fully_shard`` ends with "Cannot concatenate overlapping meshes": the ranks of ``ep`` are among those that it
-    shards over. ``parallelize`` calls it.
+    ``fully_shard`` of a layer shards its experts in this way too, with FSDP2's defaults: the ranks of ``ep`` are among
+    those that the layer is sharded over. Call this before it in a loop of your own to give them options, such as the
+    ``mp_policy`` of the layers. ``parallelize`` calls it.
 
         mesh = ParallelMesh(dp_shard=4, ep=2)
         model = Transformer(config, expert_mesh=mesh["ep"], device="meta")
