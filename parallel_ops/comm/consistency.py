@@ -2,7 +2,9 @@
 
 Each rank gathers one message of fixed size from every other: a fingerprint of what must be the same, a few integers
 that may differ (shard sizes, for example) and a text for the error. All ranks read the same messages, so all raise the
-same error. This is the package's only protocol: the message precedes whatever an op sends.
+same error. This is the package's only protocol: the message precedes whatever an op sends, in its backward too, so a
+rank that leaves out an op or a backward ends all ranks with an error that names both calls. On CPU messages travel
+point to point with a tag of their own, so that no backend takes data for a message or a message for data.
 
 A rank that fails alone (an error inside ``propagate_errors``) posts such a message, does not wait for its delivery, and
 raises at once. The other ranks read it at their next check and raise too. All ranks have then made the same number of
@@ -12,7 +14,7 @@ With CPU tensors every call is checked, by one small all-gather; ``set_consisten
 call of a kind, for models so small that it shows. With CUDA tensors reading the result waits for the device, so only
 the first call of a kind in a group is checked, and always before it is captured in a CUDA graph: make each call once
 before capturing. A disagreement from the start raises on all ranks. If a rank deviates later, from calls that the
-others have made before, the group's timeout ends it.
+others have made before, the group's timeout ends it, or gloo aborts a process that receives more bytes than it expects.
 """
 
 import atexit
@@ -26,6 +28,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import CodeType, TracebackType
 from typing import Literal, TypeVar
 
@@ -40,7 +43,9 @@ from parallel_ops._internal.groups import device_of_call, group_device_types
 from parallel_ops.comm._capture import refuse_capture
 from parallel_ops.comm.errors import PeerError, publish_failure, retract_failure, translate_backend_errors
 
-_TEXT_BYTES = 256
+_TEXT_BYTES = 320
+# Tag of the messages, in no collective and in no transfer of an op.
+_TAG = 0x6D657373
 _OK, _FAILED = 0, 1
 
 # The calls that were checked before, where one check is enough, as (op, what must be the same). It must not depend on
@@ -52,8 +57,8 @@ _MOST_CHECKED = 4096
 # Groups in which calls with CPU tensors are checked once, like those with CUDA tensors.
 _first_only: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
-# Failures not yet delivered, with their group, since destroying it would wait for all its ranks.
-_posted: dict[ProcessGroup, list[tuple[dist.Work, Tensor, Tensor]]] = {}
+# Failures not yet delivered, with their buffers, by group.
+_posted: dict[ProcessGroup, list["_Gather"]] = {}
 # How long a process that ends waits for their delivery.
 _LEAVING_SECONDS = 2.0
 
@@ -97,8 +102,8 @@ def set_consistency_checks(group: ProcessGroup, when: Literal["always", "first"]
         group: all of its ranks must set the same between the same calls.
         when: ``"always"``, the default: a small all-gather before data moves, so that ranks that disagree all raise.
             ``"first"``: only at the first call of a kind, as with CUDA tensors. A disagreement from the start then
-            raises on all ranks, a rank that deviates later ends in the group's timeout, and targets outside a sharded
-            vocabulary are not detected.
+            raises on all ranks, a rank that deviates later ends in the group's timeout or an abort of gloo, and targets
+            outside a sharded vocabulary are not detected.
 
     Raises: TypeError: ``group`` is not a process group. ValueError: another ``when``.
     """
@@ -226,9 +231,7 @@ class propagate_errors:
         if any(frame.f_code in _bodies for e in self._chain(error) for frame, _ in traceback.walk_tb(e.__traceback__)):
             return
         message = _message(group, CallSignature(self._op, (), text), _FAILED, device)
-        received = message.new_empty((group.size(), message.numel()))
-        work = all_gather_single(received.view(-1), message, group=group, async_op=True)
-        _posted.setdefault(group, []).append((work, message, received))
+        _posted.setdefault(group, []).append(_Gather(group, message))
 
 
 def shared_error(group: ProcessGroup, message: str) -> ValueError:
@@ -239,22 +242,41 @@ def shared_error(group: ProcessGroup, message: str) -> ValueError:
     return error
 
 
-def _forget_delivered(group: ProcessGroup) -> None:
-    _posted[group] = [posted for posted in _posted[group] if not posted[0].is_completed()]
-    if not _posted[group]:
-        del _posted[group]
-        retract_failure(group)
+class _Gather:
+    """An all-gather of one message of every rank, under way until ``wait``."""
+
+    __slots__ = ("_message", "_received", "_works")
+
+    def __init__(self, group: ProcessGroup, message: Tensor) -> None:
+        self._message, self._received = message, message.new_empty((group.size(), message.numel()))
+        if message.is_cuda:
+            self._works = [all_gather_single(self._received.view(-1), message, group=group, async_op=True)]
+            return
+        rank, self._works = group.rank(), []
+        self._received[rank].copy_(message)
+        others = [(rank + k) % group.size() for k in range(1, group.size())]
+        self._works += [group.send([message], peer, _TAG) for peer in others]
+        self._works += [group.recv([self._received[peer]], peer, _TAG) for peer in others]
+
+    def wait(self, *seconds: timedelta) -> Tensor:
+        """Every rank's message, on the CPU."""
+        for work in self._works:
+            work.wait(*seconds)
+        return self._received.cpu()
 
 
 @atexit.register
 def _leave() -> None:
-    """Keeps groups with an undelivered message alive, since destroying one would wait for its other ranks."""
+    """Waits a moment for ranks that have not read a failure of this one."""
     end = time.monotonic() + _LEAVING_SECONDS
-    for group, messages in _posted.items():
-        while (late := not all(work.is_completed() for work, *_ in messages)) and time.monotonic() < end:
-            time.sleep(0.01)
-        if late:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for group, gathers in _posted.items():
+        for gather in gathers:
+            try:
+                gather.wait(timedelta(seconds=max(0.01, end - time.monotonic())))
+            except RuntimeError:
+                # Destroying the group would wait for its other ranks.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                break
 
 
 def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
@@ -266,26 +288,28 @@ def _compare(group: ProcessGroup, call: CallSignature, device: torch.device) -> 
 
 
 def _exchange(group: ProcessGroup, call: CallSignature, device: torch.device) -> list[list[int]]:
-    message = _message(group, call, _OK, device)
-    received = message.new_empty((group.size(), message.numel()))
     with translate_backend_errors(call.op, group):
-        all_gather_single(received.view(-1), message, group=group)
-        messages = received.cpu()
-    if group in _posted:
-        _forget_delivered(group)
+        messages = _Gather(group, _message(group, call, _OK, device)).wait()
+    if _posted.pop(group, None):  # messages arrive in order
+        retract_failure(group)
     end = 3 + 2 * group.size()
     numbers = messages[:, : 8 * end].contiguous().view(torch.int64).tolist()
     failed = [rank for rank, row in enumerate(numbers) if row[0] == _FAILED]
     if failed:
-        raise shared_error(group, f"{call.op}: rank {failed[0]} of the group {_text(messages[failed[0], 8 * end :])}")
+        text = _texts(messages[failed, 8 * end :])[0][1]
+        raise shared_error(group, f"{call.op}: rank {failed[0]} of the group {text}")
     if len({row[1] for row in numbers}) > 1:
-        texts = [_text(messages[rank, 8 * end :]) for rank in range(group.size())]
+        calls = _texts(messages[:, 8 * end :])
+        same_op = len({op for op, _ in calls}) == 1
+        texts = [text if same_op else f"{op} ({text})" for op, text in calls]
         raise shared_error(group, f"{call.op}: the ranks of the group make different calls: {_who_calls_what(texts)}")
     return [row[3 : 3 + row[2]] for row in numbers]
 
 
-def _text(message: Tensor) -> str:
-    return bytes(message.numpy()).rstrip(b"\0").decode(errors="replace")
+def _texts(messages: Tensor) -> list[tuple[str, str]]:
+    """Op and text of each message."""
+    words = [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in messages]
+    return [(op, text) for op, _, text in (word.partition("\0") for word in words)]
 
 
 def _who_calls_what(texts: Sequence[str]) -> str:
@@ -302,5 +326,5 @@ def _message(group: ProcessGroup, call: CallSignature, status: int, device: torc
     own = [*call.own, *[0] * (2 * group.size() - len(call.own))]
     numbers = torch.tensor([status, fingerprint, len(call.own), *own], dtype=torch.int64)
     words = call.text if isinstance(call.text, str) else call.text()
-    text = words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    text = f"{call.op}\0{words}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.cat([numbers.view(torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8)]).to(device)

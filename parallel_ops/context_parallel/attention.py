@@ -259,7 +259,11 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, statistics: Tensor,
     seed: Tensor | None, cu_seqlens: Tensor | None, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    attention = _Call(*arguments).attention(q, seed, cu_seqlens)
+    call = _Call(*arguments)
+    same = (grad.dtype, grad.shape[1:], call._replace(group=""), sink is None)
+    text = f"gradient of {list(grad.shape)} {grad.dtype} in {call.layout}, length={call.length}"
+    check_consistency(resolve_group(call.group), CallSignature(f"backward of {NAME}", same, text), grad.device)
+    attention = call.attention(q, seed, cu_seqlens)
     *gradients, dsink = attention.backward(grad, q, k, v, sink, out, statistics)
     return *gradients, statistics.new_empty(0) if dsink is None else dsink
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.turns import pass_on
 from parallel_ops.comm import all_to_all
+from parallel_ops.comm.consistency import CallSignature, check_consistency
 from parallel_ops.comm.transport.base import Handle
 from parallel_ops.comm.transport.exchange import start_exchange
 from parallel_ops.comm.transport.registry import transport_of
@@ -72,6 +73,9 @@ class Exchange:
         self._handle, self._kept = None, ()
 
     def send_gradient(self, grad: Tensor) -> None:
+        rows = f"gradients of {list(grad.shape)} {grad.dtype}"
+        same = grad.dtype, grad.shape[1:]
+        check_consistency(self.group, CallSignature(f"backward of {_NAME}", same, rows), grad.device)
         self._gradient = self.send(grad, self.received, self.sent)
 
     def take_gradient(self) -> Tensor:

@@ -78,7 +78,26 @@ def test_what_the_others_know_is_not_announced_and_what_they_do_not_is():
 def test_an_op_and_a_loss_are_compared():
     for outcome in ranks(2).outcomes(failures.different_ops):
         assert isinstance(outcome, Raised) and outcome.type == "ValueError"
-        assert "make different calls: rank 0: 4 rows" in outcome.message
+        assert "make different calls: rank 0: vocab_parallel_cross_entropy (4 rows" in outcome.message
+        assert "; rank 1: reduce_from_group (x of [4, 5]" in outcome.message
+
+
+def test_a_backward_that_one_rank_leaves_out_is_named_on_all():
+    """The others would take its next call for the rest of the backward: gloo then aborts, or reads data as a message."""
+    for said in ranks(2).run(failures.leave_out_backwards):
+        assert set(said) == {(op, other) for op in failures.FORWARDS for other in failures.FORWARDS}
+        for (op, other), message in said.items():
+            assert (
+                message.startswith("ValueError") and "the ranks of the group make different calls: rank 0:" in message
+            )
+            assert f"rank 0: {failures.NAMES_BACKWARD.get(op, f'backward of {op}')} (" in message, message
+            assert f"; rank 1: {failures.NAMES.get(other, other)} (" in message, message
+
+
+@pytest.mark.parametrize("raw", ["all_reduce", "all_gather", "barrier", "all_to_all", "send"])
+def test_an_op_that_meets_a_collective_of_torch_ends_in_the_timeout(raw):
+    waited, _ = ranks(2).run(failures.meet_a_raw_collective, raw, TIMEOUT)
+    assert waited.startswith("PeerError: all_gather_linear: rank 0 of 2 lost the other ranks")
 
 
 def test_an_error_where_data_is_under_way_is_left_in_the_store():

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_ops import all_gather_linear, comm, linear_reduce_scatter, vocab_parallel_cross_entropy
+from parallel_ops import (
+    all_gather_linear,
+    column_parallel_linear,
+    comm,
+    linear_reduce_scatter,
+    ring_attention,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from parallel_ops._internal.compat import group_store
 from parallel_ops.comm import consistency
 from parallel_ops.comm import errors as _failure
@@ -23,6 +31,7 @@ from parallel_ops.comm.consistency import propagate_errors
 from parallel_ops.comm.errors import PeerError
 from parallel_ops.comm.transport.base import Receive, Send
 from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.expert_parallel.dispatch import Dispatch
 from support.distributed import NOT_FORMED
 
 
@@ -157,6 +166,73 @@ def different_ops(rank: int) -> None:
         comm.reduce_from_group(torch.ones(4, 5), dist.group.WORLD)
     else:
         vocab_parallel_cross_entropy(torch.ones(4, 5), torch.zeros(4, dtype=torch.int64), group=dist.group.WORLD)
+
+
+def _experts(group: ProcessGroup) -> torch.Tensor:
+    x = torch.randn(6, 4, requires_grad=True)
+    experts = torch.arange(6, dtype=torch.int32)[:, None] % 4
+    dispatch = Dispatch(x, experts, torch.bincount(experts.flatten(), minlength=4), 4, group=group)
+    return dispatch.combine([dispatch.leave(dispatch.arrive(dispatch.under_way[0]).rows)])
+
+
+def _weight(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, requires_grad=True)
+
+
+def _attention(group: ProcessGroup, algorithm: str) -> torch.Tensor:
+    q = torch.randn(8, 1, 2, 16, requires_grad=True)
+    return ring_attention(q, q, q, group=group, causal=True, algorithm=algorithm)
+
+
+FORWARDS: dict[str, Callable[[ProcessGroup], torch.Tensor]] = {
+    "all_gather_linear": lambda group: all_gather_linear(_weight(3, 8), _weight(6, 8), group=group),
+    "linear_reduce_scatter": lambda group: linear_reduce_scatter(_weight(6, 8), _weight(4, 8), group=group),
+    "column_parallel_linear": lambda group: column_parallel_linear(_weight(3, 8), _weight(6, 8), group=group),
+    "ring": lambda group: _attention(group, "ring"),
+    "ulysses": lambda group: _attention(group, "all_to_all"),
+    "vocab_parallel_linear_cross_entropy": lambda group: vocab_parallel_linear_cross_entropy(
+        _weight(5, 8), _weight(7, 8), torch.zeros(5, dtype=torch.int64), group=group, reduction="none"
+    ),
+    "expert_parallel": _experts,
+    "all_gather": lambda group: comm.all_gather(_weight(2, 3), group),
+    "all_to_all": lambda group: comm.all_to_all(_weight(2, 3), group),
+}
+# Ops by other names than their function's.
+NAMES = {"ring": "ring_attention", "ulysses": "ring_attention", "expert_parallel": "all_to_all"}
+NAMES_BACKWARD = {"ring": "backward of ring_attention", "ulysses": "backward of ring_attention"}
+
+
+def leave_out_backwards(rank: int) -> dict[tuple[str, str], str]:
+    """Rank 0 runs the backward of each op while rank 1 goes on with each other op; afterwards the group is usable."""
+    group, said = dist.group.WORLD, {}
+    for op, forward in FORWARDS.items():
+        for other, following in FORWARDS.items():
+            y = forward(group)
+            try:
+                y.sum().backward() if rank == 0 else following(group)
+            except Exception as error:
+                said[op, other] = f"{type(error).__name__}: {error}"
+    assert comm.all_gather(torch.ones(1), group).tolist() == [1.0, 1.0]
+    return said
+
+
+def meet_a_raw_collective(rank: int, raw: str, timeout: float) -> str:
+    """Rank 0 calls an op, rank 1 a collective of torch, which no message precedes."""
+    _failure.REPORT_SECONDS = 0.3
+    group, x = dist.new_group(timeout=datetime.timedelta(seconds=timeout)), torch.ones(4)
+    dist.barrier()
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "all_gather": lambda: dist.all_gather([torch.empty(4), torch.empty(4)], x, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(4), x, group=group),
+        "send": lambda: dist.send(x, group=group, group_dst=0),
+    }
+    try:
+        CALLS["all_gather_linear"](group) if rank == 0 else calls[raw]()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def fail_while_data_is_under_way(rank: int, timeout: float) -> str:

@@ -259,9 +259,11 @@ def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Ten
 def _gradients(
     call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
 ) -> tuple[Tensor | None, list[Tensor]]:
-    dys = [matrix(g) for g in grads]
+    dys, transport = [matrix(g) for g in grads], call.transport(x.device)
+    if transport is not None and any(call.needs[: 1 + len(weights)]):
+        call.check_backward(grads)
     dx = column_backward(
-        call.transport(x.device),
+        transport,
         dys,
         x,
         call.sizes,

@@ -209,6 +209,7 @@ def _gradients(
     if call.needs[0] and transport is None:
         dx = partial((0, dys[0].shape[0]), None)
     elif call.needs[0] and transport is not None:
+        call.check_backward(grads)
 
         def run(pieces: int) -> None:
             _start_sum(call, transport, x, pieces, partial)[1].wait()

@@ -66,6 +66,14 @@ class GroupCall:
 
         check_consistency(group, CallSignature(self.op, (x.dtype, *same, *options, *measured), text), x.device)
 
+    def check_backward(self, grads: Sequence[Tensor]) -> None:
+        """Raises on all ranks unless all run the same backward."""
+        (grad, *_), group = grads, resolve_group(self.group)
+        shapes = [list(g.shape[1:]) for g in grads]
+        same = (grad.dtype, shapes, tuple(self.sizes), self.overlap, tuple(self.needs))
+        text = f"gradients of {[list(g.shape) for g in grads]} {grad.dtype}, requires_grad={self.needs}"
+        check_consistency(group, CallSignature(f"backward of {self.op}", same, text), grad.device)
+
     def check_pulls(self, rows: Tensor, *, bias: bool) -> None:
         """Raises on all ranks if the call asks for pulled shards, and shards like ``rows`` cannot be.
 

@@ -216,6 +216,8 @@ def _gradients(
     (grad,), (weight,), transport = grads, weights, call.transport(x.device)
     if not any(call.needs[:2] if call.partial_bias else call.needs):
         return None, []
+    if transport is not None:
+        call.check_backward(grads)
 
     def run(pieces: int) -> tuple[Tensor | None, Tensor]:
         return row_backward(
