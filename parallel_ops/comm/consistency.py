@@ -33,7 +33,6 @@ from types import CodeType, TracebackType
 from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode

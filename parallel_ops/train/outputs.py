@@ -1,6 +1,7 @@
 """Checks before a run that its outputs can be written."""
 
 import importlib.util
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,3 +67,8 @@ def check_file(key: str, file: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"{key}: {file} cannot be written: {error.strerror}") from None
+
+
+def warn(text: str) -> None:
+    """Prints a problem that does not end the run."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -2,17 +2,16 @@
 
     FOLDER/step-00000050/run.json       step, model and data of the run; size and checksum of each file
     FOLDER/step-00000050/__0_0.distcp   rank 0's part of model and optimizer; .metadata is the index
-    FOLDER/.step-00000100.part/         a checkpoint that is being written
+    FOLDER/.step-00000100.part/         a checkpoint that is being written or deleted
+    FOLDER/.owner                       the run that writes and deletes here; see ``owner``
 
 A checkpoint is renamed to its final name when all of it is on the disk, so a run that is killed while writing leaves
-the earlier ones intact.
+the earlier ones intact. Errors of what is deleted are warnings; see ``removal``.
 """
 
 import contextlib
-import re
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,16 @@ from parallel_ops.train.checkpoint.description import (
     steps_in,
 )
 from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
+from parallel_ops.train.checkpoint.owner import Owner
 from parallel_ops.train.checkpoint.planners import SavePlanner
+from parallel_ops.train.checkpoint.removal import PART, part_of, remove, set_aside
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 
 __all__ = ["CheckpointError", "Checkpoints", "Description", "check_folder", "describe", "load", "newest", "steps_in"]
 
-_PART = re.compile(r"\.step-\d{8,}\.part")
-
 
 class Checkpoints:
-    """The checkpoints of a run in one folder.
+    """The checkpoints of a run in one folder, which it owns until ``close``; all ranks construct it.
 
     Args:
         keep: Number of checkpoints kept; older ones are deleted when a newer one is complete.
@@ -52,7 +51,7 @@ class Checkpoints:
         group: A gloo group of all ranks, used for checkpoints only; ``None`` for one rank.
 
     Raises:
-        OSError: The folder cannot be made. CheckpointError: It is a checkpoint.
+        CheckpointError: The folder cannot be made, is a checkpoint, or belongs to a run that goes on; on every rank.
     """
 
     def __init__(
@@ -65,11 +64,22 @@ class Checkpoints:
         check_folder(folder)
         if group is None:  # for good: the thread writes after any block with another filter
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        if _rank(group) == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.iterdir():
-                if _PART.fullmatch(path.name):
-                    shutil.rmtree(path)
+        self._owner: Owner | None = None
+        self._on_first_rank(self._open)
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._owner = Owner(self.folder)
+        for path in self.folder.iterdir():
+            if PART.fullmatch(path.name):
+                remove(path)
+
+    def close(self) -> None:
+        """Waits for the current save, whose error is dropped, and leaves the folder to other runs."""
+        with contextlib.suppress(CheckpointError):
+            self.wait()
+        if self._owner is not None:
+            self._owner.close()
 
     def begin(self, step: int) -> None:
         """Starts saving from ``step`` on; all ranks call it. Later checkpoints are renamed to ``abandoned-...``.
@@ -77,19 +87,30 @@ class Checkpoints:
         Raises:
             CheckpointError: ``step`` is 0, and the folder has checkpoints.
         """
-        later = {number: path for number, path in steps_in(self.folder).items() if number > step}
-        if later and not step:
-            raise CheckpointError(
-                f"{self.folder} has a checkpoint of step {max(later)} already: resume from it with --resume, or name "
-                "another folder"
-            )
-        if self.group is not None:
-            dist.barrier(self.group)
-        if _rank(self.group) == 0:
+
+        def abandon() -> None:
+            later = {number: path for number, path in steps_in(self.folder).items() if number > step}
+            if later and not step:
+                raise CheckpointError(
+                    f"{self.folder} has a checkpoint of step {max(later)} already: resume from it with --resume, or "
+                    "name another folder"
+                )
             for path in later.values():
-                aside = path.with_name(f"abandoned-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                remove(path.with_name(f"abandoned-{path.name}"))
+                set_aside(path)
+
+        self._on_first_rank(abandon)
+
+    def _on_first_rank(self, act: Callable[[], None]) -> None:
+        """Calls a function on rank 0; its error is raised on every rank, and all wait for its end."""
+        problems = []
+        if _rank(self.group) == 0:
+            try:
+                act()
+            except (CheckpointError, OSError) as error:
+                problems.append(str(error))
+        if problems := _of_all_ranks(problems, self.group):
+            raise CheckpointError(problems[0])
 
     def save(self, state: dict[str, Any], description: Description) -> None:
         """Saves a state and its description after the previous save is complete; all ranks call it.
@@ -98,18 +119,22 @@ class Checkpoints:
             CheckpointError: This checkpoint or the previous one cannot be written.
         """
         self.wait()
-        part = self.folder / f".step-{description.step:08}.part"
+        final = self.folder / f"step-{description.step:08}"
+        part = part_of(final)
         with self._reported(part):
-            if _rank(self.group) == 0:
-                shutil.rmtree(part, ignore_errors=True)
-            final = self.folder / f"step-{description.step:08}"
-            writer = CheckpointWriter(part, final, description, self.keep, self.keep_best)
+            writer = CheckpointWriter(final, description, self._owner, self.keep, self.keep_best)
             options: dict[str, Any] = {"storage_writer": writer, "planner": SavePlanner(), "process_group": self.group}
             options["no_dist"] = self.group is None
             if self.asynchronous:
                 self._writing = part, async_save(state, **options)  # type: ignore[assignment]
             else:
                 save_state(state, **options)
+
+    def failed(self) -> bool:
+        """True if the current save has failed on this rank; ``wait`` raises its error."""
+        if self._writing is None or not self._writing[1].done():
+            return False
+        return self._writing[1].exception() is not None
 
     def wait(self) -> None:
         """Waits until the current save is complete.
@@ -129,7 +154,7 @@ class Checkpoints:
                 yield
         except CheckpointError as error:
             if _rank(self.group) == 0:
-                shutil.rmtree(part, ignore_errors=True)
+                remove(part)
             kept = steps_in(self.folder)
             last = f"the last complete one, {kept[max(kept)]}, stays valid" if kept else "there is none before it"
             raise CheckpointError(f"{error} ({last})") from error.__cause__
@@ -225,13 +250,17 @@ def verified(path: Path, group: ProcessGroup | None) -> Sums:
 
 def _agree(problems: list[str], path: Path, group: ProcessGroup | None) -> None:
     """CheckpointError: A rank has found a problem; raised on every rank."""
-    if group is not None:
-        everyone: list[list[str]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(everyone, problems, group=group)
-        problems = sorted({problem for found in everyone for problem in found})
-    if problems:
+    if problems := _of_all_ranks(problems, group):
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise _damaged(f"{problems[0]}{more}", path)
+
+
+def _of_all_ranks(problems: list[str], group: ProcessGroup | None) -> list[str]:
+    if group is None:
+        return problems
+    everyone: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, problems, group=group)
+    return sorted({problem for found in everyone for problem in found})
 
 
 @contextlib.contextmanager

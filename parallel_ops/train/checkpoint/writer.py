@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from parallel_ops.train.checkpoint.description import (
-    DESCRIPTION,
     METADATA,
     Description,
     Sums,
@@ -22,21 +21,39 @@ from parallel_ops.train.checkpoint.description import (
     write_description,
     write_json,
 )
+from parallel_ops.train.checkpoint.owner import Owner
+from parallel_ops.train.checkpoint.removal import part_of, remove, set_aside
+from parallel_ops.train.outputs import warn
 
 _SUMS = "sums.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes to ``part`` with checksums; the coordinator renames it to ``final`` when all ranks have written."""
+    """Writes with checksums; the coordinator gives the folder its name ``final`` when all ranks have written.
 
-    def __init__(self, part: Path, final: Path, description: Description, keep: int, keep_best: bool) -> None:
-        super().__init__(part)
-        self.part, self.final, self.description, self.keep, self.keep_best = part, final, description, keep, keep_best
+    Args:
+        owner: Of the folder of checkpoints, on the coordinator.
+    """
+
+    def __init__(
+        self, final: Path, description: Description, owner: Owner | None, keep: int, keep_best: bool
+    ) -> None:  # fmt: skip
+        self.part, self.final, self.description = part_of(final), final, description
+        self.owner, self.keep, self.keep_best = owner, keep, keep_best
+        super().__init__(self.part)
 
     def prepare_local_plan(self, plan: Any) -> Any:
         with _written(self.final.parent):
             return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        self._check_owner()
+        return super().prepare_global_plan(plans)
+
+    def _check_owner(self) -> None:
+        if self.owner is not None:
+            self.owner.check()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         with _written(self.final.parent):
@@ -56,17 +73,20 @@ class CheckpointWriter(FileSystemWriter):
                 own.unlink()
             write_description(self.part, self.description, sums)
             _sync(self.part)
-            shutil.rmtree(self.final, ignore_errors=True)
+            self._check_owner()
+            # One of the same step is there until the new one is.
+            earlier = set_aside(self.final) if os.path.lexists(self.final) else None
             self.part.rename(self.final)
             _sync(self.final.parent)
-        found = steps_in(self.final.parent)
-        best = best_in(self.final.parent) if self.keep_best else None
-        for step in sorted(found)[: -self.keep]:
-            if best is not None and found[step] == best[1]:
-                continue
-            # The description first: an interrupted deletion leaves no checkpoint.
-            (found[step] / DESCRIPTION).unlink(missing_ok=True)
-            shutil.rmtree(found[step])
+        try:
+            found = steps_in(self.final.parent)
+            best = best_in(self.final.parent) if self.keep_best else None
+        except OSError as error:
+            warn(f"no earlier checkpoint is deleted: {error}")
+            return
+        surplus = [found[step] for step in sorted(found)[: -self.keep] if best is None or found[step] != best[1]]
+        for path in [*surplus, *([] if earlier is None else [earlier])]:
+            remove(path)
 
 
 @contextlib.contextmanager
