@@ -102,6 +102,50 @@ def fail(error: Exception | str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+class _Unbroken:
+    """A text stream whose errors are dropped; after a closed pipe it writes to ``os.devnull``."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except BrokenPipeError:
+            # What is buffered is flushed again, at the latest when the process ends.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self._stream.fileno())
+        except (OSError, ValueError):  # a full disk; a closed stream
+            pass
+
+
+@contextlib.contextmanager
+def unbroken_output() -> Iterator[None]:
+    """A block in which no reader of standard output and error is needed: what ``head`` does not read is dropped."""
+    with contextlib.ExitStack() as stack:
+        for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
+            stream = getattr(sys, name)
+            if stream is None:  # closed before the start
+                stream = stack.enter_context(open(os.devnull, "w"))
+            if not isinstance(stream, _Unbroken):
+                stream = _Unbroken(stream)
+            stack.enter_context(redirect(stream))
+        yield
+
+
 @contextlib.contextmanager
 def bytes_bar() -> Iterator[Callable[[int, int], None]]:
     """A progress bar of bytes on a terminal; the block calls what it is given with bytes done, and all."""

@@ -3,11 +3,12 @@
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from parallel_ops.train import outputs
-from parallel_ops.train.checkpoint.checkpoints import Checkpoints
+from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints
 from parallel_ops.train.checkpoint.description import best_in, steps_in
 from parallel_ops.train.data.loader import Loader
 from parallel_ops.train.evaluation import Evaluation
@@ -19,6 +20,9 @@ from parallel_ops.train.results import NotFinite, Result, Step
 from parallel_ops.train.run_state import RunState
 from parallel_ops.train.trace import Trace
 
+# Seconds before the last try to save, in which a file server may come back.
+_PAUSE_SECONDS = 5.0
+
 
 class Run(RunState, Protocol):
     """What the loop needs of ``Trainer``."""
@@ -29,7 +33,7 @@ class Run(RunState, Protocol):
     def evaluation(self) -> Evaluation | None: ...
     @property
     def loader(self) -> Loader: ...
-    def step(self, *, asked: Callable[[], str | None]) -> Step: ...
+    def step(self, *, asked: Callable[[], str | None], failed: Callable[[], bool]) -> Step: ...
     def problem(self, step: Step) -> NotFinite | None: ...
     def evaluate(self) -> float: ...
     def open_store(self) -> Checkpoints | None: ...
@@ -46,12 +50,53 @@ def _observed(*observers: Trace | Profile) -> Iterator[None]:
         observer.end()
 
 
-def _finish(trainer: Run, store: Checkpoints | None, progress: Progress) -> None:
-    """Waits for what is written beside the steps."""
-    if store is not None:
+@contextlib.contextmanager
+def _saving(trainer: Run, store: Checkpoints) -> Iterator[None]:
+    """Saves again if a save that the block starts or waits for fails: at once, then after a pause. All ranks do.
+
+    Raises:
+        CheckpointError: The last save fails too.
+    """
+    try:
+        yield
+        return
+    except CheckpointError as error:
+        failure = error
+    for pause in (0.0, _PAUSE_SECONDS):
+        if trainer.rank == 0:
+            outputs.warn(f"{failure}; saving step {trainer.global_step} {f'in {pause:g} s' if pause else 'now'}")
+        time.sleep(pause)
+        try:
+            trainer.save_in(store)
+            store.wait()
+            return
+        except CheckpointError as error:
+            failure = error
+    raise failure
+
+
+def _save_last(trainer: Run, store: Checkpoints) -> None:
+    with _saving(trainer, store):
+        if trainer.saved_step != trainer.global_step:
+            trainer.save_in(store)
         trainer.activity("writing the last checkpoint", slow=True)
-        progress.says("writing the last checkpoint")
         store.wait()
+
+
+@contextlib.contextmanager
+def _closed(trainer: Run, store: Checkpoints | None) -> Iterator[None]:
+    """Ends what works beside the steps. After an error, that of the current save is a warning."""
+    try:
+        yield
+    except BaseException:
+        if store is not None:
+            try:
+                store.wait()
+            except CheckpointError as error:
+                outputs.warn(str(error))
+        raise
+    finally:
+        trainer.loader.close()
 
 
 def take_steps(trainer: Run, stopping: Stopping) -> Result:
@@ -62,20 +107,19 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
     evaluated: float | None = None
     outputs.check(settings)
     store = trainer.open_store()
-    if store is not None:
-        store.begin(trainer.global_step)
-    if evaluation is not None:
-        evaluation.begin()
     with contextlib.ExitStack() as stack:
+        _begin(trainer, store, stack)
         signals = stack.enter_context(stopping)
         progress = stack.enter_context(Progress(trainer))
         metrics = stack.enter_context(Metrics(trainer))
         trace, profile = Trace(trainer), Profile(trainer)
         stack.callback(profile.close)
-        try:
+        with _closed(trainer, store):
             while trainer.global_step < settings.run.steps:
                 with _observed(trace, profile):
-                    step = trainer.step(asked=lambda: signals.asked)
+                    step = trainer.step(
+                        asked=lambda: signals.asked, failed=lambda: store is not None and store.failed()
+                    )
                     problem = trainer.problem(step)
                 is_best = False
                 if problem is None and step.stop is None and evaluation is not None and evaluation.due():
@@ -88,26 +132,40 @@ def take_steps(trainer: Run, stopping: Stopping) -> Result:
                 if problem is not None:
                     raise problem
                 last = step
+                if store is not None and step.save_failed:
+                    with _saving(trainer, store):
+                        store.wait()
                 if step.stop is not None:
                     break
                 due = interval and trainer.global_step % interval == 0
-                if store is not None and (due or (is_best and keep_best)):
+                if store is not None and (due or (is_best and keep_best)) and trainer.saved_step != trainer.global_step:
                     progress.says("saving a checkpoint")
-                    trainer.save_in(store)
-            if store is not None and trainer.saved_step != trainer.global_step:
-                trainer.save_in(store)
-        finally:
-            trainer.loader.close()
-            _finish(trainer, store, progress)
+                    with _saving(trainer, store):
+                        trainer.save_in(store)
+            if store is not None:
+                progress.says("writing the last checkpoint")
+                _save_last(trainer, store)
         trainer.activity("writing what was measured", slow=True)
+    result = _result(trainer, store, last, evaluated)
+    progress.end(result)
+    return result
+
+
+def _begin(trainer: Run, store: Checkpoints | None, stack: contextlib.ExitStack) -> None:
+    if store is not None:
+        stack.callback(store.close)
+        store.begin(trainer.global_step)
+    if trainer.evaluation is not None:
+        trainer.evaluation.begin()
+
+
+def _result(trainer: Run, store: Checkpoints | None, last: Step | None, evaluated: float | None) -> Result:
     found = {} if store is None else steps_in(store.folder)
-    result = Result(
+    return Result(
         step=trainer.global_step,
         loss=math.nan if last is None else last.loss,
         stopped=None if last is None else last.stop,
         checkpoint=found[max(found)] if found else None,
         evaluation_loss=evaluated,
-        best=best_in(store.folder) if store is not None and keep_best else None,
+        best=best_in(store.folder) if store is not None and store.keep_best else None,
     )
-    progress.end(result)
-    return result

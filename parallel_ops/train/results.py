@@ -19,6 +19,7 @@ class Step:
         tokens: Tokens of all ranks. seconds: From the wait for data to the end of the update. lr: Learning rate.
         skipped: No parameter was updated, since the norm is not finite.
         stop: The stop signal that any rank has received, or ``None``.
+        save_failed: The checkpoint that was written beside the step has failed.
         evaluation_loss: Of the evaluation after the step, if there was one.
         without_target: No target of the step counts in the loss, which is then 0.
         experts: How evenly experts were used, by the names of ``expert_use.METRICS``; ``None`` without experts.
@@ -35,6 +36,7 @@ class Step:
     evaluation_loss: float | None = None
     experts: dict[str, float] | None = None
     without_target: bool = False
+    save_failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,30 +44,31 @@ def count_targets(
 
 
 def reduce_results(
-    loss: Tensor, norm: Tensor, targets: int | Tensor, asked: str | None, mesh: ParallelMesh,
+    loss: Tensor, norm: Tensor, targets: int | Tensor, asked: str | None, failed: bool, mesh: ParallelMesh,
     further: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The mean loss, the gradient norm, whether there was no target, and a stop signal that any rank received.
+    """The mean loss, the gradient norm, whether there was no target, a stop signal, whether a save failed.
 
     One reduction and one synchronisation.
 
     Args:
         loss: This rank's share of the loss, a scalar. norm: The norm over all ranks, a scalar.
         targets: Of all ranks, as ``count_targets`` returns them.
-        asked: The stop signal of this rank, if any.
+        asked: The stop signal of this rank, if any. failed: The save beside the steps has failed on this rank.
         further: Values of all ranks, returned behind the others.
     """
-    values = torch.stack([loss, *(torch.full_like(loss, asked == name) for name in SIGNALS)])
+    flags = [*(asked == name for name in SIGNALS), failed]
+    values = torch.cat([loss[None], loss.new_tensor(flags)])
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     counted = targets if isinstance(targets, Tensor) else torch.full_like(loss, targets)
     parts = [values, *(value.to(values)[None] for value in (norm, counted))]
     parts += [] if further is None else [further.to(values)]
     mean, *rest = torch.cat(parts).tolist()
-    came, (grad_norm, any_target, *others) = rest[: len(SIGNALS)], rest[len(SIGNALS) :]
+    (*came, unsaved), (grad_norm, any_target, *others) = rest[: len(flags)], rest[len(flags) :]
     stop = next((name for name, ranks in zip(SIGNALS, came, strict=True) if ranks), None)
     # Tensor- and context-parallel ranks have the same loss.
-    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, not any_target, stop, *others
+    return mean / (mesh.size("tp") * mesh.size("cp")), grad_norm, not any_target, stop, unsaved > 0, *others
 
 
 def of_first_rank(compute: Callable[[], T]) -> T:

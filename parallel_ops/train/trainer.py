@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.lora import save_adapters
 from parallel_ops.train.build import build_model, build_samples
@@ -133,20 +134,25 @@ class Trainer:
     def train(self, stopping: Stopping | None = None) -> Result:
         """Takes the remaining steps, with checkpoints and logs as in the settings.
 
-        SIGTERM and Ctrl-C end it after the current step, with a checkpoint.
+        SIGTERM and Ctrl-C end it after the current step, with a checkpoint. Lines and logs that cannot be written, as
+        to a closed pipe, do not end it.
 
         Raises:
             NotFinite: A step is not finite, with ``on_nan="stop"``. CheckpointError: A checkpoint cannot be written.
             ValueError, OSError: Data cannot be read, or files cannot be written. ImportError: TensorBoard or matplotlib
                 is needed and not installed.
         """
-        return take_steps(self, Stopping() if stopping is None else stopping)
+        with unbroken_output():
+            return take_steps(self, Stopping() if stopping is None else stopping)
 
-    def step(self, *, asked: Callable[[], str | None] = lambda: None) -> Step:
+    def step(
+        self, *, asked: Callable[[], str | None] = lambda: None, failed: Callable[[], bool] = lambda: False
+    ) -> Step:
         """Takes one step; all ranks call it.
 
         Args:
             asked: Returns the stop signal that this rank has received, or ``None``. ``Step.stop`` has it on every rank.
+            failed: Returns true if the current save has failed on this rank; ``Step.save_failed`` has it on every rank.
         """
         start = time.perf_counter()
         settings, scale = self.settings, self._gradient_scale
@@ -169,8 +175,8 @@ class Trainer:
         self.global_step += 1
         self.samples_seen += settings.plan.global_batch
         use = expert_use(self.model, self.device)
-        found, grad_norm, without_target, stop, *of_experts = reduce_results(
-            total, norm, targets, asked(), self.mesh, use
+        found, grad_norm, without_target, stop, unsaved, *of_experts = reduce_results(
+            total, norm, targets, asked(), failed(), self.mesh, use
         )  # fmt: skip
         return Step(
             number=self.global_step,
@@ -182,6 +188,7 @@ class Trainer:
             skipped=not math.isfinite(grad_norm),
             stop=stop,
             without_target=without_target,
+            save_failed=unsaved,
             experts=dict(zip(EXPERT_METRICS, of_experts, strict=True)) if of_experts else None,
         )
 
@@ -216,7 +223,10 @@ class Trainer:
         if store is None:
             raise ValueError("Trainer: checkpoint.dir is not set")
         self.save_in(store)
-        store.wait()
+        try:
+            store.wait()
+        finally:
+            store.close()
 
     def resume(self, path: Path | None = None) -> Path:
         """Resumes from a checkpoint of any plan; all ranks call it. With other data, the first sample is next.

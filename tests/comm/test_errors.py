@@ -83,7 +83,7 @@ def test_an_op_and_a_loss_are_compared():
 
 
 def test_a_backward_that_one_rank_leaves_out_is_named_on_all():
-    """The others would take its next call for the rest of the backward: gloo then aborts, or reads data as a message."""
+    """The others could take its next call for the rest of the backward: an abort of gloo, or data as a message."""
     for said in ranks(2).run(failures.leave_out_backwards):
         assert set(said) == {(op, other) for op in failures.FORWARDS for other in failures.FORWARDS}
         for (op, other), message in said.items():

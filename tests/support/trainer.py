@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel_ops.train import Trainer
+from parallel_ops.train import Trainer, loop, outputs
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
 from parallel_ops.train.results import Result
@@ -177,7 +177,7 @@ def train_on_a_full_disk(rank: int, settings: Settings, save: int) -> Result:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with _in_save(save, fill, before=True):
+        with _in_save(save, fill, before=True), mock.patch.object(loop, "_PAUSE_SECONDS", 0.1):
             return trainer_of(settings).train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -199,6 +199,28 @@ def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> An
 
     with mock.patch.object(CheckpointWriter, "write_data", write_data):
         yield
+
+
+def train_where_saves_fail(rank: int, settings: Settings, failing: int, failures: int) -> tuple[int, list[str]]:
+    """The last rank cannot write from its save number ``failing`` on, as often as ``failures`` says."""
+    write, count, said = CheckpointWriter.write_data, 0, list[str]()
+
+    def write_data(self: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if rank == dist.get_world_size() - 1 and failing <= count < failing + failures:
+            raise OSError(5, "Input/output error")
+        return write(self, *args)
+
+    def warn(text: str) -> None:
+        said.append(text)
+
+    with (
+        mock.patch.object(CheckpointWriter, "write_data", write_data),
+        mock.patch.object(loop, "_PAUSE_SECONDS", 0.1),
+        mock.patch.object(outputs, "warn", warn),
+    ):
+        return trainer_of(settings).train().step, said
 
 
 def saved_while_it_changes(rank: int, settings: Settings) -> bool:

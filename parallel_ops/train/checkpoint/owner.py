@@ -98,8 +98,8 @@ def _take_over(path: Path) -> None:
         return
     if _runs(path, owner):
         raise CheckpointError(
-            f"checkpoint.dir {path.parent} is in use by another run, {_named(owner)}: wait for its end, or name another "
-            "folder"
+            f"checkpoint.dir {path.parent} is in use by another run, {_named(owner)}: wait for its end, or name "
+            "another folder"
         )
     # Of several runs that find it stale one renames it, and what another one created meanwhile is put back.
     aside = path.with_name(f"{FILE}-{uuid.uuid4().hex}")

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallel_ops._internal.command_line import fail, waiting
+from parallel_ops._internal.command_line import fail, unbroken_output, waiting
 from parallel_ops.planner.results import DEVICE_MEMORY
 from parallel_ops.train import description
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
@@ -64,6 +64,12 @@ def settings_for(
 
 
 def train(settings: Settings, start: Start, *, strict: bool) -> int:
+    """As ``_train``, whether or not somebody reads what is printed."""
+    with unbroken_output():
+        return _train(settings, start, strict=strict)
+
+
+def _train(settings: Settings, start: Start, *, strict: bool) -> int:
     """Trains and returns the exit code. The error of a failed run is printed.
 
     Raises:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
@@ -210,7 +211,8 @@ def _rank(settings: Settings, start: Start, folder: str, threads: int) -> Result
         Path(folder, f"activity-{rank}").write_text(text, encoding="utf-8")
 
     try:
-        result = run_rank(settings, start, Stopping(), report, note)
+        with unbroken_output():
+            result = run_rank(settings, start, Stopping(), report, note)
         running.rename(running.with_name(f"finished-{os.getpid()}-{rank}"))
         return result
     except Exception as error:
