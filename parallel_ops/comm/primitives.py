@@ -40,7 +40,7 @@ _SENT_AS_IS = {
 
 def _sendable(t: Tensor) -> Tensor:
     """``t``, contiguous and flat, in a dtype that every backend sends."""
-    flat = t.reshape(-1)
+    flat = t.reshape(-1).contiguous()  # of an expanded gradient a reshape is a view
     return flat if t.dtype in _SENT_AS_IS else flat.view(torch.uint8)
 
 

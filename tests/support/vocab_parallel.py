@@ -180,13 +180,14 @@ def _counted() -> Iterator[list[str]]:
     """The messages of the block, by what sends them."""
     sent: list[str] = []
     with contextlib.ExitStack() as stack:
-        for module in (consistency, _primitives):
+        for module, name in ((consistency, "_Gather"), (_primitives, "all_gather_single")):
+            send = getattr(module, name)
 
-            def counted(*args: Any, _module: Any = module, _send: Any = module.all_gather_single, **kwargs: Any) -> Any:
+            def counted(*args: Any, _module: Any = module, _send: Any = send, **kwargs: Any) -> Any:
                 sent.append(_module.__name__)
                 return _send(*args, **kwargs)
 
-            stack.enter_context(mock.patch.object(module, "all_gather_single", counted))
+            stack.enter_context(mock.patch.object(module, name, counted))
         yield sent
 
 

@@ -92,8 +92,8 @@ def copies_sent(rank: int) -> dict[str, int]:
 
 
 def test_sends_once_and_only_where_the_gradient_of_x_is_wanted():
-    """The parts that others own, their sums back, and in the forward the comparison of the calls."""
-    assert ranks(2).run(copies_sent) == [{"x": 3, "weight": 0}] * 2
+    """The parts that others own, their sums back, and the comparisons of forward and backward."""
+    assert ranks(2).run(copies_sent) == [{"x": 4, "weight": 0}] * 2
 
 
 def copied_apart(rank: int) -> None:

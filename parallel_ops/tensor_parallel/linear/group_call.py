@@ -69,7 +69,7 @@ class GroupCall:
     def check_backward(self, grads: Sequence[Tensor]) -> None:
         """Raises on all ranks unless all run the same backward."""
         (grad, *_), group = grads, resolve_group(self.group)
-        shapes = [list(g.shape[1:]) for g in grads]
+        shapes = tuple(g.shape[1:] for g in grads)
         same = (grad.dtype, shapes, tuple(self.sizes), self.overlap, tuple(self.needs))
         text = f"gradients of {[list(g.shape) for g in grads]} {grad.dtype}, requires_grad={self.needs}"
         check_consistency(group, CallSignature(f"backward of {self.op}", same, text), grad.device)
