@@ -3,12 +3,17 @@
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from parallel_ops.train.outputs import warn
 from parallel_ops.train.throughput import peak_share
 
 if TYPE_CHECKING:
@@ -18,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """The log files of a trainer; ``outputs.check`` checks before that they can be written."""
+    """The log files of a trainer; ``outputs.check`` checks before that they can be written.
+
+    Later problems of a log are one warning, and do not end the run. Lines that could not be written are written as soon
+    as that is possible.
+    """
 
     def __init__(self, trainer: "RunState") -> None:
         self.trainer = trainer
@@ -26,15 +35,19 @@ class Metrics:
         self.records: list[dict[str, Any]] = []
         self._files = contextlib.ExitStack()
         self._jsonl: Any = None
+        self._lines = ""
         self._board: Any = None
         self._wandb: Any = None
+        self._warned: set[str] = set()
         self._peak_share = peak_share(trainer)
 
     def __enter__(self) -> "Metrics":
         if self.trainer.rank == 0:
-            if self.settings.jsonl is not None:
-                self.records = _kept(self.settings.jsonl, self.trainer.global_step)
-                self._jsonl = self._files.enter_context(_rewritten(self.settings.jsonl, self.records))
+            if (path := self.settings.jsonl) is not None:
+                with self._optional(str(path)):
+                    self.records = continued(path, self.trainer.global_step)
+                    # Lines are written at once, so nothing is left that closing the file could fail to write.
+                    self._jsonl = self._files.enter_context(path.open("ab", buffering=0))
             if self.settings.tensorboard is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -44,7 +57,10 @@ class Metrics:
                 import wandb
 
                 config = self.trainer.settings.model_dump(mode="json")
-                self._wandb = wandb.init(project=self.settings.wandb, config=config)
+                known = self.trainer.wandb_run
+                again = {} if known is None else {"id": known, "resume": "allow"}
+                self._wandb = wandb.init(project=self.settings.wandb, config=config, **again)
+                self.trainer.wandb_run = getattr(self._wandb, "id", None)
                 self._files.callback(self._wandb.finish)
         return self
 
@@ -69,53 +85,102 @@ class Metrics:
         record |= step.experts or {}
         self.records.append(record)
         if self._jsonl is not None:
-            try:
-                self._jsonl.write(json.dumps(record) + "\n")
-                self._jsonl.flush()
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.settings.jsonl)) from None
+            self._lines += json.dumps(record) + "\n"
+            with self._optional(str(self.settings.jsonl)):
+                written = self._jsonl.write(self._lines.encode())
+                self._lines = self._lines[written:]
         if self._board is not None:
-            for name in ("loss", "grad_norm", "lr", "evaluation_loss"):
-                if (value := getattr(step, name)) is not None:
-                    self._board.add_scalar(name, value, step.number)
-            for name, value in (step.experts or {}).items():
-                self._board.add_scalar(name, value, step.number)
-            self._board.add_scalar("tokens_per_second", rate, step.number)
-            for name in ("tokens_per_second_per_gpu", "mfu"):
-                if name in record:
-                    self._board.add_scalar(name, record[name], step.number)
+            with self._optional(f"logging.tensorboard {self.settings.tensorboard}"):
+                self._add_to_board(step, record, rate)
         if self._wandb is not None:
             values = {name: value for name, value in record.items() if name != "step" and value is not None}
-            self._wandb.log(values, step=step.number)
+            with self._optional("logging.wandb"):
+                self._wandb.log(values, step=step.number)
+
+    def _add_to_board(self, step: "Step", record: dict[str, Any], rate: float) -> None:
+        for name in ("loss", "grad_norm", "lr", "evaluation_loss"):
+            if (value := getattr(step, name)) is not None:
+                self._board.add_scalar(name, value, step.number)
+        for name, value in (step.experts or {}).items():
+            self._board.add_scalar(name, value, step.number)
+        self._board.add_scalar("tokens_per_second", rate, step.number)
+        for name in ("tokens_per_second_per_gpu", "mfu"):
+            if name in record:
+                self._board.add_scalar(name, record[name], step.number)
+
+    @contextlib.contextmanager
+    def _optional(self, name: str) -> Iterator[None]:
+        """A block whose error is a warning, the first time."""
+        try:
+            yield
+        except Exception as error:  # of other packages too
+            if name not in self._warned:
+                self._warned.add(name)
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+                warn(f"{name}: {reason}; the run goes on")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._optional("closing the logs"):
             self._files.close()
-        except OSError:
-            if error is None:  # closing a file that could not be written fails too
-                raise
         if self.trainer.rank == 0 and self.settings.plot is not None and self.records:
-            save_plot(self.records, self.settings.plot)
+            with self._optional(str(self.settings.plot)):
+                save_plot(self.records, self.settings.plot)
 
 
-def _kept(path: Path, step: int) -> list[dict[str, Any]]:
-    """The records in a file of the steps before a resume."""
-    if not step or not path.exists():
+# Values of a record that the plot needs.
+_PLOTTED = ("loss", "grad_norm", "tokens", "seconds", "lr")
+_START = b'{"step": '
+
+
+def continued(path: Path, step: int) -> list[dict[str, Any]]:
+    """Prepares the log of a run that has taken ``step`` steps, and returns the records of these.
+
+    The log of an earlier run is renamed; with its own name, files of a run end with ``.1``, ``.2`` before the suffix.
+    Records of later steps, which the run takes again, and a last one that was cut off, move to a file with
+    ``.abandoned`` before the suffix. Lines that are no records stay as they are.
+    """
+    if not path.is_file() or not path.stat().st_size:
         return []
-    records = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a run that was killed
-            records.append(json.loads(line))
-    return [record for record in records if record["step"] <= step]
+    if not step:
+        number = 1
+        while os.path.lexists(kept := path.with_name(f"{path.stem}.{number}{path.suffix}")):
+            number += 1
+        path.rename(kept)
+        print(f"note: {path} was of an earlier run, and is {kept} now", file=sys.stderr, flush=True)
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole_lines = lines if lines[-1].endswith(b"\n") else [*lines[:-1], lines[-1] + b"\n"]
+    records = [_record(line) for line in lines]
+    if records[-1] is None and lines[-1] is not whole_lines[-1] and lines[-1].startswith(_START):
+        records[-1] = {"step": math.inf}
+    later = [line for line, record in zip(whole_lines, records, strict=True) if record and record["step"] > step]
+    left = [line for line, record in zip(whole_lines, records, strict=True) if not record or record["step"] <= step]
+    if left != lines:
+        if later:
+            with path.with_name(f"{path.stem}.abandoned{path.suffix}").open("ab") as file:
+                file.writelines(later)
+        whole = path.resolve()  # not the link, if it is one
+        with tempfile.NamedTemporaryFile(dir=whole.parent, prefix=f".{whole.name}", delete=False) as rewritten:
+            rewritten.writelines(left)
+        shutil.copymode(whole, rewritten.name)
+        os.replace(rewritten.name, whole)
+    return [record for record in records if record and record["step"] <= step and _can_be_plotted(record)]
 
 
-def _rewritten(path: Path, records: Sequence[dict[str, Any]]) -> Any:
-    file = path.open("w")
-    file.writelines(json.dumps(record) + "\n" for record in records)
-    file.flush()
-    return file
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a step in a line; ``None`` if there is something else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            return found
+    return None
+
+
+def _can_be_plotted(record: dict[str, Any]) -> bool:
+    values = [record.get(name) for name in _PLOTTED]
+    return all(isinstance(value, int | float) for value in values[2:]) and bool(record["seconds"])
 
 
 def save_plot(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -38,12 +38,14 @@ class RunState(Protocol):
         writers: Group of the checkpoints' messages; ``None`` for one process.
         evaluation_loss: Of the evaluation after the last step, if there was one.
         origin: The checkpoint from which the run was resumed, if it was named.
+        wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
     """
 
     global_step: int
     samples_seen: int
 
     evaluation_loss: float | None
+    wandb_run: str | None
     activity: Activity
 
     @property

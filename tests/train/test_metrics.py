@@ -1,14 +1,17 @@
 """What a run logs: files, Weights & Biases, the plot, the profiler's trace."""
 
+import dataclasses
 import json
 import sys
+import types
 
 import pytest
 
 pytest.importorskip("pydantic")
 
-from parallel_ops.train import metrics, outputs, throughput
-from parallel_ops.train.metrics import save_plot
+from parallel_ops.train import Trainer, metrics, outputs, throughput
+from parallel_ops.train.metrics import Metrics, continued, save_plot
+from parallel_ops.train.results import Step
 from support import trainer as runs
 
 
@@ -80,6 +83,92 @@ def test_weights_and_biases_get_every_step(data, tmp_path, monkeypatch):
     assert first["project"] == "mine" and first["config"]["optimizer"]["lr"] == 1e-2
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and all("loss" in row and "lr" in row for row in rows)
     assert ["evaluation_loss" in row for row in rows] == [False, True, False, True, True]
+
+
+def test_a_resumed_run_is_the_same_run_at_weights_and_biases(data, tmp_path, monkeypatch):
+    """But not one that starts from a checkpoint of another folder. Its errors do not end a run."""
+    started = []
+
+    class Run:
+        id = "made"
+
+        def log(self, values, step):
+            raise ConnectionError("the network is gone")
+
+        finish = log
+
+    def init(**given):
+        given.pop("config")
+        started.append(given)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=object()))
+    sections = {"logging": {"wandb": "mine"}, "checkpoint": {"dir": str(tmp_path / "one")}}
+    runs.train(0, runs.settings_of(data, **sections, run={"steps": 2}))
+    runs.train(0, runs.settings_of(data, **sections), tmp_path / "one")
+    sections["checkpoint"] = {"dir": str(tmp_path / "two")}
+    runs.train(0, runs.settings_of(data, **sections, run={"steps": 6}), tmp_path / "one")
+    again = {"project": "mine", "id": "made", "resume": "allow"}
+    assert started == [{"project": "mine"}, again, {"project": "mine"}]
+
+
+def lines_of(*steps, **more):
+    return "".join(
+        json.dumps({"step": n, "loss": 1.0, "grad_norm": None, "tokens": 8, "seconds": 0.5, "lr": 0.1, **more}) + "\n"
+        for n in steps
+    )
+
+
+STRANGE = '# by hand\n\n[1, 2]\n{"note": "a"}\n{"step": "one"}\n{"step": 1.5}\n{"step": 2}\nnull\n\xff\n'
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 5, "lo', b"# no end of line"])
+def test_what_else_is_in_a_log_is_left_alone(tmp_path, torn):
+    path, target = tmp_path / "m.jsonl", tmp_path / "elsewhere" / "m.jsonl"
+    target.parent.mkdir()
+    content = STRANGE.encode("latin1") + lines_of(1, 2).encode()
+    target.write_bytes(content + lines_of(3, 4).encode() + torn)
+    path.symlink_to(target)
+    records = continued(path, 2)
+    assert [record["step"] for record in records] == [1, 2] and path.is_symlink()
+    cut = f"{torn.decode()}\n"
+    abandoned = cut if torn.startswith(b'{"step": ') else ""
+    assert target.read_bytes() == content + (b"" if abandoned else cut.encode())
+    assert (tmp_path / "m.abandoned.jsonl").read_text() == lines_of(3, 4) + abandoned
+    before = target.read_bytes()
+    assert continued(path, 2) == records and target.read_bytes() == before
+    save_plot(records, tmp_path / "plot.svg")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "elsewhere", "m.abandoned.jsonl", "m.jsonl", "m.jsonl", "plot.svg",
+    ]  # fmt: skip
+
+
+def test_a_log_of_an_earlier_run_is_kept(data, tmp_path, capsys):
+    path, texts = tmp_path / "m.jsonl", []
+    for number in range(3):
+        runs.train(0, runs.settings_of(data, run={"steps": 2}, logging={"jsonl": str(path)}))
+        texts.append(path.read_text())
+        said = capsys.readouterr().err
+        assert said == (
+            f"note: {path} was of an earlier run, and is {tmp_path}/m.{number}.jsonl now\n" if number else ""
+        )
+    assert [(tmp_path / name).read_text() for name in ("m.1.jsonl", "m.2.jsonl", "m.jsonl")] == texts
+    assert continued(tmp_path / "none.jsonl", 0) == continued(tmp_path / "none.jsonl", 5) == []
+
+
+def test_lines_that_could_not_be_written_come_later(data, tmp_path, capsys):
+    step = Step(number=1, loss=1.0, grad_norm=1.0, tokens=8, seconds=1.0, lr=0.1, skipped=False, stop=None)
+    trainer = Trainer(runs.settings_of(data, logging={"jsonl": str(tmp_path / "m.jsonl")}))
+    with Metrics(trainer) as logs:
+        file = logs._jsonl
+        logs._jsonl = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        for number in (1, 2):
+            logs.add(dataclasses.replace(step, number=number))
+        logs._jsonl.close()
+        logs._jsonl = file
+        logs.add(dataclasses.replace(step, number=3))
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert capsys.readouterr().err == f"warning: {tmp_path}/m.jsonl: No space left on device; the run goes on\n"
 
 
 def test_a_package_that_is_missing_is_named(data, monkeypatch):

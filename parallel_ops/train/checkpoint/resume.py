@@ -78,6 +78,7 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
         base = trainer.settings.model.dir
         rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
         rest["adapters"]["digest"] = _base_digest(trainer) if trainer.rank == 0 else None
+    rest["wandb_run"] = trainer.wandb_run
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
     # Rank 0 writes the description; the others need not read data for a digest.
     data = _data_of(trainer) if trainer.rank == 0 else {}
@@ -112,6 +113,9 @@ def resume(trainer: "RunState", folder: Path) -> Path:
             trainer.samples.restore(saved.data["growing"])
     progress = {"step": saved.step, "samples_seen": samples_seen, "scale": saved.rest["scale"]}
     load_state_dict(trainer, {**state, "progress": {**progress, "dtype": saved.rest.get("dtype")}})
+    own_folder = trainer.settings.checkpoint.dir
+    if own_folder is not None and own_folder.resolve() == source.resolve().parent:  # else it is another run
+        trainer.wandb_run = saved.rest.get("wandb_run")
     return source
 
 
