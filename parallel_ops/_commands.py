@@ -132,7 +132,9 @@ def train_command(
     from parallel_ops.train.launch import cli as command
     from parallel_ops.train.launch import start as launch
     from parallel_ops.train.launch.options import Start
+    from parallel_ops.train.launch.rendezvous import check_environment
 
+    check_environment()
     wanted = [*(changes or [])]
     wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]

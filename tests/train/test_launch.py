@@ -1,5 +1,6 @@
 """Starting a run: plans for other ranks, what is refused before anything starts, Ctrl-C and going on."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed import Backend, HashStore
 from torch.distributed.distributed_c10d import BackendConfig
 
@@ -29,8 +31,9 @@ from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch import worker
 from parallel_ops.train.launch.options import Start
-from parallel_ops.train.launch.rendezvous import name_of_start
+from parallel_ops.train.launch.rendezvous import check_environment, name_of_start
 from parallel_ops.train.launch.start import fitted
 from parallel_ops.train.launch.worker import backend_of
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
@@ -262,6 +265,57 @@ def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
     assert [backend_of(gpu, offload=on) for gpu, on in ((False, True), (True, False))] == ["gloo", "nccl"]
     both = backend_of(True, offload=True)
     assert device_types_of(str(BackendConfig(Backend(both)))) == ("cpu", "cuda")
+
+
+RANK_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, None),
+        (RANK_OF_TWO, None),
+        ({"RANK": "", "WORLD_SIZE": ""}, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT are not set, beside RANK=0, WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set"),
+        (RANK_OF_TWO | {"RANK": "a"}, "RANK must be an integer of at least 0, got 'a'"),
+        (RANK_OF_TWO | {"RANK": "-1"}, "RANK must be an integer of at least 0, got '-1'"),
+        (RANK_OF_TWO | {"RANK": "2"}, "RANK must be less than WORLD_SIZE=2, got 2"),
+        (RANK_OF_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer of at least 1, got 'two'"),
+        (RANK_OF_TWO | {"MASTER_PORT": "http"}, "MASTER_PORT must be an integer of at least 1, got 'http'"),
+        (RANK_OF_TWO | {"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535, got 70000"),
+        (RANK_OF_TWO | {"LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer of at least 0, got 'x'"),
+        (RANK_OF_TWO | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be less than LOCAL_WORLD_SIZE=2"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # a batch script
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS is 4: srun has started"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID is 3: srun has started .* RANK=\\$SLURM_PROCID, WORLD_SIZE"),
+        (RANK_OF_TWO | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2: mpirun has started"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2: mpiexec has started"),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE is 2: mpirun has started"),
+    ],
+)
+def test_variables_of_starters_are_named(monkeypatch, variables, message):
+    for name in list(os.environ):
+        if name.startswith(("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "SLURM_", "OMPI_", "PMI", "MV2_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_environment()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "message"), [(None, "LOCAL_RANK is not set, .* 2 GPUs"), ("2", "LOCAL_RANK is 2, but .* 2 GPUs")]
+)
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch, local_rank, message):
+    for name, value in (RANK_OF_TWO | {"LOCAL_RANK": local_rank or ""}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=message):
+        worker._select_gpu()
 
 
 def test_ranks_find_a_name_that_no_start_before_them_had():

@@ -16,12 +16,58 @@ _POLL_SECONDS = 0.02
 
 def under_torchrun() -> bool:
     """True if this process is a rank in torchrun's environment."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
+
+
+# What srun, Open MPI, and MPICH with its kin tell a process: its rank, and how many there are.
+_STARTERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpiexec", "PMIX_RANK", "PMIX_SIZE"),
+    ("mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+)
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_environment() -> None:
+    """Checks the variables by which torchrun, or another starter, makes this process a rank.
+
+    Raises:
+        ValueError: A variable is missing or has no value of its kind, or another starter has started several processes
+            and no variable of torch's is there; the message names it.
+    """
+    given = {name: os.environ[name] for name in (*_NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE") if os.environ.get(name)}
+    if not given.keys() & {"RANK", "WORLD_SIZE"}:
+        for starter, rank, size in _STARTERS:
+            # A batch script of SLURM is task 0 of the job's tasks, and no task of srun's.
+            for name, most in ((size, 1), (rank, 0)):
+                if (value := os.environ.get(name, "")).isdecimal() and int(value) > most:
+                    raise ValueError(
+                        f"{name} is {value}: {starter} has started this as one of several processes, but RANK is not "
+                        f"set. Start torchrun once a node, or set RANK=${rank}, WORLD_SIZE, LOCAL_RANK, "
+                        "MASTER_ADDR and MASTER_PORT in each process"
+                    )
+        return
+    if missing := [name for name in _NEEDED if name not in given]:
+        there = ", ".join(f"{name}={value}" for name, value in given.items())
+        verb = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{' and '.join(missing)} {verb} not set, beside {there}; torchrun sets all of them")
+    limits = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name, least in limits.items():
+        number = given.get(name, str(least))
+        if not (number.isdecimal() and number.isascii() and int(number) >= least):
+            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in given and size in given and int(given[rank]) >= int(given[size]):
+            raise ValueError(f"{rank} must be less than {size}={given[size]}, got {given[rank]}")
+    if int(given["MASTER_PORT"]) > 65535:
+        raise ValueError(f"MASTER_PORT must be at most 65535, got {given['MASTER_PORT']}")
 
 
 def first_rank() -> bool:
     """True in the process that starts the others, and in rank 0 under torchrun."""
-    return os.environ.get("RANK", "0") == "0"
+    return (os.environ.get("RANK") or "0") == "0"
 
 
 def meet(seconds: float) -> tuple[Any, int, int]:

@@ -41,9 +41,10 @@ def run_rank(
     """
     if not uses_cuda(settings):
         keep_freed_memory()
-    with joined(settings, start, report, note) as (mesh, activity):
+    with contextlib.ExitStack() as stack:
+        mesh, activity = stack.enter_context(joined(settings, start, report, note))
         with waiting(lambda: activity.now[1]) if first_rank() else contextlib.nullcontext():
-            trainer = Trainer(settings, mesh, activity=activity)
+            trainer = stack.enter_context(Trainer(settings, mesh, activity=activity))
             # A restarted run without checkpoints starts from the beginning.
             if start.resume and (start.path or settings.checkpoint.dir):
                 source = resuming.resume_trainer(trainer, start)
@@ -62,9 +63,9 @@ def joined(
     """
     plan = settings.plan
     on_gpu = uses_cuda(settings)
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if plan.gpus == 1 and not under_torchrun():
+        if on_gpu:
+            _select_gpu()
         yield None, Activity()
         return
     hide_hint()
@@ -72,6 +73,8 @@ def joined(
     timeout, seconds = settings.run.timeout, longest(settings.run.timeout)
     store, rank, ranks = meet(seconds)
     with Comparison(store, rank, ranks, seconds) as compare:
+        if on_gpu:
+            _select_gpu()
         source = resuming.source_of(settings, start) if start.resume else None
         started = {"--resume": start.resume, "--elastic": start.elastic, "device": "cuda" if on_gpu else "cpu"}
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
@@ -95,6 +98,21 @@ def joined(
         watch.failed(error)
         raise
     watch.close()
+
+
+def _select_gpu() -> None:
+    """Makes the GPU of ``LOCAL_RANK`` the current one.
+
+    Raises:
+        ValueError: The variable is missing where there are several GPUs, or there is no such GPU.
+    """
+    given, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if not given and count > 1 and under_torchrun():
+        raise ValueError(f"LOCAL_RANK is not set, and this torch sees {count} GPUs: each process needs its own")
+    number = int(given or 0)
+    if number >= count:
+        raise ValueError(f"LOCAL_RANK is {number}, but this torch sees {count} GPUs")
+    torch.cuda.set_device(number)
 
 
 def propagate(error: BaseException) -> None:
