@@ -111,6 +111,9 @@ class _Unbroken:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def isatty(self) -> bool:
+        return not self._stream.closed and bool(self._stream.isatty())
+
     def write(self, text: str) -> int:
         self._try(self._stream.write, text)
         return len(text)

@@ -199,6 +199,13 @@ class ParallelMesh:
             return self._meshes[several[0]]
         return concatenate_meshes([self._meshes[name] for name in several])
 
+    def close(self) -> None:
+        """Destroys the groups of the mesh, but not the default one; all ranks call it, after the last use."""
+        groups = {mesh.get_group() for mesh in self._meshes.values()} | {self._reverse_pp}
+        for group in groups - {None, dist.group.WORLD}:
+            dist.destroy_process_group(group)
+        self._meshes, self._root, self._reverse_pp = {}, None, None
+
     @property
     def expert_shards(self) -> DeviceMesh | None:
         """The ranks that have the same experts: ``efsdp``, of one rank too, or ``dp_replicate x efsdp``; ``None``

@@ -47,7 +47,7 @@ _SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 class Trainer:
-    """A model, its optimizer and its data, on this rank.
+    """A model, its optimizer and its data, on this rank; a context manager, which calls ``close``.
 
     Args:
         settings: The settings of the run.
@@ -119,8 +119,42 @@ class Trainer:
         self.evaluation = None if held_out is None else Evaluation(self, held_out, load(held_out))
         self.evaluation_loss: float | None = None
         self.origin: str | None = None
+        self.wandb_run: str | None = None
         self.saved_step = -1
         self._stepped = False
+
+    def close(self) -> None:
+        """Ends the reading thread, closes the data's files and destroys the process group of the checkpoints' messages.
+
+        All ranks call it. Model, optimizer and ``state_dict`` stay; a step or a save raises ``AttributeError``. The
+        mesh is the caller's: see ``ParallelMesh.close``.
+        """
+        self._release()
+        if self.writers is not None:
+            dist.destroy_process_group(self.writers)
+            self.writers = None
+
+    def _release(self) -> None:
+        if "loader" in vars(self):
+            self.loader.close()
+            del self.loader, self.samples, self.evaluation
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.close()
+        else:  # destroying a group could wait for lost ranks
+            self._release()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            closed = ": the trainer is closed" if name in ("loader", "samples", "evaluation") else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{closed}", name=name, obj=self
+            )
 
     def _checked_device(self) -> torch.device:
         from parallel_ops.train.planner_bridge import uses_cuda  # needs pydantic, as settings do
@@ -295,7 +329,7 @@ class Trainer:
 
     def open_store(self) -> Checkpoints | None:
         """The checkpoints in ``checkpoint.dir``, if it is set."""
-        own = self.settings.checkpoint
+        own, _ = self.settings.checkpoint, self.samples
         if own.dir is None:
             return None
         return Checkpoints(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel_ops.comm import ParallelMesh
 from parallel_ops.train import Trainer, loop, outputs
 from parallel_ops.train.checkpoint.writer import CheckpointWriter
 from parallel_ops.train.config import Settings
@@ -199,6 +200,30 @@ def _in_save(number: int, act: Callable[[], Any], *, before: bool = False) -> An
 
     with mock.patch.object(CheckpointWriter, "write_data", write_data):
         yield
+
+
+def many_trainers(rank: int, settings: Settings, number: int) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
+    """Groups, files and threads before and after runs in one process, and the last checkpoint of each run."""
+
+    def count() -> tuple[int, ...]:
+        gc.collect()
+        groups = len(dist.distributed_c10d._world.pg_map)
+        return groups, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def run(index: int) -> str:
+        folder = settings.checkpoint.dir / str(index)
+        own = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"dir": folder})})
+        mesh = ParallelMesh(dp_shard=2)
+        with Trainer(own, mesh) as trainer:
+            result = trainer.train()
+        mesh.close()
+        assert result.checkpoint is not None
+        return result.checkpoint.name
+
+    run(-1)
+    before = count()
+    saved = [run(index) for index in range(number)]
+    return before, count(), saved
 
 
 def train_where_saves_fail(rank: int, settings: Settings, failing: int, failures: int) -> tuple[int, list[str]]:

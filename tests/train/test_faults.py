@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -213,6 +215,55 @@ def test_data_that_stop_being_readable(data, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_a_full_disk_under_the_metrics_is_named(data):
-    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
-        Trainer(runs.settings_of(data, logging={"jsonl": "/dev/full"})).train()
+def test_a_full_disk_under_the_metrics_is_named_and_does_not_end_the_run(data, tmp_path, capsys):
+    sections = {"logging": {"jsonl": "/dev/full"}, "checkpoint": {"dir": str(tmp_path)}}
+    result = Trainer(runs.settings_of(data, **sections)).train()
+    assert result.checkpoint == tmp_path / "step-00000005"
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["warning: /dev/full: No space left on device; the run goes on"]
+
+
+@pytest.mark.parametrize("kind", ["a closed pipe", "a full disk", "a closed file", "nothing"])
+def test_a_run_needs_no_reader_of_its_output(data, tmp_path, monkeypatch, kind):
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(os.open("/dev/full", os.O_WRONLY) if kind == "a full disk" else writer, "w")
+    if kind == "a closed file":
+        stream.close()
+    with monkeypatch.context() as patch:
+        for name in ("stdout", "stderr"):
+            patch.setattr(sys, name, None if kind == "nothing" else stream)
+        trainer = Trainer(runs.settings_of(data, checkpoint={"dir": str(tmp_path)}, logging={"jsonl": "/dev/full"}))
+        assert trainer.train().checkpoint == tmp_path / "step-00000005"
+    if kind != "a full disk":
+        stream.close()  # nothing is left that cannot be written
+
+
+def test_many_trainers_leave_nothing_open(data, tmp_path):
+    def count():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    settings = runs.settings_of(data, evaluation={"share": 0.2}, checkpoint={"dir": str(tmp_path)})
+    before, kept = count(), []
+    for _ in range(30):
+        with Trainer(settings) as trainer:
+            trainer.step()
+        kept.append(trainer)
+    assert count() == before
+    assert kept[0].global_step == 1 and "layers.0.mlp.in.weight" not in kept[0].state_dict()
+    for act in (kept[0].step, kept[0].save):
+        with pytest.raises(AttributeError, match="the trainer is closed"):
+            act()
+    kept[0].close()
+    trainer = Trainer(settings)
+    trainer.loader.step(0)
+    with pytest.raises(CheckpointError), trainer:
+        trainer.resume(tmp_path / "nowhere")
+    assert count() == before
+
+
+def test_many_trainers_leave_no_group(data, tmp_path):
+    settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path), "interval": 2})
+    for first, last, saved in ranks(2).run(runs.many_trainers, settings, 8):
+        assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
+        assert saved == [f"step-{5:08}"] * 8
