@@ -163,10 +163,9 @@ class LossScale:
             self.scale, self.good = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale, "good": self.good, "dynamic": bool(self.growth_interval)}
+        return {"scale": self.scale, "good": self.good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Loads a ``state_dict``. A constant scale ignores it, and a dynamic one that of a constant scale."""
-        # Checkpoints from before that key: a dynamic scale of exactly 1 has halved sixteen times.
-        if self.growth_interval and state.get("dynamic", state["scale"] != 1.0):
+        """Loads a ``state_dict``; a constant scale ignores it."""
+        if self.growth_interval:
             self.scale, self.good = float(state["scale"]), int(state["good"])
