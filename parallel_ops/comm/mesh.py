@@ -117,7 +117,6 @@ class ParallelMesh:
         self._sizes = {**sizes, **{n: math.prod(sizes[p] for p in parts) for n, parts in _FLATTENED.items()}}
         self._sizes |= {"efsdp": experts // ep, "ep": ep}
         self._root: DeviceMesh | None = None
-        self._reverse_pp: ProcessGroup | None = None
         self._meshes: dict[str, DeviceMesh] = {}
         if dist.is_initialized():
             world_group = dist.group.WORLD
@@ -128,8 +127,6 @@ class ParallelMesh:
             if timeout is not None:
                 for mesh in self._meshes.values():
                     set_group_timeout(mesh.get_group(), timeout)
-                if self._reverse_pp is not None:
-                    set_group_timeout(self._reverse_pp, timeout)
 
     def _form(self, device_type: str) -> None:
         present = tuple(name for name in _DIMENSIONS if self._sizes[name] > 1) or ("tp",)
@@ -147,10 +144,6 @@ class ParallelMesh:
             mesh = together(name, parts)
             if mesh is not None:
                 self._meshes[name] = mesh
-        if self._sizes["pp"] > 1 and device_type == "cuda":
-            for ranks in root.mesh.reshape(self._sizes["pp"], -1).t().tolist():
-                group = dist.new_group(ranks)
-                self._reverse_pp = group if dist.get_rank() in ranks else self._reverse_pp
         if self._sizes["ep"] > 1:
             experts = together("dp_shard_cp_tp", ("dp_shard", "cp", "tp"))
             assert experts is not None  # ep divides its size
@@ -224,12 +217,10 @@ class ParallelMesh:
         return None if mesh is None else mesh.get_group()
 
     @property
-    def reverse_pp_group(self) -> ProcessGroup | None:
-        """The ranks of ``pp`` once more, for messages to lower ranks; ``None`` on CPUs, or for one rank.
-
-        Operations of one NCCL communicator run in order, so both directions of a pipeline need one each.
-        """
-        return self._reverse_pp
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks of each group ``pp`` of the job, stage by stage."""
+        found: list[list[int]] = self.root.mesh.reshape(self._sizes["pp"], -1).t().tolist()
+        return found
 
     def size(self, name: str) -> int:
         """How many ranks there are along a dimension."""

@@ -1,37 +1,112 @@
-"""Sends and receives between the pipeline ranks of a process group."""
+"""Sends and receives between the pipeline ranks of a process group.
 
-from collections.abc import Callable
+gloo matches messages by their ranks alone: one group carries them all. On NCCL, operations of one communicator run in
+order, so a receive that is posted ahead holds back all that is behind it; and a first operation blocks the host until
+the other side has posted its own, in c10d (communicators of two ranks are made in their first operation) and in NCCL
+(``ncclTransportP2pSetup`` connects each direction of each pair). Messages then go through channels: a group of two
+ranks for each ordered pair that talks, which has sent one element before the first step. Whether torch makes
+communicators lazily or eagerly (``init_process_group(device_id=)``) makes no difference for them.
+"""
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_ops._internal.compat import group_timeout
 from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.pipeline_parallel.messages import Key, Work
+
+# From a pipeline rank to another.
+Pair = tuple[int, int]
+# Device types whose backend, gloo, needs no channels.
+MATCHED_BY_RANK = ("cpu",)
 
 
 class GroupLink:
     """``isend`` and ``irecv`` over the ranks of a pipeline.
 
-    On NCCL the operations of a communicator run in order, so receives that are posted ahead would hold back the sends
-    of the other direction, and with them the whole pipeline. Messages to higher ranks and to lower ranks therefore have
-    a group each, in which torch forms a communicator for every pair. gloo matches messages by their ranks alone.
-
     Args:
         group: The ranks of the pipeline.
-        down: The same ranks in a group of its own, for messages to lower ranks; ``None`` for ``group``.
+        channels: By (from, to), the group of two that carries those messages; none where the backend matches messages
+            by their ranks.
     """
 
-    def __init__(self, group: ProcessGroup, down: ProcessGroup | None = None) -> None:
-        self._group, self._down = group, group if down is None else down
+    def __init__(self, group: ProcessGroup, channels: Mapping[Pair, ProcessGroup] | None = None) -> None:
+        self._group, self._channels = group, channels or {}
 
-    def send(self, tensor: Tensor, rank: int, key: Key) -> Work:
-        group = self._group if rank > self._group.rank() else self._down
-        return _Named(group, f"could not send the {key}", lambda: dist.isend(tensor, group=group, group_dst=rank))
+    def send(self, tensor: torch.Tensor, rank: int, key: Key | str) -> Work:
+        group, peer = self._route((self._group.rank(), rank), rank)
+        return _Named(self._group, f"could not send the {key}", lambda: dist.isend(tensor, group=group, group_dst=peer))
 
-    def receive(self, tensor: Tensor, rank: int, key: Key) -> Work:
-        group = self._group if rank < self._group.rank() else self._down
-        return _Named(group, f"did not get the {key}", lambda: dist.irecv(tensor, group=group, group_src=rank))
+    def receive(self, tensor: torch.Tensor, rank: int, key: Key | str) -> Work:
+        group, peer = self._route((rank, self._group.rank()), rank)
+        return _Named(self._group, f"did not get the {key}", lambda: dist.irecv(tensor, group=group, group_src=peer))
+
+    def _route(self, pair: Pair, peer: int) -> tuple[ProcessGroup, int]:
+        """The group that carries a message, and the peer's rank in it."""
+        if not self._channels:
+            return self._group, peer
+        channel = self._channels[pair]
+        return channel, 1 - channel.rank()
+
+
+def connected_link(
+    group: ProcessGroup, pipelines: Sequence[Sequence[int]], pairs: Iterable[Pair], device: torch.device
+) -> GroupLink:
+    """A link with a channel for each ordered pair, over which one element has gone. All ranks of the job call it.
+
+    Args:
+        group: The ranks of this pipeline; gives the channels its timeout.
+        pipelines: The global ranks of all pipelines, stage by stage.
+        pairs: (from, to) by pipeline rank, the same on all ranks.
+        device: Device of the messages.
+    """
+    rank, found, element = group.rank(), dict[Pair, ProcessGroup](), torch.zeros(1, device=device)
+    timeout = timedelta(seconds=group_timeout(group, device))
+    for together in _rounds(pairs):
+        alone = [(other,) for other in range(group.size()) if not any(other in pair for pair in together)]
+        members = [sorted(ranks[r] for r in some) for some in (*together, *alone) for ranks in pipelines]
+        channel = _form(members, timeout)
+        for sender, receiver in together:
+            if rank in (sender, receiver):
+                assert channel is not None
+                found[sender, receiver] = channel
+                link = GroupLink(group, found)
+                if rank == sender:
+                    link.send(element, receiver, "first message").wait()
+                else:
+                    link.receive(element, sender, "first message").wait()
+    return GroupLink(group, found)
+
+
+def _rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """The pairs in rounds in which no rank has two.
+
+    Rounds are the one order on all ranks in which first messages cannot wait for each other in a circle; a line of
+    stages has four, however long it is.
+    """
+    rounds: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        fits = (some for some in rounds if not any(set(pair) & set(other) for other in some))
+        if (found := next(fits, None)) is None:
+            rounds.append(found := [])
+        found.append(pair)
+    return rounds
+
+
+def _form(members: list[list[int]], timeout: timedelta) -> ProcessGroup | None:
+    """The one of several disjoint groups, each of two ranks or of one, that has this rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world.bound_device_id is not None:
+        # Communicators split off the default group's, in one collective of all ranks. Each rank must get one, of one
+        # rank too: torch names a group by how many its ranks have.
+        return dist.split_group(split_ranks=members, timeout=timeout)
+    groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in members if len(ranks) == 2}
+    return next((group for ranks, group in groups.items() if dist.get_rank() in ranks), None)
 
 
 class _Named:

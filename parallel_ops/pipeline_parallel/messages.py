@@ -2,8 +2,8 @@
 
 Each ordered pair of ranks is a channel whose messages arrive in the order in which they were sent. The sender sends as
 its list of actions says. The receiver knows that list, so it posts receives in that order, at most two ahead of what it
-needs, and nothing is negotiated. No two lists can lock up: a receive is posted before anybody waits for it, and nobody
-waits for a send before the end of the step.
+needs, and nothing is negotiated. No two lists can lock up if a channel's messages hold back no others (see ``link``): a
+receive is posted before anybody waits for it, and nobody waits for a send before the end of the step.
 
 A message between stages on the same rank is handed over, not sent. Where tensor-parallel ranks hold the same rows
 (no sequence parallelism), each sends its part, and the receivers gather the whole over their faster links (Narayanan et
@@ -54,9 +54,9 @@ class Work(Protocol):
 class Link(Protocol):
     """Sends and receives between pipeline ranks without waiting. Messages of an ordered pair keep their order."""
 
-    def send(self, tensor: Tensor, rank: int, key: Key) -> Work: ...
+    def send(self, tensor: Tensor, rank: int, key: Key | str) -> Work: ...
 
-    def receive(self, tensor: Tensor, rank: int, key: Key) -> Work: ...
+    def receive(self, tensor: Tensor, rank: int, key: Key | str) -> Work: ...
 
 
 class Rider(Protocol):
@@ -83,6 +83,13 @@ def sent_by(action: Action, stages: int) -> Key | None:
     if kind in ("I", "B"):
         return Key("B", stage - 1, micro_batch) if stage else None
     return None
+
+
+def pairs_of(schedule: Sequence[Sequence[Action]], stages: Stages) -> set[tuple[int, int]]:
+    """The ordered pairs of different ranks between which a schedule's messages go, as (from, to)."""
+    keys = ((rank, sent_by(action, stages.count)) for rank, order in enumerate(schedule) for action in order)
+    pairs = {(rank, stages.rank_of(key.stage)) for rank, key in keys if key is not None}
+    return {(sender, receiver) for sender, receiver in pairs if sender != receiver}
 
 
 class Messages:

@@ -23,9 +23,9 @@ from parallel_ops.comm import ParallelMesh, primitives
 from parallel_ops.comm.errors import publish_failure
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.executor import Executor, Forward, Observer
-from parallel_ops.pipeline_parallel.link import GroupLink
+from parallel_ops.pipeline_parallel.link import MATCHED_BY_RANK, GroupLink, connected_link
 from parallel_ops.pipeline_parallel.loads import ModelLoads
-from parallel_ops.pipeline_parallel.messages import Messages
+from parallel_ops.pipeline_parallel.messages import Messages, pairs_of
 from parallel_ops.pipeline_parallel.reduction import Reduction, add_between_ends
 from parallel_ops.pipeline_parallel.weight_gradients import defer_weight_gradients
 from parallel_ops.planner.plan import Plan
@@ -72,7 +72,7 @@ class Pipeline:
 
     Args:
         model: This rank's stages, a ``StagedModel``, from ``parallelize``.
-        mesh: The ranks. plan: The plan of ``parallelize``.
+        mesh: The ranks, all of which construct the pipeline: on GPUs groups are formed. plan: The plan of ``parallelize``.
         split: Compute weight gradients apart, after the gradient of a stage's input is sent, as schedules with W need
             it; ``False`` for compiled blocks.
         dtype: Of the residual stream.
@@ -105,7 +105,11 @@ class Pipeline:
                 "models without the package's linears cannot; take '1f1b', 'interleaved' or 'gpipe'"
             )
         self._share = None if plan.sequence_parallel or not plan.scatter_gather else mesh.group("tp")
-        self._link = GroupLink(group, mesh.reverse_pp_group)
+        ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
+        tied = self.model.tied_weight is not None and self.rank in ends
+        self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied else None
+        self._counted_elsewhere = self._tied_with is not None and self.rank == ends[1]
+        self._link = self._connected(mesh, ends)
         self._loads = self.model.loads_of_model()
         self.messages = Messages(
             self.schedule, stages, self.rank, self._link, share=self._share, rider=self._loads
@@ -115,10 +119,18 @@ class Pipeline:
         self.executor = Executor(
             self.schedule, stages, self.rank, self.messages, queue=queue, observers=[*observers, self._reduction]
         )
-        ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
-        tied = self.model.tied_weight is not None and self.rank in ends
-        self._tied_with = next(iter(set(ends) - {self.rank}), None) if tied else None
-        self._counted_elsewhere = self._tied_with is not None and self.rank == ends[1]
+
+    def _connected(self, mesh: ParallelMesh, ends: tuple[int, int]) -> GroupLink:
+        """The link of this rank, connected with all ranks that it will talk to."""
+        device = torch.device(mesh.root.device_type)
+        if device.type in MATCHED_BY_RANK:
+            return GroupLink(self.group)
+        pairs = pairs_of(self.schedule, self.stages)
+        # Only the ends know whether they share a table. As the group's first call, this has all its ranks.
+        tied = torch.tensor(float(self._tied_with is not None), device=device)
+        if primitives.all_reduce(tied, True, self.group.group_name, "tied embeddings").item():
+            pairs |= {ends, ends[::-1]}
+        return connected_link(self.group, mesh.pipelines, pairs, device)
 
     def step(
         self,
@@ -154,7 +166,7 @@ class Pipeline:
         tied = self.model.tied_weight
         if self._tied_with is not None and tied is not None and (grad := tied.grad) is not None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            add_between_ends(local, self.group, self._tied_with)
+            add_between_ends(local, self._link, self.rank, self._tied_with)
         return losses
 
     @torch.no_grad()

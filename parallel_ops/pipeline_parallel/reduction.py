@@ -9,14 +9,12 @@ stage share has a gradient on both; its two parts are added in the same order on
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from parallel_ops._internal import fsdp
-from parallel_ops.comm.errors import translate_backend_errors
 from parallel_ops.pipeline_parallel.executor import Observer
+from parallel_ops.pipeline_parallel.messages import Link
 
 
 class Reduction(Observer):
@@ -61,18 +59,15 @@ class Reduction(Observer):
 
 
 @torch.no_grad()
-def add_between_ends(grad: Tensor, group: ProcessGroup, peer: int) -> None:
+def add_between_ends(grad: Tensor, link: Link, rank: int, peer: int) -> None:
     """Adds the gradient of a shared table on the first and the last rank of a pipeline, in this order, in place.
 
     Args:
-        grad: This rank's part of it. peer: The other of the two ranks.
+        grad: This rank's part of it. rank, peer: This pipeline rank and the other of the two.
     """
-    own, other = grad.contiguous(), torch.empty_like(grad)
-    with translate_backend_errors("pipeline", group, "lost the rank with the other end of the tied embeddings"):
-        send, receive = (
-            dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, own), (dist.irecv, other))
-        )
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-    first, last = (own, other) if group.rank() < peer else (other, own)
+    own, other = grad.contiguous(), torch.empty_like(grad, memory_format=torch.contiguous_format)
+    what = "gradient of the tied embeddings"
+    for work in (link.receive(other, peer, what), link.send(own, peer, what)):
+        work.wait()
+    first, last = (own, other) if rank < peer else (other, own)
     grad.copy_(first + last)

@@ -5,14 +5,14 @@ import weakref
 import pytest
 import torch
 
-from parallel_ops.pipeline_parallel import Executor, Stages
+from parallel_ops.pipeline_parallel import Executor, Stages, link
 from parallel_ops.pipeline_parallel.messages import Messages
 from parallel_ops.pipeline_parallel.trace import Timed, times_of
 from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.planner.schedules.action import Action
 from support import toy_stages
 from support.distributed import ranks
-from support.interleaving import World
+from support.interleaving import Group, World
 
 SECONDS = 0.03
 
@@ -62,14 +62,18 @@ def test_without_a_queue_b_computes_everything_first():
     assert weight.grad.item() == 1.0
 
 
-def test_an_output_that_is_sent_is_not_held():
+def test_an_output_that_is_sent_is_not_held(monkeypatch):
     """On the first rank, of all micro-batches that wait for their backward."""
     schedule, stages = toy_stages.schedule_of("gpipe", 2, 4)
     outputs: dict[int, list[weakref.ref[torch.Tensor]]] = {0: [], 1: []}
     alive: list[int] = []
 
-    def work(rank: int, link: object) -> None:
-        executor = Executor(schedule, stages, rank, Messages(schedule, stages, rank, link))
+    world = World(2, 0)
+
+    def work(rank: int) -> None:
+        group = Group(world, "pipeline", range(2))
+        made = link.connected_link(group, [[0, 1]], [(0, 1), (1, 0)], torch.device("cpu"))
+        executor = Executor(schedule, stages, rank, Messages(schedule, stages, rank, made))
 
         def forward(stage: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor:
             y = (torch.ones(3, requires_grad=True) if x is None else x) * 2.0
@@ -81,5 +85,6 @@ def test_an_output_that_is_sent_is_not_held():
 
         executor.step(forward, lambda _: 1.0, shape=(3,), dtype=torch.float32, device=torch.device("cpu"))
 
-    World(2, 0, lambda rank, peer, receives: (peer, rank) if receives else (rank, peer)).run(work)
+    monkeypatch.setattr(link, "dist", world.dist)
+    world.run(work)
     assert max(alive) <= 1

@@ -5,27 +5,41 @@ import random
 import pytest
 import torch
 
-from parallel_ops.pipeline_parallel.messages import AHEAD, Key, Messages
+from parallel_ops.pipeline_parallel import link
+from parallel_ops.pipeline_parallel.link import GroupLink, connected_link
+from parallel_ops.pipeline_parallel.messages import AHEAD, Key, Messages, pairs_of
+from parallel_ops.pipeline_parallel.reduction import add_between_ends
 from parallel_ops.planner.schedules.schedule import KINDS, simulate
 from support import toy_stages
-from support.interleaving import Deadlock, World
+from support.interleaving import Deadlock, Group, World
+
+CPU = torch.device("cpu")
 
 
-def by_direction(rank, peer, receives):
-    """A communicator for each ordered pair, as ``GroupLink`` has on GPUs."""
-    return (peer, rank) if receives else (rank, peer)
-
-
-def by_pair(rank, peer, receives):
-    return frozenset((rank, peer))
-
-
-def run(kind, pp, micro_batches, seed, communicator=by_direction):
+def run(kind, pp, micro_batches, seed, *, eager=False, connect=None, tied=False):
+    """A step, over the link that ``connect(world, group, pairs)`` makes."""
     schedule, stages = toy_stages.schedule_of(kind, pp, micro_batches)
-    world = World(pp, seed, communicator)
+    world = World(pp, seed, eager=eager)
     orders = [toy_stages.Order() for _ in range(pp)]
-    results = world.run(lambda rank, link: toy_stages.run(rank, link, schedule, stages, observers=(orders[rank],)))
-    return schedule, stages, results, orders, world
+    ends = stages.rank_of(0), stages.rank_of(stages.count - 1)
+    pairs = pairs_of(schedule, stages) | ({ends, ends[::-1]} if tied else set())
+
+    def connected(world, group, pairs):
+        return connected_link(group, [list(range(pp))], pairs, CPU)
+
+    def step(rank):
+        group = Group(world, "pipeline", range(pp))
+        made = (connect or connected)(world, group, pairs)
+        result = toy_stages.run(rank, made, schedule, stages, observers=(orders[rank],))
+        if tied and rank in ends:
+            add_between_ends(shared := torch.tensor([float(rank)]), made, rank, sum(ends) - rank)
+            assert shared.item() == sum(ends)
+        world.post(group, "gradient norm").wait()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "dist", world.dist)
+        return schedule, stages, world.run(step), orders, world
 
 
 def cases(count):
@@ -60,10 +74,38 @@ def test_any_interleaving_gives_the_gradients(pytestconfig):
         assert world.most_posted <= pp * 4 * (AHEAD + 1)
 
 
-def test_one_communicator_for_both_directions_locks_up():
-    """Why there is one for each: receives that are posted ahead hold back the sends behind them."""
-    with pytest.raises(Deadlock, match="wait for each other"):
-        run("1f1b", 4, 8, 0, by_pair)
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_every_schedule_takes_its_first_steps_on_nccl(pp, eager):
+    """Communicators block who makes them, and are as torch makes them; the tables of the ends are tied."""
+    for seed, kind in enumerate(KINDS):
+        run(kind, pp, 2 * pp, seed, eager=eager, tied=kind not in ("zb-v", "dualpipe-v"))
+
+
+def channels(world, group, pairs, name, warm):
+    """A link over groups of two with names of their own, or a common one."""
+    own = [pair for pair in sorted(pairs) if group.rank() in pair]
+    made = GroupLink(group, {pair: Group(world, name(pair), sorted(pair)) for pair in own})
+    for sender, receiver in own if warm else ():
+        one = torch.zeros(1)
+        send = group.rank() == sender
+        (made.send(one, receiver, "one") if send else made.receive(one, sender, "one")).wait()
+    return made
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize(
+    "connect",
+    [
+        lambda world, group, pairs: GroupLink(group),
+        lambda world, group, pairs: channels(world, group, pairs, str, warm=False),
+        lambda world, group, pairs: channels(world, group, pairs, lambda pair: str(sorted(pair)), warm=True),
+    ],
+    ids=["one group", "channels not connected", "a channel for both directions"],
+)
+def test_what_locks_up_on_nccl(connect, eager):
+    with pytest.raises(Deadlock, match="wait for each other: rank 0: irecv"):
+        run("1f1b", 4, 8, 0, eager=eager, connect=connect)
 
 
 def test_a_message_of_another_shape_is_refused():

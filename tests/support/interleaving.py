@@ -1,27 +1,19 @@
-"""Ranks as threads of which one runs at a time, in a random order, with messages as NCCL orders them.
-
-Operations of a communicator run in order on each rank: one that waits for its peer holds back those behind it. Which
-operations share a communicator is a choice of the test.
-"""
+"""Ranks as threads of which one runs at a time, in a random order, with messages as NCCL orders them."""
 
 import random
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
-from parallel_ops.pipeline_parallel.messages import Key
+from support.nccl_rules import Message, Operation, Rules
 
 
 class Deadlock(RuntimeError):
     """Every rank that is left waits for another."""
-
-
-class _Operation:
-    def __init__(self, tensor: Tensor, receives: bool, key: Key) -> None:
-        self.tensor, self.receives, self.key, self.done = tensor, receives, key, False
 
 
 class World:
@@ -29,19 +21,23 @@ class World:
 
     Args:
         size: Number of ranks. seed: Of the order in which they run.
-        communicator: Of (rank, peer, receives), the communicator of an operation on a rank.
+        eager: How torch makes communicators; see ``nccl_rules``.
+
+    Attributes:
+        dist: In place of ``torch.distributed``, for the rank that calls it.
+        most_posted: The most receives that were posted and had not ended.
     """
 
-    def __init__(self, size: int, seed: int, communicator: Callable[[int, int, bool], Any]) -> None:
-        self._size, self._random, self._communicator = size, random.Random(seed), communicator
-        self._queues: dict[tuple[int, Any], deque[tuple[int, _Operation]]] = {}
+    def __init__(self, size: int, seed: int, *, eager: bool = False) -> None:
+        self._size, self._random, self.rules = size, random.Random(seed), Rules(eager=eager)
         self._turn, self._live, self._blocked = 0, set(range(size)), set[int]()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self.most_posted = 0
+        self._thread = threading.local()
+        self.dist, self.most_posted = Distributed(self), 0
 
-    def run(self, function: Callable[[int, "Link"], Any]) -> list[Any]:
-        """What ``function(rank, link)`` returned on each rank.
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """What ``function(rank)`` returned on each rank.
 
         Raises:
             Deadlock: no rank could go on. Any other error that a rank raised.
@@ -49,9 +45,10 @@ class World:
         results: list[Any] = [None] * self._size
 
         def work(rank: int) -> None:
+            self._thread.rank = rank
             try:
                 self._await_turn(rank)
-                results[rank] = function(rank, Link(self, rank))
+                results[rank] = function(rank)
             except BaseException as error:
                 self._failure = self._failure or error
             with self._changed:
@@ -67,44 +64,40 @@ class World:
             raise self._failure
         return results
 
-    def post(self, rank: int, peer: int, operation: _Operation) -> None:
-        queue = self._queues.setdefault((rank, self._communicator(rank, peer, operation.receives)), deque())
-        queue.append((peer, operation))
-        self.most_posted = max(self.most_posted, sum(o.receives for q in self._queues.values() for _, o in q))
-        self._match()
+    @property
+    def rank(self) -> int:
+        """The rank of this thread."""
+        rank: int = self._thread.rank
+        return rank
 
-    def switch(self, rank: int, *, blocked: bool) -> None:
-        """Lets another rank run; ``blocked``: this one cannot go on before a message arrives."""
+    def post(self, group: "Group", name: str, messages: Sequence[Message] = ()) -> "Work":
+        """A call of this rank, which returns when it would."""
+        operation = self.rules.post(self.rank, group.group_name, group.ranks, name, messages)
+        self.most_posted = max(self.most_posted, self.rules.receives_posted())
+        self._blocked.clear()
+        self._switch(blocked=not operation.may_return)
+        while not operation.may_return:
+            self._switch(blocked=True)
+        return Work(self, operation)
+
+    def wait(self, operation: Operation) -> None:
+        while not operation.done:
+            self._switch(blocked=True)
+
+    def _switch(self, *, blocked: bool) -> None:
+        """Lets another rank run; ``blocked``: this one cannot go on before another has posted something."""
+        rank = self.rank
         with self._changed:
             if blocked:
                 self._blocked.add(rank)
             self._choose()
         self._await_turn(rank)
 
-    def _match(self) -> None:
-        """Completes operations that are first on both of their ranks, until there are none."""
-        found = True
-        while found:
-            found = False
-            for (rank, _), queue in self._queues.items():
-                if not queue or queue[0][1].receives:
-                    continue
-                peer, sent = queue[0]
-                other = self._queues.get((peer, self._communicator(peer, rank, True)))
-                if not other or other[0][0] != rank or not other[0][1].receives:
-                    continue
-                received = other[0][1]
-                assert received.key == sent.key, (received.key, sent.key)
-                received.tensor.copy_(sent.tensor)
-                sent.done = received.done = found = True
-                queue.popleft()
-                other.popleft()
-                self._blocked.clear()
-
     def _choose(self) -> None:
         ready = sorted(self._live - self._blocked)
         if not ready and self._live:
-            self._failure = self._failure or Deadlock(f"ranks {sorted(self._live)} wait for each other")
+            waits = "; ".join(f"rank {operation.rank}: {operation}" for operation in self.rules.pending())
+            self._failure = self._failure or Deadlock(f"ranks {sorted(self._live)} wait for each other: {waits}")
             self._blocked.clear()
         elif ready:
             self._turn = self._random.choice(ready)
@@ -117,32 +110,66 @@ class World:
             raise self._failure
 
 
-class Link:
-    """The messages of a rank, as ``parallel_ops.pipeline_parallel.messages.Link``."""
+class Group:
+    """A process group."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self._world, self._rank = world, rank
+    def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
+        self._world, self.group_name, self.ranks = world, name, tuple(ranks)
+        self.bound_device_id = "cuda:0" if world.rules.eager else None
 
-    def send(self, tensor: Tensor, rank: int, key: Key) -> "_Work":
-        return self._post(_Operation(tensor.clone(), False, key), rank)
+    def rank(self) -> int:
+        return self.ranks.index(self._world.rank)
 
-    def receive(self, tensor: Tensor, rank: int, key: Key) -> "_Work":
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def _get_backend(self, device: Any) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=60)))
+
+
+class Distributed:
+    """What ``parallel_ops.pipeline_parallel.link`` calls of ``torch.distributed``."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.group = SimpleNamespace(WORLD=Group(world, "0", range(world._size)))
+        self._formed: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(world._size)}
+
+    def get_rank(self) -> int:
+        return self._world.rank
+
+    def new_group(self, ranks: Sequence[int], *, timeout: Any) -> Group | None:
+        """Named by its number, so all ranks must form the same groups in the same order."""
+        assert not self._world.rules.eager, "a world splits its communicator"
+        formed = self._formed[self._world.rank]
+        formed.append(tuple(ranks))
+        assert all(other[: len(formed)] == formed[: len(other)] for other in self._formed.values()), self._formed
+        return Group(self._world, str(len(formed)), ranks) if self._world.rank in ranks else None
+
+    def split_group(self, *, split_ranks: Sequence[Sequence[int]], timeout: Any) -> Group:
+        """Named by its ranks and the number of groups that this rank has."""
+        self._world.wait(self._world.post(self.group.WORLD, f"split into {split_ranks}").operation)
+        (ranks,) = (ranks for ranks in split_ranks if self._world.rank in ranks)
+        formed = self._formed[self._world.rank]
+        formed.append(tuple(ranks))
+        return Group(self._world, f"{ranks} {len(formed)}", ranks)
+
+    def isend(self, tensor: Tensor, *, group: Group, group_dst: int) -> "Work":
+        return self._world.post(group, "isend", [Message(group.ranks[group_dst], False, tensor.nbytes, tensor.clone())])
+
+    def irecv(self, tensor: Tensor, *, group: Group, group_src: int) -> "Work":
         tensor.fill_(float("nan"))
-        return self._post(_Operation(tensor, True, key), rank)
-
-    def _post(self, operation: _Operation, peer: int) -> "_Work":
-        self._world.post(self._rank, peer, operation)
-        self._world.switch(self._rank, blocked=False)
-        return _Work(self._world, self._rank, operation)
+        return self._world.post(group, "irecv", [Message(group.ranks[group_src], True, tensor.nbytes, tensor)])
 
 
-class _Work:
-    def __init__(self, world: World, rank: int, operation: _Operation) -> None:
-        self._world, self._rank, self._operation = world, rank, operation
+class Work:
+    """As ``torch.distributed.Work``."""
+
+    def __init__(self, world: World, operation: Operation) -> None:
+        self._world, self.operation = world, operation
 
     def wait(self) -> None:
-        while not self._operation.done:
-            self._world.switch(self._rank, blocked=True)
+        self._world.wait(self.operation)
 
     def is_completed(self) -> bool:
-        return self._operation.done
+        return self.operation.done
