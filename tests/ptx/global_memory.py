@@ -15,6 +15,8 @@ meta_values: dict[int, bytes] = {}
 
 _GAP = 1 << 20  # between tensors, so that nothing of one is within reach of another
 _ALIGNMENT = 512  # of torch's allocator on CUDA
+_WARPS = 10  # bits of a stamp of reads that hold the warp
+_SEVERAL = (1 << _WARPS) - 1  # read by more than one
 _FLAGGED = 1 << 30  # bytes of a storage whose gaps between a tensor's elements are watched; of larger ones, the bounds
 
 
@@ -30,6 +32,7 @@ class Buffer:
     unwritten: Array | None  # None: all of it is known
     program: Array | None = None  # 1 + the program that wrote it in this launch
     thread: Array | None = None  # its thread and the number of barriers that it had passed
+    read: Array | None = None  # 1 + the program, the number of barriers and the warp that read it last
     atomic: Array | None = None  # what atomic instructions touched, which others must leave alone
 
     def note_writer(self, first: int, end: int, program: int) -> None:
@@ -220,10 +223,28 @@ def load(memory: GlobalMemory, buffer: Buffer, offsets: Array, size: int, progra
         if others.any() and not memory.ordered(buffer, units, program, thread)[others].all():
             raise Fault(f"reads what another program wrote, of {buffer.name}")
         _check_threads(buffer, units, thread, (writer > 0) & ~others, "reads what another thread wrote")
+    _note_reader(buffer, _units(buffer, offsets, size), _reader(program, thread))
     word = min(size, 8)
     values = buffer.data[: len(buffer.data) // word * word].view(UNSIGNED[8 * word])
     picked = values[offsets[:, None] // word + np.arange(size // word)]
     return np.ascontiguousarray(picked).view(np.uint8).reshape(len(offsets), size)
+
+
+def _reader(program: Array, thread: Array) -> Array:
+    """The stamps of reads: 1 + the program, barriers, warp; 0 is nobody."""
+    barriers, warp = thread >> 20, (thread & ((1 << 20) - 1)) >> 5
+    return ((((1 + program.astype(np.int64)) << 20) + barriers << _WARPS) + warp)[:, None]
+
+
+def _note_reader(buffer: Buffer, units: Array, stamp: Array) -> None:
+    if buffer.read is None:
+        buffer.read = _zeros(-(-len(buffer.data) // buffer.unit), np.int64)
+    before = buffer.read[units]
+    shared = ((before >> _WARPS) == (stamp >> _WARPS)) & (before != stamp)
+    buffer.read[units] = np.where(shared, stamp | _SEVERAL, stamp)
+    hidden = buffer.read[units] != stamp  # of several lanes of one instruction the last one's stamp stands
+    if hidden.any():
+        buffer.read[units[hidden]] |= _SEVERAL
 
 
 def _check_threads(buffer: Buffer, units: Array, thread: Array, written: Array, what: str) -> None:
@@ -249,6 +270,10 @@ def store(buffer: Buffer, offsets: Array, size: int, data: Array, program: Array
     index = offsets[:, None] // word + np.arange(size // word)
     changes = (values[index] != words).any(1)[:, None]
     _check_threads(buffer, units, thread, (writer > 0) & changes, "overwrites what another thread wrote")
+    if buffer.read is not None:
+        last, stamp = buffer.read[units], _reader(program, thread)
+        if (((last >> _WARPS) == (stamp >> _WARPS)) & (last != stamp) & changes).any():
+            raise Fault(f"race: overwrites what another warp read since the last barrier, of {buffer.name}")
     buffer.program[units] = 1 + program[:, None]
     buffer.thread[units] = thread[:, None]
     if (buffer.program[units] != 1 + program[:, None]).any():

@@ -76,6 +76,10 @@ BUGS = {
     "reads what another thread wrote": (
         "st.global.b32 [%d5], %r1; xor.b64 %d6, %d3, 4; add.s64 %d6, %d2, %d6; ld.global.b32 %r7, [%d6];"
     ),
+    "overwrites what another warp read since the last barrier, of x": (
+        "xor.b64 %d6, %d3, 128; add.s64 %d6, %d1, %d6; ld.global.b32 %r7, [%d6];"
+        "add.s32 %r7, %r7, 1; st.global.b32 [%d4], %r7;"
+    ),
     "reads shared memory that nobody wrote": "ld.shared.b32 %r7, [%r5];",
     "outside shared memory": "st.shared.b32 [%r5+1000], %r1;",
     "misaligned in shared memory": "st.shared.v2.b32 [%r5], {%r1, %r1};",

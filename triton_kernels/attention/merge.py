@@ -49,6 +49,7 @@ def _merge_kernel(
     share = tl.where(total == 0.0, 0.0, reciprocal(tl.where(total == 0.0, 1.0, total), False))
     merged = out * (old * share)[:, None] + to_acc(block) * (ours * share)[:, None]
     store_tile(out_ptr, first_query, queries, out_stride, merged, DIMS)
+    tl.debug_barrier()  # a layout may have several warps load the same statistics, and again for O
     tl.store(statistics_ptr, most, mask=mask)
     tl.store(sums_ptr, total, mask=mask)
 

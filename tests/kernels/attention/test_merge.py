@@ -25,7 +25,7 @@ def inputs(s, b, h, d, dtype):
 
 
 @pytest.mark.executed
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("shape", [(150, 2, 3, 32), (70, 1, 2, 40), (1, 1, 1, 128)], ids=str)
 def test_it_is_that_of_the_formula(shape, dtype):
     block, lse, out, statistics = inputs(*shape, dtype)
