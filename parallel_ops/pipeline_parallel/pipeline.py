@@ -72,7 +72,8 @@ class Pipeline:
 
     Args:
         model: This rank's stages, a ``StagedModel``, from ``parallelize``.
-        mesh: The ranks, all of which construct the pipeline: on GPUs groups are formed. plan: The plan of ``parallelize``.
+        mesh: The ranks, all of which construct the pipeline: on GPUs groups are formed.
+        plan: The plan of ``parallelize``.
         split: Compute weight gradients apart, after the gradient of a stage's input is sent, as schedules with W need
             it; ``False`` for compiled blocks.
         dtype: Of the residual stream.

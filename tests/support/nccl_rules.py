@@ -59,11 +59,9 @@ class Operation:
         self.may_return = self.done = False
 
     def __str__(self) -> str:
-        where = f"in {self.communicator} of ranks {list(self.ranks)}"
-        if self.collective:
-            return f"{self.name} {where}"
-        messages = (f"{'receive from' if m.receives else 'send to'} {m.peer}" for m in self.messages)
-        return f"{self.name} ({', '.join(messages)}) {where}"
+        messages = (f"{'from' if m.receives else 'to'} {m.peer}" for m in self.messages)
+        at = "" if self.may_return else ", on the host"
+        return f"{' '.join([self.name, *messages])} in {self.communicator}{at}"
 
 
 class Rules:
@@ -77,51 +75,52 @@ class Rules:
         self.eager = eager
         self._made: dict[Any, set[int]] = {}
         self._sides: dict[tuple[Any, Any], set[int]] = {}
-        self._queues: dict[tuple[int, Any], deque[Operation]] = {}
-        self._returning: list[Operation] = []
+        # By communicator: the operations of each rank, and those whose host stands.
+        self._queues: dict[Any, dict[int, deque[Operation]]] = {}
+        self._returning: dict[Any, list[Operation]] = {}
 
     def post(
-        self, rank: int, group: str, ranks: Ranks, name: str, messages: Sequence[Message] = (), *, batch: bool = False
+        self, rank: int, group: str, ranks: Ranks, name: str, messages: Sequence[Message] = (), batch: bool = False
     ) -> Operation:
         """A rank calls a collective or, with ``messages``, sends and receives.
 
         Raises:
             Broken: Another rank calls something else.
         """
-        communicator: Any = f"group {group}"
+        communicator: Any = f"group {group} of ranks {list(ranks)}"
         if messages and not batch and not self.eager:
             (message,) = messages
             ranks = min(rank, message.peer), max(rank, message.peer)
-            communicator += f", ranks {ranks[0]} and {ranks[1]}"
+            communicator += f", its ranks {ranks[0]} and {ranks[1]}"
         operation = Operation(rank, communicator, ranks, name, messages)
         self._made.setdefault(communicator, set()).add(rank)
         for link in operation.connects:
             self._sides.setdefault((communicator, link), set()).add(rank)
-        self._queues.setdefault((rank, communicator), deque()).append(operation)
-        self._returning.append(operation)
-        self._go_on()
+        self._queues.setdefault(communicator, {}).setdefault(rank, deque()).append(operation)
+        self._returning.setdefault(communicator, []).append(operation)
+        self._go_on(communicator)
         return operation
 
     def pending(self) -> Iterator[Operation]:
         """What has not ended, the first of each queue."""
-        return (queue[0] for queue in self._queues.values() if queue)
+        return (queue[0] for queues in self._queues.values() for queue in queues.values() if queue)
 
     def receives_posted(self) -> int:
-        return sum(m.receives for queue in self._queues.values() for o in queue for m in o.messages)
+        everything = (o for queues in self._queues.values() for queue in queues.values() for o in queue)
+        return sum(message.receives for operation in everything for message in operation.messages)
 
-    def _go_on(self) -> None:
-        for operation in self._returning:
-            made = self.eager or self._made[operation.communicator] >= set(operation.ranks)
-            connected = (
-                self._sides[operation.communicator, link] >= sides for link, sides in operation.connects.items()
-            )
+    def _go_on(self, communicator: Any) -> None:
+        standing = self._returning[communicator]
+        for operation in standing:
+            made = self.eager or self._made[communicator] >= set(operation.ranks)
+            connected = (self._sides[communicator, link] >= sides for link, sides in operation.connects.items())
             operation.may_return = made and all(connected)
-        self._returning = [operation for operation in self._returning if not operation.may_return]
-        while any([self._end(queue[0]) for queue in self._queues.values() if queue]):
+        standing[:] = [operation for operation in standing if not operation.may_return]
+        while any(self._end(queue[0]) for queue in self._queues[communicator].values() if queue):
             pass
 
     def _first(self, rank: int, communicator: Any) -> Operation | None:
-        queue = self._queues.get((rank, communicator))
+        queue = self._queues[communicator].get(rank)
         return queue[0] if queue and queue[0].may_return else None
 
     def _end(self, operation: Operation) -> bool:
@@ -130,7 +129,7 @@ class Rules:
             return False
         found = [self._first(rank, operation.communicator) for rank in operation.ranks]
         if operation.collective:
-            others = [other for other in found if other is not None]
+            others = [other for other in found if other is not None and other.collective]
             if len(kinds := {other.name for other in others}) > 1:
                 raise Broken(f"ranks call {' and '.join(sorted(kinds))} in {operation.communicator}")
             if len(others) < len(operation.ranks):
@@ -163,4 +162,4 @@ class Rules:
 
     def _leave(self, operation: Operation) -> None:
         operation.done = True
-        self._queues[operation.rank, operation.communicator].popleft()
+        self._queues[operation.communicator][operation.rank].popleft()
