@@ -24,6 +24,8 @@ from parallel_ops._internal.memory import empty_output
 # torch's kernel takes one thread a group to prepare the products.
 _MAX_GROUPS = 1023
 _CAPABILITIES = (9, 10)
+# There the kernel leaves what was in memory as the products of groups without rows (pytorch/pytorch#172439).
+_WITHOUT_EMPTY_GROUPS = 10
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +49,10 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None
 def outer_products(dz: Tensor, h: Tensor, ends: Tensor) -> Tensor:
     """``[n, N, K]``: for each group its rows of ``dz``, ``[r, N]``, transposed, times those of ``h``, ``[r, K]``."""
     if _has_kernel(dz, h, ends):
-        return F.grouped_mm(_operand(dz.contiguous()).t(), _operand(h.contiguous()), offs=ends.int())
+        products = F.grouped_mm(_operand(dz.contiguous()).t(), _operand(h.contiguous()), offs=ends.int())
+        if _capability(dz) == _WITHOUT_EMPTY_GROUPS:
+            products.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+        return products
     out, last = empty_output(dz, (len(ends), dz.shape[1], h.shape[1])), 0
     for group, start, end in _groups(ends):
         out[last:group].zero_()
@@ -107,11 +112,15 @@ def _has_kernel(rows: Tensor, other: Tensor, ends: Tensor) -> bool:
     return (
         rows.is_cuda
         and rows.dtype is torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device)[0] in _CAPABILITIES
+        and _capability(rows) in _CAPABILITIES
         and len(ends) <= _MAX_GROUPS
         and min(rows.numel(), other.numel()) > 0
         and all(size % 8 == 0 for size in (rows.shape[1], *other.shape[1:]))
     )
+
+
+def _capability(t: Tensor) -> int:
+    return torch.cuda.get_device_capability(t.device)[0]
 
 
 def _operand(t: Tensor) -> Tensor:

@@ -224,11 +224,36 @@ def test_with_torchs_grouped_product(device, counts, padding, bias, in_out, wide
     ends = ends.long() if wide else ends
     grad, main_grad = grad_for([x, weight, ends]), torch.zeros(weight.shape, device=device)
     expected = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
-    with mock.patch.object(grouped_products, "_has_kernel", lambda rows, *_: rows.shape[0] > 0):
+    has_kernel = mock.patch.object(grouped_products, "_has_kernel", lambda rows, *_: rows.shape[0] > 0)
+    with has_kernel, mock.patch.object(grouped_products, "_capability", return_value=9):
         got = suite.forward_backward(positional(grouped_linear), [x, weight, ends, of_rows], grad)
         grouped_linear(x, weight, ends, main_grad=main_grad).backward(grad)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(main_grad, expected[2].float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("capability", [9, 10])
+@pytest.mark.parametrize("counts", [[0, 3, 0, 5], [4, 0, 0, 4], [2, 3, 1, 0], [0, 0, 0, 0]], ids=str)
+def test_groups_without_rows_on_gpus_that_leave_their_products_undefined(device, monkeypatch, counts, capability):
+    """Weight and bias gradients, with a product that leaves NaN there on compute capability 10."""
+    grouped_mm = grouped_products.F.grouped_mm
+
+    def poisoning(a, b, *, offs):
+        out = grouped_mm(a, b, offs=offs)
+        if capability == 10 and out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(grouped_products.F, "grouped_mm", poisoning)
+    monkeypatch.setattr(grouped_products, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped_products, "_capability", lambda _: capability)
+    x, weight, ends, bias = inputs(counts, 2, 24, 16, dtype=torch.bfloat16, device=device)
+    main_grad = torch.zeros(weight.shape, device=device)
+    grouped_linear(x, weight, ends, bias=bias).sum().backward()
+    grouped_linear(x, weight, ends, main_grad=main_grad).sum().backward()
+    for grad in (weight.grad, main_grad, bias.grad):
+        assert grad.isfinite().all()
+        assert not grad[[count == 0 for count in counts]].count_nonzero()
 
 
 @places
