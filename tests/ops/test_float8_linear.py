@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel_ops.layers import ColumnParallelLinear, RowParallelLinear
-from parallel_ops.ops.float8_linear import device_problem, float8_linear, quantize_rows
+from parallel_ops.ops.float8_linear import _Float8Linear, device_problem, float8_linear, quantize_rows
 from parallel_ops.tensor_parallel import DeferredWeightGradients
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -90,6 +90,20 @@ def test_products_against_fp64(rows):
         # Errors are independent, so that their sum is far smaller than the worst; and there are some.
         assert 1e-3 < error.norm() / wanted.norm() < worst / 2
     torch.testing.assert_close(given[2].grad.double(), exact[2].grad, rtol=2.0**-8, atol=0)
+
+
+def test_gradients_are_summed_outside_of_the_tensor_cores(monkeypatch):
+    """By their formats: e5m2 is that of an output's gradient."""
+    calls = []
+
+    def product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        calls.append((a.dtype, use_fast_accum))
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    x, weight = drawn(16, 32).requires_grad_(), drawn(16, 32, seed=3).requires_grad_()
+    _Float8Linear.apply(False, 1, x, weight, None)[0].backward(drawn(16, 16))
+    assert calls == [(E4M3, True), (E5M2, False), (E5M2, False)]
 
 
 def test_several_weights_are_as_each_alone():
