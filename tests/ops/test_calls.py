@@ -1,5 +1,6 @@
 """Public functions in eager mode go past torch's dispatcher: the same results, and only where nobody could tell."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -241,3 +242,17 @@ def test_memory_that_is_not_there():
     x = torch.zeros(1, 64).expand(2**42, 64)  # more than there are addresses
     with pytest.raises(RuntimeError, match=f"cannot allocate an output of {2**48} elements on the CPU"):
         bias_gelu(x)
+
+
+@pytest.mark.parametrize("module", ["activations", "norms.layer_norm", "attention.flash_attention", "sum_partials"])
+def test_a_torch_for_amd_gpus_is_refused_before_the_first_kernel(monkeypatch, module):
+    monkeypatch.setattr(torch.version, "hip", "7.1.2")
+    for name in [name for name in sys.modules if name.startswith("parallel_ops.triton_kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        RuntimeError, match=r"for NVIDIA GPUs, and this torch is built for ROCm 7\.1\.2; keep the tensors"
+    ):
+        importlib.import_module(f"parallel_ops.triton_kernels.{module}")
+    if module == "activations":
+        with pytest.raises(RuntimeError, match="ROCm"):
+            _registration.cuda_kernels["bias_gelu"](X, BIAS, False)
