@@ -54,9 +54,14 @@ def group_device_types(group: ProcessGroup) -> tuple[str, ...]:
 
 
 def device_types_of(config: str) -> tuple[str, ...]:
-    """The device types of a backend configuration that this package sends from: with gloo, CPU alone."""
+    """The device types of a backend configuration that this package sends from: with gloo, CPU alone.
+
+    torch is getting more backends of NCCL beside "nccl": "nccl2", "nccl-lazy".
+    """
     pairs = (pair.partition(":") for pair in config.split(","))
-    return tuple(device for device, _, backend in pairs if device == "cpu" or (device, backend) == ("cuda", "nccl"))
+    return tuple(
+        device for device, _, backend in pairs if device == "cpu" or (device == "cuda" and backend.startswith("nccl"))
+    )
 
 
 def group_device(group: ProcessGroup) -> torch.device:

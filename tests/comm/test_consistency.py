@@ -168,6 +168,8 @@ ON_CUDA = types.SimpleNamespace(device=torch.device("cuda", 3))
         ("cpu:gloo,cuda:gloo", [ON_CUDA], "cpu"),
         ("cuda:nccl", [CPU], "cuda"),
         ("cuda:nccl", [ON_CUDA], "cuda:3"),
+        ("cuda:nccl2", [CPU], "cuda"),
+        ("cpu:gloo,cuda:nccl-lazy", [ON_CUDA], "cuda:3"),
         ("cpu:gloo,cuda:nccl", [CPU], "cpu"),
         ("cpu:gloo,cuda:nccl", [META, CPU], "cpu"),
         ("cpu:gloo,cuda:nccl", [None, ON_CUDA], "cuda:3"),
