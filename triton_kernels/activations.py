@@ -89,6 +89,33 @@ def _activate(z, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, FAST: tl.constex
 
 
 @triton.jit
+def _pairs(base, row, col_block, rows, cols, stride, BLOCK_COLS: tl.constexpr):
+    """Pointers and mask of a tile's pairs of gate and up, two elements for each of its columns."""
+    both = col_block * (2 * BLOCK_COLS) + tl.arange(0, 2 * BLOCK_COLS)[None, :]
+    return base + row * stride + both, (row < rows) & (both < 2 * cols)
+
+
+@triton.jit
+def _load_gate_and_up(
+    gate_ptr, up_ptr, row, col_block, rows, cols, gate_stride, up_stride, GATED: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """The tile's gate and up, which is the gate where there is none. With a step of 2 one tensor has them in turn."""
+    if STEP == 2:
+        pointers, mask = _pairs(gate_ptr, row, col_block, rows, cols, gate_stride, BLOCK_COLS)
+        gate, up = tl.split(tl.reshape(tl.load(pointers, mask=mask), (row.shape[0], BLOCK_COLS, 2)))
+        return to_acc(gate), to_acc(up)
+    else:
+        col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+        mask = (row < rows) & (col < cols)
+        gate = to_acc(tl.load(gate_ptr + row * gate_stride + col, mask=mask))
+        if GATED:
+            return gate, to_acc(tl.load(up_ptr + row * up_stride + col, mask=mask))
+        else:
+            return gate, gate
+
+
+@triton.jit
 def _forward_kernel(
     gate_ptr, up_ptr, bias_ptr, weights_ptr, y_ptr, rows, cols, col_blocks, gate_stride, up_stride,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
@@ -102,10 +129,10 @@ def _forward_kernel(
     in_cols = col < cols
     mask = (row < rows) & in_cols
     fast: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
-    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
-    if GATED:
-        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
-        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
+    gate, up = _load_gate_and_up(
+        gate_ptr, up_ptr, row, col_block, rows, cols, aligned(gate_stride, UNIT), aligned(up_stride, UNIT),
+        GATED, STEP, BLOCK_COLS,
+    )  # fmt: skip
     if HAS_BIAS:
         gate += to_acc(tl.load(bias_ptr + col, mask=in_cols)).to(gate.dtype)
     if LIMIT is not None:
@@ -124,19 +151,21 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_tile(
-    grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col, rows, cols,
+    grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, dweights_ptr, row, col_block, rows, cols,
     grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STEP: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Writes the tile's gradients and returns those of gate and up, zero outside of the tensor."""
+    col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     mask = (row < rows) & (col < cols)
     fast: tl.constexpr = dgate_ptr.dtype.element_ty.primitive_bitwidth == 16
     grad = to_acc(tl.load(grad_ptr + row * aligned(grad_stride, UNIT) + col, mask=mask))
-    gate = to_acc(tl.load(gate_ptr + row * aligned(gate_stride, UNIT) + col * STEP, mask=mask))
-    if GATED:
-        # With a step of 2 both are one tensor, gate and up in turn: loads of single elements, two of them a line.
-        up = to_acc(tl.load(up_ptr + row * aligned(up_stride, UNIT) + col * STEP + (STEP - 1), mask=mask))
+    gate, up = _load_gate_and_up(
+        gate_ptr, up_ptr, row, col_block, rows, cols, aligned(gate_stride, UNIT), aligned(up_stride, UNIT),
+        GATED, STEP, BLOCK_COLS,
+    )  # fmt: skip
     if HAS_BIAS:
         gate += gate_bias
     if LIMIT is not None:
@@ -162,10 +191,15 @@ def _backward_tile(
     else:
         dup = 0.0
         dgate = grad * slope
-    offsets = row * aligned(dx_stride, UNIT) + col * STEP
-    tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
-    if GATED:
-        tl.store(dup_ptr + offsets + (STEP - 1), dup.to(dup_ptr.dtype.element_ty), mask=mask)
+    if STEP == 2:
+        pointers, pairs_mask = _pairs(dgate_ptr, row, col_block, rows, cols, aligned(dx_stride, UNIT), BLOCK_COLS)
+        both = tl.reshape(tl.join(dgate, dup), (row.shape[0], 2 * BLOCK_COLS))
+        tl.store(pointers, both.to(dgate_ptr.dtype.element_ty), mask=pairs_mask)
+    else:
+        offsets = row * aligned(dx_stride, UNIT) + col
+        tl.store(dgate_ptr + offsets, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+        if GATED:
+            tl.store(dup_ptr + offsets, dup.to(dup_ptr.dtype.element_ty), mask=mask)
     if HAS_BIAS:
         dgate = tl.where(mask, dgate, 0.0)
         if GATED:
@@ -207,9 +241,9 @@ def _backward_kernel(
         for first in range(split * BLOCK_ROWS, rows, splits * BLOCK_ROWS):
             row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
             dgate, dup = _backward_tile(
-                grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col, rows, cols,
-                grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
-                ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
+                grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col_block,
+                rows, cols, grad_stride, gate_stride, up_stride, dx_stride, gate_bias, up_bias,
+                ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT, BLOCK_COLS,
             )  # fmt: skip
             gate_total += sum_within_threads(dgate, GROUPS)
             if GATED:
@@ -221,9 +255,9 @@ def _backward_kernel(
     else:
         row = split.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         _backward_tile(
-            grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col, rows, cols,
-            grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT,
+            grad_ptr, gate_ptr, up_ptr, weights_ptr, dgate_ptr, dup_ptr, partial_dweights_ptr, row, col_block,
+            rows, cols, grad_stride, gate_stride, up_stride, dx_stride, 0.0, 0.0,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, GATED, HAS_BIAS, HAS_WEIGHTS, STEP, UNIT, BLOCK_COLS,
         )  # fmt: skip
     if HAS_BIAS or HAS_WEIGHTS:
         arrive(counter_ptr)
