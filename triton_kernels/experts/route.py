@@ -151,7 +151,8 @@ def _forward_kernel(
         e, largest, total, logsumexp = softmax_parts(x, fast)
         if SIGMOID:
             scores = sigmoid(x, fast)[0]
-            factor = tl.where(there, 1.0 / (tl.sum(scores, axis=1) + TINY), 0.0)
+            # Rounded correctly: it is an error of the whole row, and so of every sum.
+            factor = tl.where(there, quotient(tl.cast(1.0, acc), tl.sum(scores, axis=1) + TINY), 0.0)
             sums = tl.fma(scores, tl.broadcast_to(factor[:, None], scores.shape), sums)
         else:
             factor = tl.where(there, reciprocal(total, fast), 0.0)
@@ -269,7 +270,7 @@ def _backward_kernel(
     if grad_sums_ptr is not None:
         of_sums = tl.load(grad_sums_ptr + col, mask=present, other=0.0)[None, :]
         if SIGMOID:
-            inverse = 1.0 / (tl.sum(scores, axis=1) + TINY)
+            inverse = quotient(tl.cast(1.0, x.dtype), tl.sum(scores, axis=1) + TINY)
             common = tl.sum(scores * of_sums, axis=1) * inverse
             gradient = (of_sums - common[:, None]) * inverse[:, None]
         else:

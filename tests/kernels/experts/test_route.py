@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -6,6 +7,7 @@ from parallel_ops.ops import route_reference
 from ptx import aot
 from ptx.execution import ops_launch_kernels
 from ptx.kernels import check_machine_code, meta
+from ptx.machine import Approximation
 from support import suite
 from support.experts import spread_logits
 from support.suite import randn
@@ -87,6 +89,25 @@ def test_interpreted(t, n, k, dtype, options, biased):
     theirs = route_reference(x.detach().double(), k, bias=bias, **options)
     assert torch.equal(ours.experts, theirs.experts)
     assert torch.equal(ours.load, theirs.load)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_score_sums_where_divisions_are_off_by_their_worst(score, monkeypatch):
+    """All in one direction, as the same divisor gives in every row: within twice the error of PyTorch's."""
+    monkeypatch.setattr(Approximation, "off", lambda self, x, **error: _upwards(x, **error))
+    x = randn(64, 16, dtype=torch.float32).detach().sort(dim=1).values
+    with ops_launch_kernels():
+        ours = route(x, 2, score=score).score_sums
+    exact = route_reference(x.double(), 2, score=score).score_sums
+    theirs = route_reference(x, 2, score=score).score_sums
+    error, allowed = ((t.double() - exact).abs().max().item() for t in (ours, theirs))
+    assert error <= 2 * allowed, (error, allowed)
+
+
+def _upwards(x, *, relative=0.0, ulps=0.0, absolute=0.0):
+    ulp = np.spacing(np.abs(x.astype(np.float32))).astype(np.float64)
+    return (x + relative * np.abs(x) + ulps * ulp + absolute).astype(np.float32)
 
 
 @pytest.mark.executed
