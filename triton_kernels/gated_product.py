@@ -24,7 +24,7 @@ from parallel_ops.triton_kernels._launch import launch
 # Rows, columns and depth of a tile, warps and stages: 128 x 256 is the tile with the fewest bytes of shared memory for
 # an operation whose fp32 sums fit the registers of two warpgroups.
 TILE = (128, 256, 64, 8, 3)
-# For less, and for sizes that 16 does not divide, whose addresses and masks take more registers.
+# For less, and for sizes that 16 does not divide, columns among them, whose addresses and masks take more registers.
 SMALL_TILE = (128, 128, 64, 8, 3)
 # Row blocks that take turns over the columns, so that what tiles of a wave read stays in L2.
 GROUP_ROWS = 8
@@ -121,4 +121,5 @@ def gated_product(
 
 def tile_of(shard_rows: int, columns: int, unit: int) -> tuple[int, int, int, int, int]:
     """Rows, columns and depth of a tile, warps and stages."""
-    return TILE if columns >= 2 * TILE[1] and shard_rows >= TILE[0] and unit == 16 else SMALL_TILE
+    large = columns >= 2 * TILE[1] and shard_rows >= TILE[0]
+    return TILE if large and unit == 16 and columns % 16 == 0 else SMALL_TILE

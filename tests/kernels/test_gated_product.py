@@ -27,7 +27,7 @@ ROWS, COLUMNS, DEPTH = 64, 64, 64
 
 def test_every_launch_is_one_of_these():
     assert kernels.tile_of(4096, 1024, 16) == kernels.TILE and kernels.tile_of(64, 1024, 16) == kernels.SMALL_TILE
-    assert kernels.tile_of(4096, 1024, 8) == kernels.SMALL_TILE
+    assert kernels.tile_of(4096, 1024, 8) == kernels.tile_of(4096, 1032, 16) == kernels.SMALL_TILE
 
 
 def launches(rows, columns, depth, gated, transposed):
@@ -45,7 +45,8 @@ def launches(rows, columns, depth, gated, transposed):
 @pytest.mark.parametrize(
     ("rows", "columns", "depth", "capability", "transposed"),
     [
-        (1024, 4096, 8192, 90, False), (1024, 384, 8192, 90, False), (1000, 520, 1032, 90, False),
+        (1024, 4100, 8192, 90, False), (1024, 4096, 8192, 90, False), (1024, 384, 8192, 90, False),
+        (1000, 520, 1032, 90, False),
         (1024, 4096, 8192, 100, False), (1024, 4096, 8192, 90, True), (1000, 520, 1032, 90, True),
     ],
 )  # fmt: skip
