@@ -248,7 +248,7 @@ class _Gather:
 
     def __init__(self, group: ProcessGroup, message: Tensor) -> None:
         self._message, self._received = message, message.new_empty((group.size(), message.numel()))
-        if message.is_cuda:
+        if not _has_tags(message):
             self._works = [all_gather_single(self._received.view(-1), message, group=group, async_op=True)]
             return
         rank, self._works = group.rank(), []
@@ -262,6 +262,11 @@ class _Gather:
         for work in self._works:
             work.wait(*seconds)
         return self._received.cpu()
+
+
+def _has_tags(message: Tensor) -> bool:
+    """True if the backend matches messages by tags, as gloo does and NCCL does not."""
+    return not message.is_cuda
 
 
 @atexit.register

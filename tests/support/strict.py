@@ -180,12 +180,14 @@ class _Work(dist.Work):
 def _strictly(rank: int, address: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     referee = _Rank(address, rank)
     referee("begin")
-    # As on CUDA: a call is compared between ranks the first time, and pipelines have channels.
+    # As on CUDA: a call is compared the first time, by an all-gather, and pipelines have channels.
     once, checked = (lambda group, device: True), type(consistency._checked)()
     try:
         with (
             _reporting(referee), mock.patch.object(consistency, "_checks_once", once),
-            mock.patch.object(consistency, "_checked", checked), mock.patch.object(pipeline, "MATCHED_BY_RANK", ()),
+            mock.patch.object(consistency, "_checked", checked),
+            mock.patch.object(consistency, "_has_tags", return_value=False),
+            mock.patch.object(pipeline, "MATCHED_BY_RANK", ()),
         ):  # fmt: skip
             return function(rank, *args)
     finally:
