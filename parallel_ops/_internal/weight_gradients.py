@@ -123,20 +123,31 @@ class GradientOf(Accumulator):
     @torch.no_grad()
     def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
         """``dz^T h``, in place where there is a gradient, so that who holds on to it sees the sum."""
+        if (grad := self._local_gradient()) is None:
+            self.add_whole(_product(dz, h, ends))
+            return
+        shape = (dz.shape[1], h.shape[1]) if ends is None else (len(ends), dz.shape[1], h.shape[1])
+        add_product(grad.view(shape), dz, h, ends)
+
+    @torch.no_grad()
+    def add_whole(self, product: Tensor) -> None:
+        """Adds a computed gradient."""
         from torch.distributed.tensor import DTensor  # costs a second, so not for those who have none
 
-        parameter, grad = self._parameter, self._parameter.grad
-        if grad is not None:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            shape = (dz.shape[1], h.shape[1]) if ends is None else (len(ends), dz.shape[1], h.shape[1])
-            add_product(local.view(shape), dz, h, ends)
-            return
-        product = _product(dz, h, ends).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            part = product.view(parameter.to_local().shape)
+        parameter = self._parameter
+        if (grad := self._local_gradient()) is not None:
+            grad += product.view(grad.shape)
+        elif isinstance(parameter, DTensor):
+            part = product.to(parameter.dtype).view(parameter.to_local().shape)
             parameter.grad = new_dtensor(DTensor, part, parameter._spec, requires_grad=False)
         else:
-            parameter.grad = product.view(parameter.shape)
+            parameter.grad = product.to(parameter.dtype).view(parameter.shape)
+
+    def _local_gradient(self) -> Tensor | None:
+        from torch.distributed.tensor import DTensor
+
+        grad = self._parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 class Postponed(Accumulator):

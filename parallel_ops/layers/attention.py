@@ -220,7 +220,9 @@ class ParallelSelfAttention(AttentionHeads):
         check_input("ParallelSelfAttention", x, self.q.weight, "[s, b, {}]")
         given = self._options_of(core_options, mask)
         (q, k, v), _ = column_linears(x, [self.q, self.k, self.v], sizes=sizes)
-        q, k, v = (t.view(*t.shape[:2], -1, self.head_dim) for t in (q, k, v))
+        # Not -1 for the heads: a rank may have no tokens.
+        heads = self.local_heads, self.local_kv_heads, self.local_kv_heads
+        q, k, v = (t.view(*t.shape[:2], n, self.head_dim) for t, n in zip((q, k, v), heads, strict=True))
         if self.q_norm is not None and self.k_norm is not None:
             # Each rank norms its own heads only, so these gradients are partial.
             q_weight, k_weight = to_local(self, self.q_norm.weight, self.k_norm.weight, partial=(True, True))

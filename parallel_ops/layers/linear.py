@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank
-from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
+from parallel_ops._internal.weight_gradients import GradientOf, Target
+from parallel_ops.comm import all_gather, copy_to_group, primitives, reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import check_input, propagates_errors
 from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear
 from parallel_ops.layers.lora import column_adapters, row_adapter
@@ -49,13 +51,15 @@ def column_linears(
     """
     first = linears[0]
     check_input(type(first).__name__, x, first.weight)
+    targets = [linear.weight_gradient() for linear in linears]
     # Of what is whole on every rank, a rank has the gradient of the rows that it uses.
     partial = [linear.rows is not None for linear in linears]
+    of_weights = [part and target is None for part, target in zip(partial, targets, strict=True)]
     both = [linear.weight for linear in linears], [linear.bias for linear in linears]
     if add_bias:
-        handed = to_local(first, *both[0], *both[1], partial=partial * 2)
+        handed = to_local(first, *both[0], *both[1], partial=of_weights + partial)
     else:  # apart, since different ops use them (see to_local)
-        handed = *to_local(first, *both[0], partial=partial), *to_local(first, *both[1], partial=partial)
+        handed = *to_local(first, *both[0], partial=of_weights), *to_local(first, *both[1], partial=partial)
     rows = [linear.rows for linear in linears] * 2
     used = [t if t is None or r is None else t[r] for t, r in zip(handed, rows, strict=True)]
     weights, biases = [w for w in used[: len(linears)] if w is not None], used[len(linears) :]
@@ -68,12 +72,6 @@ def column_linears(
         else:
             x = copy_to_group(x, first.group, fp32_reduction=first.reduction == "exact")
         return float8_linear(x, weights, added, emulated=first.float8 == "emulated"), biases
-    targets = [linear.weight_gradient() for linear in linears]
-    if any(target is not None and linear.rows is not None for target, linear in zip(targets, linears, strict=True)):
-        raise ValueError(
-            "ColumnParallelLinear: main_grad and deferred cannot be used for a weight that is whole on every rank, "
-            "since its gradients are summed over the ranks; leave them out there"
-        )
     special = any(target is not None for target in targets)
     adapted = column_adapters(
         x, [linear.lora for linear in linears], rows[: len(linears)],
@@ -162,6 +160,17 @@ class ColumnParallelLinear(ParallelLinear):
         if rows is None:
             ensure_divisible("ColumnParallelLinear", "out_features", out_features, self.ranks)
 
+    def weight_gradient(self) -> Target:
+        target = super().weight_gradient()
+        if target is None or self.rows is None or self.group is None:
+            return target
+        if isinstance(target, Tensor):
+            raise ValueError(
+                "ColumnParallelLinear: main_grad cannot be used for a weight that is whole on every rank, since its "
+                "gradients are summed over the ranks; leave it out there"
+            )
+        return _SummedRows(self.weight, self.rows, self.group)
+
     @propagates_errors
     def forward(self, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """``[s, ..., in_features]`` to ``[s, ..., out_features / P]``.
@@ -176,6 +185,22 @@ class ColumnParallelLinear(ParallelLinear):
         Sharding: x replicated, or S(0) with ``sequence_parallel``; the result S(-1).
         """
         return column_linears(x, [self], sizes=sizes)[0][0]
+
+
+class _SummedRows(GradientOf):
+    """The gradient of a weight that is whole on every rank, of which each rank uses some rows: their sum in rank order
+    in fp32."""
+
+    def __init__(self, parameter: Tensor, rows: slice, group: ProcessGroup) -> None:
+        super().__init__(parameter)
+        self._shape, self._rows, self._group = parameter.shape, rows, group
+
+    @torch.no_grad()
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
+        whole = dz.new_zeros(self._shape)
+        torch.mm(dz.t(), h, out=whole[self._rows])
+        name = self._group.group_name
+        self.add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
 class RowParallelLinear(ParallelLinear):

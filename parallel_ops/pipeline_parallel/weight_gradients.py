@@ -9,11 +9,10 @@ def defer_weight_gradients(model: nn.Module) -> DeferredWeightGradients | None:
     """Makes the linears of a model leave their weight gradients to a queue, and returns it; ``None`` if there are none.
 
     A linear is any module with an attribute ``deferred``, as ``ColumnParallelLinear`` and ``RowParallelLinear`` have.
-    One whose weight is whole on every rank (``rows``) sums its gradient over the ranks in the backward and is left as
-    it is. FSDP2 and ``replicate`` may manage the weights: ``Reduction`` reduces them.
+    FSDP2 and ``replicate`` may manage the weights: ``Reduction`` reduces them.
     """
     queue, found = DeferredWeightGradients(fsdp=True), False
     for module in model.modules():
-        if hasattr(module, "deferred") and getattr(module, "rows", None) is None:
+        if hasattr(module, "deferred"):
             module.deferred, found = queue, True  # type: ignore[assignment]
     return queue if found else None
