@@ -1,121 +1,11 @@
 """The configuration of a transformer."""
 
-import math
 import re
 from dataclasses import dataclass
 
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling of rotary frequencies, for sequences longer than those of pre-training.
-
-    Pairs that turn less than ``low_frequency`` times within ``original_length`` positions turn ``factor`` times slower;
-    pairs that turn more than ``high_frequency`` times stay; in between, a linear interpolation by the number of turns.
-
-    Raises:
-        ValueError: naming the field that is wrong.
-
-    Examples:
-        >>> from parallel_ops.models import Llama3Scaling, TransformerConfig
-        >>> scaling = Llama3Scaling(factor=32.0, low_frequency=1.0, high_frequency=4.0, original_length=8192)
-        >>> config = TransformerConfig(
-        ...     vocab_size=1000, seq_length=128, num_layers=2, hidden_size=64, num_heads=4,
-        ...     positions="rotary", rotary_base=500_000.0, rotary_scaling=scaling,
-        ... )
-    """
-
-    factor: float
-    low_frequency: float
-    high_frequency: float
-    original_length: int
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_frequency", "original_length"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Llama3Scaling: {name} must be positive, got {getattr(self, name)}")
-        if not self.high_frequency > self.low_frequency:
-            raise ValueError(
-                f"Llama3Scaling: high_frequency ({self.high_frequency}) must be above low_frequency "
-                f"({self.low_frequency})"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN's scaling of rotary frequencies, for sequences longer than those of pre-training (Peng et al.,
-    arXiv:2309.00071).
-
-    Pairs that turn less than ``beta_slow`` times within ``original_length`` positions turn ``factor`` times slower;
-    pairs that turn more than ``beta_fast`` times stay; in between, a linear interpolation by the index of the pair.
-    Cosines and sines are multiplied by ``rotary_factor``, which scales the scores of attention by its square.
-
-    Attributes:
-        factor: at least 1. original_length: in positions. beta_fast, beta_slow: in turns.
-        truncate: round the first interpolated pair down and the last one up.
-        attention_factor: the value of ``rotary_factor``; ``None`` to compute it.
-        mscale, mscale_all_dim: replace the paper's ``rotary_factor`` if both are given, as DeepSeek-V2 has it
-            (DeepSeek-AI, arXiv:2405.04434). ``None`` or 0 for not given.
-
-    Raises:
-        ValueError: naming the field that is wrong.
-
-    Examples:
-        >>> from parallel_ops.models import TransformerConfig, YarnScaling
-        >>> config = TransformerConfig(
-        ...     vocab_size=1000, seq_length=512, num_layers=2, hidden_size=64, num_heads=4,
-        ...     positions="rotary", rotary_scaling=YarnScaling(factor=4.0, original_length=128),
-        ... )
-    """
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(f"YarnScaling: factor must be at least 1, got {self.factor}")
-        if not self.beta_fast > self.beta_slow > 0:
-            raise ValueError(
-                f"YarnScaling: beta_fast must be above beta_slow and both above 0, got {self.beta_fast} and "
-                f"{self.beta_slow}"
-            )
-        # Otherwise no pair turns often enough, and the range to interpolate in lies before the first one.
-        if not self.original_length > 2 * math.pi * self.beta_slow:
-            raise ValueError(
-                "YarnScaling: original_length must be above 2 pi beta_slow, in which the fastest pair turns beta_slow "
-                f"times, got {self.original_length}"
-            )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise ValueError(f"YarnScaling: attention_factor must be positive, got {self.attention_factor}")
-        for name in ("mscale", "mscale_all_dim"):
-            if not 0 <= (getattr(self, name) or 0.0) < math.inf:
-                raise ValueError(f"YarnScaling: {name} must be at least 0, got {getattr(self, name)}")
-
-    @property
-    def rotary_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
-
-    @property
-    def softmax_factor(self) -> float:
-        """What the scores of latent attention are multiplied by besides, as DeepSeek-V2 has it: its rotary part alone
-        gets ``rotary_factor``. 1 without ``mscale_all_dim``; no other attention applies it."""
-        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-    def _magnitude(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
+from parallel_ops.models.rotary_scaling import DynamicScaling, RotaryScaling, YarnScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +30,8 @@ class TransformerConfig:
             it (OpenAI, arXiv:2508.10925).
         positions: ``"learned"`` (an embedding) or ``"rotary"`` (half-rotated, over the whole head, whose size is
             even).
-        rotary_base: wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: see
-            ``Llama3Scaling`` and ``YarnScaling``.
+        rotary_base: wavelength of the slowest rotary pair, in 2 pi positions. rotary_scaling: of the
+            frequencies, for sequences longer than those of pre-training; see ``rotary_scaling``.
         window: number of tokens that a token attends to at most, itself included: one value for all layers, or a tuple
             with one a layer; ``None`` for all earlier tokens.
         dropout: probability, on the embeddings and on each output projection; ``0 <= dropout < 1``.
@@ -182,7 +72,7 @@ class TransformerConfig:
     attention_sinks: bool = False
     positions: str = "learned"
     rotary_base: float = 10_000.0
-    rotary_scaling: Llama3Scaling | YarnScaling | None = None
+    rotary_scaling: RotaryScaling | None = None
     window: int | tuple[int | None, ...] | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -235,6 +125,8 @@ class TransformerConfig:
                 self._fail(f"{name} must be positive, got {getattr(self, name)}")
         if self.rotary_scaling is not None and self.positions != "rotary":
             self._fail("rotary_scaling needs positions='rotary'")
+        if isinstance(self.rotary_scaling, DynamicScaling) and self.rotary_dim < 4:
+            self._fail(f"DynamicScaling needs a head size of at least 4, got {self.rotary_dim}")
         if isinstance(self.rotary_scaling, YarnScaling) and self.rotary_base <= 1:
             self._fail(f"rotary_base must be above 1 with YarnScaling, got {self.rotary_base}")
 

@@ -1,13 +1,10 @@
-"""The inputs of a transformer: checks of shapes, and the angles of rotary positions."""
+"""Checks of the inputs of a transformer."""
 
-import math
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
-from parallel_ops.layers.attention import Angles
-from parallel_ops.models.config import Llama3Scaling, TransformerConfig, YarnScaling
+from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.context import Context
 from parallel_ops.pipeline_parallel.cut import Stages
 
@@ -69,41 +66,3 @@ def _check_stage(model: Model, tokens: Tensor, stage: int | None, stream: Tensor
     if stream is not None and tokens.dim() == 2 and tuple(stream.shape) != model.stream_shape(*tokens.shape):
         expected = list(model.stream_shape(*tokens.shape))
         raise ValueError(f"Transformer: stream must have shape {expected}, got {list(stream.shape)}")
-
-
-def rotary_angles(config: TransformerConfig, positions: Tensor) -> Angles:
-    """Cosines and sines of positions ``[n]``: ``[n, rotary_dim / 2]`` each, fp32."""
-    scaling = config.rotary_scaling
-    frequencies = _frequencies(config.rotary_dim, config.rotary_base, scaling, positions.device)
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    if isinstance(scaling, YarnScaling):
-        return angles.cos() * scaling.rotary_factor, angles.sin() * scaling.rotary_factor
-    return angles.cos(), angles.sin()
-
-
-def _frequencies(size: int, base: float, scaling: Llama3Scaling | YarnScaling | None, device: torch.device) -> Tensor:
-    """Radians a position of each pair of ``size`` dimensions of a head, ``[size / 2]`` fp32."""
-    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-    frequencies = 1.0 / base**exponents
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, Llama3Scaling):
-        turns = scaling.original_length * frequencies / (2 * math.pi)
-        share = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
-    else:
-        first, last = _yarn_range(size, base, scaling)
-        share = (last - torch.arange(size // 2, device=device, dtype=torch.float32)) / (last - first)
-    return torch.lerp(frequencies / scaling.factor, frequencies, share.clamp(0, 1))
-
-
-def _yarn_range(size: int, base: float, scaling: YarnScaling) -> tuple[float, float]:
-    """The indices of two pairs: YaRN interpolates between them, keeps those before and scales those behind."""
-    # Pair i turns original_length / (2 pi base^(2 i / size)) times.
-    first, last = (
-        size * math.log(scaling.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
-        for turns in (scaling.beta_fast, scaling.beta_slow)
-    )
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    return first, last if last > first else first + 1e-3

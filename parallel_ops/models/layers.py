@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTransformerLayer
 from parallel_ops.layers.core_attention import CoreAttention
-from parallel_ops.models.config import TransformerConfig, YarnScaling
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.rotary_scaling import YarnScaling
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.

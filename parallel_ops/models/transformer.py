@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_ops._internal.dropout import seed_generators
 from parallel_ops.comm import copy_to_group, gather_from_group
+from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
 from parallel_ops.layers import Norm, VocabParallelEmbedding
 from parallel_ops.layers.attention import Angles
@@ -31,9 +32,10 @@ from parallel_ops.models.auxiliary import auxiliary_losses, with_auxiliary
 from parallel_ops.models.config import TransformerConfig, plain_name
 from parallel_ops.models.context import IGNORE_INDEX, Context
 from parallel_ops.models.huggingface import PretrainedModel
-from parallel_ops.models.inputs import check_inputs, rotary_angles
+from parallel_ops.models.inputs import check_inputs
 from parallel_ops.models.layers import layer_of, normal
 from parallel_ops.models.lora_config import Lora
+from parallel_ops.models.rotary_scaling import DynamicScaling, rotary_angles
 from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.loads import ModelLoads, Place
@@ -269,6 +271,7 @@ class Transformer(PretrainedModel):
         whole = self.tokens is not None or stage is not None
         place = self.context.place(tokens.shape[0], whole=whole, device=tokens.device)
         row_positions = place.positions
+        length = self._length(tokens, positions, place.layout)
         positions = place.shard(positions) if positions is not None else row_positions
         if whole:
             tokens, targets = place.shard(tokens), None if targets is None else place.shard(targets)
@@ -278,7 +281,7 @@ class Transformer(PretrainedModel):
             x = self._embed(self.tokens, tokens, positions, row_positions)
         angles = None
         if self.config.positions == "rotary":
-            angles, positions = self._angles(x, positions)
+            angles, positions = self._angles(x, positions, length)
         options = place.core_options if cu_seqlens is None else {**place.core_options, "cu_seqlens": cu_seqlens}
         losses = auxiliary_losses(self, aux_scale, aux_loads)
         for number in self.layers if self.stages is None or stage is None else map(str, self.stages.layers[stage]):
@@ -327,13 +330,19 @@ class Transformer(PretrainedModel):
             )  # fmt: skip
         return x
 
-    def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Angles, Tensor | None]:
+    def _length(self, tokens: Tensor, positions: Tensor | None, layout: SequenceLayout | None) -> Tensor | int:
+        """The largest position of all ranks' tokens and one, where rotary frequencies depend on it."""
+        if positions is not None and isinstance(self.config.rotary_scaling, DynamicScaling) and positions.numel():
+            return positions.max() + 1
+        return tokens.shape[0] if layout is None else layout.length
+
+    def _angles(self, x: Tensor, positions: Tensor | None, length: Tensor | int) -> tuple[Angles, Tensor | None]:
         """Cosines and sines, and the row of each token in them; ``None`` if they are in the order of the tokens."""
         if positions is None:
             positions = torch.arange(x.shape[0] * (self.ranks if self.sequence_parallel else 1), device=x.device)
         if positions.dim() == 1:
-            return rotary_angles(self.config, positions), None
-        return rotary_angles(self.config, torch.arange(self.config.seq_length, device=x.device)), positions
+            return rotary_angles(self.config, positions, length), None
+        return rotary_angles(self.config, torch.arange(self.config.seq_length, device=x.device), length), positions
 
     def _logits(self, x: Tensor, head: VocabParallelEmbedding) -> Tensor:
         weight = head.local_weight()

@@ -12,10 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from parallel_ops._internal.files import expanded, one_path
 from parallel_ops.models import TransformerConfig
-from parallel_ops.models.config import Llama3Scaling, YarnScaling
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.lora_config import Lora
+from parallel_ops.models.rotary_scaling import RotaryScaling
 from parallel_ops.planner.plan import Plan
 from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
 
@@ -91,12 +91,19 @@ class RunSettings(Section):
 
 
 def _table_of(*kinds: type) -> BeforeValidator:
-    """Converts a TOML table to a dataclass: of several, the first that has most of the table's keys."""
+    """Converts a TOML table to a dataclass: of several, the one of its key ``kind`` (``"yarn"`` for ``YarnScaling``),
+    or the first that has most of its keys."""
+    names = {kind.__name__.removesuffix("Scaling").lower(): kind for kind in kinds}
 
     def convert(given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         kind = max(kinds, key=lambda kind: len(given.keys() & {field.name for field in fields(kind)}))
+        if len(kinds) > 1 and "kind" in given:
+            if (name := given["kind"]) not in names:
+                raise ValueError(f"kind must be one of {', '.join(map(repr, names))}, got {name!r}")
+            kind = names[name]
+            given = {key: value for key, value in given.items() if key != "kind"}
         try:
             return kind(**given)
         except TypeError as error:
@@ -109,7 +116,7 @@ def _model_fields() -> dict[str, Any]:
     """The fields of ``TransformerConfig``, each optional: a Hugging Face folder defines them too."""
     hints = typing.get_type_hints(TransformerConfig)
     for name, kind in (
-        ("rotary_scaling", Llama3Scaling | YarnScaling),
+        ("rotary_scaling", RotaryScaling),
         ("latent", LatentAttentionConfig),
         ("experts", ExpertsConfig),
     ):

@@ -1,6 +1,7 @@
 """Hugging Face folders: what transformers writes is computed alike on any mesh, and it opens what is written."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import random
@@ -14,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.huggingface import loading
 from parallel_ops.models.huggingface.rotary import read_rotary
-from parallel_ops.models.inputs import rotary_angles
+from parallel_ops.models.rotary_scaling import DynamicScaling, LinearScaling, rotary_angles
 from support import transformer as on_rank
 from support.distributed import ranks
 from support.huggingface_folders import (
@@ -184,10 +185,38 @@ def test_yarn_is_that_of_transformers():
             rotary_base=rope["rope_theta"], rotary_scaling=scaling,
         )  # fmt: skip
         positions = torch.tensor([0, 1, 7, 100])
-        cos, sin = rotary_angles(config, positions)
+        cos, sin = rotary_angles(config, positions, 101)
         angles = positions[:, None] * frequencies
         torch.testing.assert_close(cos, angles.cos() * factor, rtol=1e-5, atol=2e-5, msg=lambda m, r=rope: f"{r}: {m}")
         torch.testing.assert_close(sin, angles.sin() * factor, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_linear_and_dynamic_scaling_are_those_of_transformers(tmp_path, kind):
+    """In sequences below and above the original length, of batches and of documents; saved and read again."""
+    rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 2.5}
+    config = transformers.LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=rope)
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    longer = dataclasses.replace(config_from_pretrained(tmp_path / "theirs"), seq_length=64)
+    ours = Transformer.from_pretrained(tmp_path / "theirs", config=longer)
+    with torch.no_grad():
+        for length in (9, 16, 17, 40):
+            tokens = torch.randint(SIZES["vocab_size"], (2, length))
+            got = ours(tokens.t()).transpose(0, 1)
+            torch.testing.assert_close(got, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+            rows = torch.arange(length)[:, None].expand(length, 2)
+            torch.testing.assert_close(ours(tokens.t(), positions=rows).transpose(0, 1), got)
+    ours.save_pretrained(tmp_path / "ours")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+    for scaling, name in ((LinearScaling, "linear"), (DynamicScaling, "dynamic")):
+        given = {"original_length": 8} if scaling is DynamicScaling else {}
+        with pytest.raises(ValueError, match=f"{scaling.__name__}: factor must be at least 1, got 0.5"):
+            scaling(factor=0.5, **given)
+        assert scaling(factor=2.0, **given).kind == name
 
 
 def test_a_part_of_a_model_loads_its_part(folders):

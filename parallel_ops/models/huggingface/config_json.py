@@ -14,6 +14,7 @@ from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.huggingface.expert_families import FAMILIES, deepseek
 from parallel_ops.models.huggingface.families import Family
 from parallel_ops.models.huggingface.rotary import Options, listed
+from parallel_ops.models.rotary_scaling import DynamicScaling
 
 _REQUIRED = object()
 # A configuration makes lists of this length before the tensors of the layers are counted.
@@ -125,8 +126,8 @@ def options_of(config: TransformerConfig, loaded: Mapping[str, Any]) -> Options:
         family = FAMILIES[name]
         options = {"model_type": name, "architectures": [family.architecture], **family.fixed}
         try:
-            options |= family.write(config)
             options |= {theirs: getattr(want, ours) for ours, theirs in family.names.items()}
+            options |= family.write(config)
             differing = differences(config_of(options), config)
         except ValueError as error:
             differing = [str(error)]
@@ -148,9 +149,10 @@ def differences(first: TransformerConfig, second: TransformerConfig) -> list[str
 
 def _resolved(config: TransformerConfig) -> TransformerConfig:
     """The configuration with defaults resolved and without dropout on the residual stream."""
-    windows = config.windows
+    windows, scaling = config.windows, config.rotary_scaling
     return replace(
         config,
+        seq_length=scaling.original_length if isinstance(scaling, DynamicScaling) else config.seq_length,
         num_kv_heads=None if config.latent else config.resolved_num_kv_heads,
         head_dim=None if config.latent else config.resolved_head_dim,
         ffn_hidden_size=config.resolved_ffn_hidden_size,

@@ -3,7 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from parallel_ops.models.config import Llama3Scaling, TransformerConfig, YarnScaling
+from parallel_ops.models.config import TransformerConfig
+from parallel_ops.models.rotary_scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryScaling,
+    YarnScaling,
+)
 
 Options = dict[str, Any]
 
@@ -24,35 +31,54 @@ def read_rotary(options: Options) -> Options:
     kind, base = rope.pop("rope_type", kind), rope.pop("rope_theta", base)
     if rope.pop("partial_rotary_factor", fraction) != 1.0:
         raise ValueError("has a partial_rotary_factor, which is not supported")
-    scaling: Llama3Scaling | YarnScaling | None = None
-    if kind in ("llama3", "yarn"):
-        rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
+    scaling: RotaryScaling | None = None
+    if kind != "default":
+        if kind not in _READERS:
+            raise ValueError(f"has rope_type {kind!r}; supported are 'default', {', '.join(map(repr, _READERS))}")
         try:
-            scaling = _read_yarn(rope, options) if kind == "yarn" else _read_llama3(rope)
+            scaling = _READERS[kind](rope, options)
         except KeyError as missing:
             raise ValueError(f"lacks {missing.args[0]} in its rope_scaling") from None
-    elif kind != "default":
-        raise ValueError(f"has rope_type {kind!r}; supported are 'default', 'llama3' and 'yarn'")
     if rope:
         raise ValueError(f"has {listed(rope)} in its rope_scaling, which is not supported")
     return {"rotary_base": base, "rotary_scaling": scaling}
 
 
-def _read_llama3(rope: Options) -> Llama3Scaling:
+def _read_linear(rope: Options, options: Options) -> LinearScaling:
+    return LinearScaling(factor=rope.pop("factor"))
+
+
+def _read_dynamic(rope: Options, options: Options) -> DynamicScaling:
+    """Its original length is ``max_position_embeddings``: sequences may be longer."""
+    rope.pop("original_max_position_embeddings", None)
+    return DynamicScaling(factor=rope.pop("factor"), original_length=options["max_position_embeddings"])
+
+
+def _read_llama3(rope: Options, options: Options) -> Llama3Scaling:
+    rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
     return Llama3Scaling(**{ours: rope.pop(theirs) for ours, theirs in _LLAMA3.items()})
 
 
 def _read_yarn(rope: Options, options: Options) -> YarnScaling:
+    rope.setdefault("original_max_position_embeddings", options["max_position_embeddings"])
     if (factor := rope.pop("factor")) is None:
         factor = options["max_position_embeddings"] / rope["original_max_position_embeddings"]
     given = {ours: rope.pop(theirs) for ours, theirs in _YARN.items() if theirs in rope}
     return YarnScaling(factor=factor, **{ours: value for ours, value in given.items() if value is not None})
 
 
+_READERS = {"linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3, "yarn": _read_yarn}
+
+
 def write_rotary(config: TransformerConfig) -> Options:
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}
+    if isinstance(scaling, LinearScaling | DynamicScaling):
+        scaled = {"rope_type": scaling.kind, "factor": scaling.factor}
+        # The longest sequence of a model with DynamicScaling is the one from which on it scales.
+        more = {"max_position_embeddings": scaling.original_length} if isinstance(scaling, DynamicScaling) else {}
+        return {"rope_theta": config.rotary_base, "rope_scaling": scaled, **more}
     kind, names = ("llama3", _LLAMA3) if isinstance(scaling, Llama3Scaling) else ("yarn", {"factor": "factor"} | _YARN)
     values = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
     scaled = {"rope_type": kind} | {key: value for key, value in values.items() if value is not None}
