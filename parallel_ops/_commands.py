@@ -68,7 +68,7 @@ def train_command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="A key of the file: parallel.tp=2, or parallel=dp=2,tp=2.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps in all: run.steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps in all; fewer than run.steps are the first of its schedule.")] = None,
     json: Annotated[Path | None, typer.Option(help="File for one JSON object a step: logging.jsonl.")] = None,
     resume: Annotated[
         str | None,
@@ -78,6 +78,14 @@ def train_command(
             "newest in checkpoint.dir, if there is one.",
         ),
     ] = None,
+    new_phase: Annotated[
+        bool,
+        typer.Option(
+            "--new-phase",
+            help="With --resume PATH: keep weights, and begin steps and learning rate anew, with other frozen parameters, "
+            "adapters, sequence length or rotary positions.",
+        ),
+    ] = False,
     deepspeed: Annotated[
         Path | None, typer.Option(help="DeepSpeed JSON, which goes before the file.", show_default=False)
     ] = None,
@@ -136,15 +144,14 @@ def train_command(
 
     check_environment()
     wanted = [*(changes or [])]
-    wanted += [] if steps is None else [f"run.steps={steps}"]
     wanted += [] if json is None else [f"logging.jsonl='{json}'"]
     with contextlib.nullcontext() if dry_run else launch.propagated():
-        settings = command.settings_for(file, wanted, deepspeed, processes, trace=trace, profile=profile)
+        settings = command.settings_for(file, wanted, deepspeed, processes, steps=steps, trace=trace, profile=profile)
     if dry_run:
         command.dry_run(settings, cluster, strict=strict)
         return
     start = Start(
-        resume=resume is not None, path=one_path(resume) if resume else None, elastic=elastic,
+        resume=resume is not None, path=one_path(resume) if resume else None, new_phase=new_phase, elastic=elastic,
         max_restarts=max_restarts, command=context.meta[_COMMAND],
     )  # fmt: skip
     sys.exit(command.train(settings, start, strict=strict))

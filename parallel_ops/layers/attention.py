@@ -153,11 +153,6 @@ class ParallelSelfAttention(AttentionHeads):
         if qk_norm_over not in ("head", "all_heads"):
             raise ValueError(f"ParallelSelfAttention: qk_norm_over must be 'head' or 'all_heads', got {qk_norm_over!r}")
         self.norm_all_heads = qk_norm_over == "all_heads"
-        if qk_norm and self.norm_all_heads and num_kv_heads % self.ranks:
-            raise ValueError(
-                "ParallelSelfAttention: qk_norm over all heads needs num_kv_heads to be a multiple of the size of the "
-                f"mesh, got {num_kv_heads} for {self.ranks} ranks"
-            )
         self.q_norm, self.k_norm = (
             self._qk_norm(width if self.norm_all_heads else d, norm_eps, device, dtype) if qk_norm else None
             for width in (num_heads * d, num_kv_heads * d)
@@ -243,9 +238,11 @@ class ParallelSelfAttention(AttentionHeads):
         if self.group is None:
             return rms_norm(flat, weight, eps).view(x.shape)
         wide = flat.to(torch.promote_types(x.dtype, torch.float32))
-        own = weight.view(self.ranks, -1)[group_rank(self.group)]
+        # Several ranks may have the same head of the keys: as many times as the weight has too few.
+        copies = self.ranks * flat.shape[-1] // weight.numel()
+        own = weight.view(self.ranks // copies, -1)[group_rank(self.group) // copies]
         squares = reduce_from_group(wide.square().sum(-1, keepdim=True), self.group)
-        mean = copy_to_group(squares, self.group) / weight.numel()
+        mean = copy_to_group(squares, self.group) / (copies * weight.numel())
         return (wide * torch.rsqrt(mean + eps) * own).to(x.dtype).view(x.shape)
 
     def extra_repr(self) -> str:

@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from parallel_ops.models import TransformerConfig, config_from_pretrained
+from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import chosen, linear_names
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
@@ -123,11 +124,12 @@ class Settings(Section):
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
             yield ("optimizer", "decay"), f"must be {wanted}, got {optimizer.decay}"
-        if optimizer.warmup + optimizer.decay > self.run.steps:
+        if optimizer.warmup + optimizer.decay > self.schedule_steps:
             decay = f" plus optimizer.decay {optimizer.decay}" if optimizer.decay else ""
+            key = "run.steps" if optimizer.schedule_steps is None else "optimizer.schedule_steps"
             yield (
                 ("optimizer", "warmup"),
-                f"{optimizer.warmup}{decay} is more than run.steps {self.run.steps}: lower it, or raise run.steps",
+                f"{optimizer.warmup}{decay} is more than {key} {self.schedule_steps}: lower it, or raise {key}",
             )
         yield from self._fp8_problems()
         yield from self._evaluation_problems()
@@ -196,12 +198,24 @@ class Settings(Section):
         if kv_heads % plan.tp and plan.tp % kv_heads:
             yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
         if length > config.seq_length:
-            yield ("data", "seq_length"), f"is {length}, but the model's sequences have at most {config.seq_length}"
-        tokens = length * (plan.micro_batch if self.data.document_mask else 1)
-        if plan.tp > 1 and plan.sequence_parallel and tokens % (plan.tp * plan.cp):
+            longer = "; model.seq_length sets more" if config.positions == "rotary" else ""
+            yield (
+                ("data", "seq_length"),
+                f"is {length}, but the model's sequences have at most {config.seq_length}{longer}",
+            )
+        for name, rows in (("vocab_size", config.vocab_size), ("seq_length", config.seq_length)):
+            has_table = name == "vocab_size" or config.positions == "learned"
+            if has_table and (plan.tp - 1) * -(-rows // plan.tp) >= rows:
+                yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
+        if plan.tp > 1 and plan.sequence_parallel and self._row_length % (plan.tp * plan.cp):
             yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
         if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
             yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
+
+    @property
+    def _row_length(self) -> int:
+        """Tokens of a row of a micro-batch, which cp and sequence parallelism split."""
+        return self.seq_length * (self.plan.micro_batch if self.data.document_mask else 1)
 
     def _expert_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         experts, plan = self.config.experts, self.plan
@@ -215,8 +229,15 @@ class Settings(Section):
             yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
         if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
             yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
-        if plan.ep > 1 and plan.dp_replicate > 1 and not plan.zero:
-            yield ("parallel", "zero"), "must be 1 or more with ep and dp_replicate: replicas of experts are shards"
+        if experts.capacity_factor is not None and plan.ep > 1 and self._row_length % plan.cp:
+            yield (
+                ("data", "seq_length"),
+                f"is {self.seq_length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
+                "capacity on all ranks",
+            )
+        if plan.ep > 1 and plan.dp_replicate > 1 and not (plan.zero and plan.dp_shard * plan.cp > 1):
+            need = "zero of 1 or more, and dp_shard * cp of 2 or more"
+            yield ("parallel", "ep"), f"with dp_replicate needs {need}: replicas of experts are shards"
 
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
@@ -270,14 +291,22 @@ class Settings(Section):
             if missing := [f.name for f in fields(TransformerConfig) if f.default is MISSING and f.name not in shape]:
                 raise ValueError(f"model needs {', '.join(missing)}, or dir")
             return TransformerConfig(**shape)
-        if shape:
-            raise ValueError(f"model.dir has the shape of the model: leave out {', '.join(sorted(shape))}")
-        return config_from_pretrained(model.dir)
+        if fixed := sorted(shape.keys() - set(REPLACEABLE)):
+            raise ValueError(f"model.dir has the shape of the model: leave out {', '.join(fixed)}")
+        config = replace(config_from_pretrained(model.dir), **shape)
+        if config.positions == "learned" and "seq_length" in shape:
+            raise ValueError("model.dir has a table of learned positions: leave out seq_length")
+        return config
 
     @property
     def evaluates(self) -> bool:
         """There is data to evaluate on."""
         return bool(self.evaluation.paths) or self.evaluation.share > 0
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the schedule of the learning rate spans."""
+        return self.optimizer.schedule_steps or self.run.steps
 
     @property
     def seq_length(self) -> int:

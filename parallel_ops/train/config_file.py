@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from parallel_ops.planner.plan import parse_fields
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_sections import GroupSettings, Section, SourceSettings
+from parallel_ops.train.config_sections import GroupSettings, RunSettings, Section, SourceSettings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,6 +57,16 @@ def with_changes(data: Mapping[str, Any], changes: Iterable[str]) -> dict[str, A
     for change in changes:
         data = set_key(data, change)
     return dict(data)
+
+
+def with_steps(data: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """A copy of nested mappings with another ``run.steps``; a shorter run keeps the schedule of the longer one."""
+    run = data.get("run", {})
+    before = run.get("steps", RunSettings().steps) if isinstance(run, Mapping) else None
+    data = set_key(data, f"run.steps={steps}")
+    if not isinstance(before, int) or before <= steps or "schedule_steps" in data.get("optimizer", {}):
+        return data
+    return set_key(data, f"optimizer.schedule_steps={before}")
 
 
 def settings_of(data: Mapping[str, Any], name: str = "Settings") -> Settings:

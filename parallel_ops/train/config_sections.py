@@ -129,6 +129,7 @@ class _ModelSettings(Section):
 
     Attributes:
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
+            Beside it may stand what changes no weight: ``seq_length`` and ``rotary_scaling``, say, for longer sequences.
         overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
         reduction: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "exact", in
@@ -277,6 +278,8 @@ class OptimizerSettings(Section):
         warmup: Steps of linear warmup.
         decay: Decay steps of ``"wsd"``.
         min_lr_ratio: Learning rate of the last step relative to ``lr``, where the schedule decays.
+        schedule_steps: Steps that the schedule spans; ``"none"`` for ``run.steps``. A run of fewer steps, such as one
+            with ``--steps``, takes the first of them; one of more keeps the last rate.
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -293,6 +296,7 @@ class OptimizerSettings(Section):
     warmup: Count = 0
     decay: Count = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    schedule_steps: Positive | None = None
 
 
 class PrecisionSettings(Section):

@@ -102,6 +102,7 @@ def start_lines(trainer: "RunState") -> list[Line]:
     lines = [
         *plan_lines(settings, device_name(trainer.device), parameters),
         ("run", f"{span}: {tokens:,} tokens, {left * batch / samples.in_epoch:.3g} epochs{position}"),
+        *_schedule(settings),
         *data_lines(samples, left * batch),
     ]
     if trainer.evaluation is not None:
@@ -114,6 +115,11 @@ def start_lines(trainer: "RunState") -> list[Line]:
         ("checkpoints", "none" if own.dir is None else f"{own.dir}, {_when(own.interval)}; {own.keep}{best} are kept")
     ]
     return lines + _logs(settings.logging)
+
+
+def _schedule(settings: "Settings") -> list[Line]:
+    whole, steps = settings.schedule_steps, settings.run.steps
+    return [("", f"the learning rate is that of a run of {whole:,} steps, cut short")] if whole > steps else []
 
 
 def data_lines(samples: "AnySamples", taken: int) -> list[Line]:

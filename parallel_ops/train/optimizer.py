@@ -69,7 +69,10 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float:
-    """The learning rate of a step, counted from 0, of ``steps``: linear warmup to ``lr``, then the schedule.
+    """The learning rate of a step, counted from 0: linear warmup to ``lr``, then the schedule.
+
+    Args:
+        steps: That the schedule spans; later ones have the last rate.
 
     ``"wsd"`` is warmup, stable, decay (Hu et al., arXiv:2404.06395).
     """
@@ -81,7 +84,7 @@ def learning_rate(settings: "OptimizerSettings", steps: int, step: int) -> float
         first = max(first, steps - 1 - settings.decay)
     if settings.schedule == "constant" or step <= first:
         return settings.lr
-    done = (step - first) / (steps - 1 - first)
+    done = min(1.0, (step - first) / (steps - 1 - first)) if steps - 1 > first else 1.0
     left = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left)
 

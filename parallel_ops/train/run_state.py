@@ -39,6 +39,7 @@ class RunState(Protocol):
         evaluation_loss: Of the evaluation after the last step, if there was one.
         origin: The checkpoint from which the run was resumed, if it was named.
         wandb_run: Id of the run at Weights & Biases, on rank 0; ``None`` before it has one.
+        own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
     """
 
     global_step: int
@@ -46,6 +47,7 @@ class RunState(Protocol):
 
     evaluation_loss: float | None
     wandb_run: str | None
+    own_base: bool
     activity: Activity
 
     @property

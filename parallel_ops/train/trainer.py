@@ -21,7 +21,7 @@ from parallel_ops._internal.command_line import unbroken_output
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.models.lora import save_adapters
 from parallel_ops.train.build import build_model, build_samples
-from parallel_ops.train.checkpoint import checkpoints
+from parallel_ops.train.checkpoint import checkpoints, new_phase
 from parallel_ops.train.checkpoint import resume as resuming
 from parallel_ops.train.checkpoint.checkpoints import Checkpoints
 from parallel_ops.train.data.growing import Growing
@@ -62,6 +62,7 @@ class Trainer:
         evaluation_loss: Of the evaluation after the last step; ``None`` if there was none.
         saved_step: Step of the newest checkpoint of this run, or of the one that it was resumed from; -1 for none.
         origin: The checkpoint from which the run was started, as checkpoints record it; ``None`` for none.
+        own_base: The base of the adapters is that of no ``model.dir``, so checkpoints have it.
 
     Raises:
         ValueError: The settings do not fit the mesh, or the data cannot be read. OSError: From the file system.
@@ -120,6 +121,7 @@ class Trainer:
         self.evaluation_loss: float | None = None
         self.origin: str | None = None
         self.wandb_run: str | None = None
+        self.own_base = False
         self.saved_step = -1
         self._stepped = False
 
@@ -195,7 +197,7 @@ class Trainer:
         self._reach()
         batches = self.loader.step(self.samples_seen)
         seeds = [micro_batch_seed(settings.run.seed, self.global_step, n, self.mesh) for n in range(len(batches))]
-        rate = learning_rate(settings.optimizer, settings.run.steps, self.global_step)
+        rate = learning_rate(settings.optimizer, settings.schedule_steps, self.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_ratio"]
         counts, targets, divisor = count_targets(batches, self.mesh, self.device, ignores=self.samples.ignores)
@@ -285,11 +287,36 @@ class Trainer:
         self.saved_step = self.global_step
         return source
 
+    def begin_phase(self, path: Path) -> list[str]:
+        """Begins a new phase of training from a checkpoint of any plan; all ranks call it.
+
+        Frozen parameters, adapters, sequence length, vocabulary, rotary positions, data and optimizer may be others
+        than before. Weights are kept, and what else can be; steps and learning rate begin anew.
+
+        Args:
+            path: A checkpoint, or a folder whose newest checkpoint is taken.
+
+        Returns:
+            What is kept and what begins anew, a line each.
+
+        Raises:
+            CheckpointError: There is no checkpoint, a file of it is damaged, or it has another model.
+        """
+        self.activity(f"beginning a new phase from {path}", slow=True)
+        with comparison_of_world(longest(self.settings.run.timeout)) as compare:
+            source = checkpoints.newest(Path(path))
+            compare({"checkpoint": source.name, "its data": resuming.changes_of_data(self, source)})
+        found = new_phase.begin(self, source)
+        self.saved_step = -1
+        return found
+
     def save_pretrained(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a Hugging Face folder, or with ``lora`` the folder of the adapters as peft has it; all ranks call it.
 
         See ``Transformer.save_pretrained`` and ``models.lora.save_adapters``.
         """
+        if self.own_base:
+            raise ValueError("Trainer: no folder has the base of these adapters: save a checkpoint, and export it")
         if self.settings.lora is not None:
             base = self.settings.model.dir
             save_adapters(self.model, folder, base=None if base is None else str(base), dtype=dtype)  # type: ignore[arg-type]

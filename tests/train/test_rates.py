@@ -38,6 +38,14 @@ def test_rates(schedule):
     assert rates[54:56] == pytest.approx([2 * middle] * 2, rel=0.05)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_a_run_beyond_its_schedule_keeps_the_last_rate(schedule):
+    settings = OptimizerSettings(schedule=schedule, warmup=3, decay=4 if schedule == "wsd" else 0)
+    for steps in (7, 20):
+        last = learning_rate(settings, steps, steps - 1)
+        assert [learning_rate(settings, steps, step) for step in range(steps, 3 * steps)] == [last] * 2 * steps
+
+
 def test_a_run_of_one_step():
     assert learning_rate(OptimizerSettings(lr=1.0), 1, 0) == 1.0
 

@@ -181,6 +181,25 @@ def test_a_schedule_longer_than_the_run(file):
         read_settings(file, [*changes, "run.steps=99"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps", "schedule"),
+    [
+        (["optimizer.warmup=500"], 2, 1000),  # that of the file, whose warm-up is longer
+        (["optimizer.schedule=wsd", "optimizer.decay=60", "optimizer.warmup=40", "run.steps=100"], 3, 100),
+        (["optimizer.schedule_steps=5000"], 2, 5000),
+        (["run.steps=10"], 30, 30),
+        (["run.steps=10"], 10, 10),
+    ],
+)
+def test_fewer_steps_are_the_first_of_the_schedule(file, changes, steps, schedule):
+    settings = settings_for(file, changes, None, None, steps=steps)
+    assert (settings.run.steps, settings.schedule_steps) == (steps, schedule)
+    shorter = settings_for(file, changes, None, None, steps=1)
+    assert learning_rate(settings.optimizer, settings.schedule_steps, 0) == pytest.approx(
+        learning_rate(shorter.optimizer, schedule, 0)
+    )
+
+
 def test_every_wrong_key_is_named_at_once(file):
     with pytest.raises(ValueError, match=r"steps.*lr.*unknown key precision.dtpye; nearest: dtype"):
         read_settings(file, ["run.steps=0", "optimizer.lr=-1", "precision.dtpye=fp32"])

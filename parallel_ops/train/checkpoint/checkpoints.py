@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -160,11 +161,11 @@ class Checkpoints:
             raise CheckpointError(f"{error} ({last})") from error.__cause__
 
 
-def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
-    """Loads a checkpoint into ``state`` after checking its files; all ranks call it. No code in a file is run.
+def open_checked(path: Path, group: ProcessGroup | None) -> Metadata:
+    """The index of a checkpoint after checking its files; all ranks call it.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.
+        CheckpointError: A file is missing or damaged.
     """
     sums = verified(path, group)
     metadata, problems = None, []
@@ -174,6 +175,19 @@ def load(state: dict[str, Any], path: Path, group: ProcessGroup | None) -> None:
         problems.append(str(error))
     _agree(problems, path, group)
     assert metadata is not None
+    return metadata
+
+
+def load(state: dict[str, Any], path: Path, group: ProcessGroup | None, metadata: Metadata | None = None) -> None:
+    """Loads a checkpoint, or a part of it, into ``state``; all ranks call it. No code in a file is run.
+
+    Args:
+        metadata: Of ``open_checked``, if that was called.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the tensors are not those of ``state``.
+    """
+    metadata = open_checked(path, group) if metadata is None else metadata
     with _explained(f"cannot load the checkpoint {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         reader = SafeReader(path, metadata)

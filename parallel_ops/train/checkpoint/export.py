@@ -25,7 +25,7 @@ from parallel_ops.models.lora_config import Lora
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
 from parallel_ops.train.checkpoint.metadata import SafeLoadPlanner, SafeReader, read_metadata
-from parallel_ops.train.checkpoint.resume import LORA, shape_of
+from parallel_ops.train.checkpoint.resume import LORA, has_base, shape_of
 from parallel_ops.train.checkpoint.tokenizer_files import tokenizer_files
 from parallel_ops.train.config_file import describe_errors
 from parallel_ops.train.config_sections import ModelSettings
@@ -37,7 +37,8 @@ def export(
     checkpoint: Path, folder: Path, *, dtype: str | None = None, tokenizer: Path | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Writes the model of a checkpoint as a Hugging Face folder; of a run with ``lora``, its adapters as peft does.
+    """Writes the model of a checkpoint as a Hugging Face folder; of a run with ``lora``, its adapters as peft does. Of
+    adapters of a base that no folder has, as of a new phase, the model with them added to its weights.
 
     Args:
         checkpoint: A checkpoint, or a folder whose newest checkpoint is taken.
@@ -73,20 +74,27 @@ def export(
     every, adapted = list(linears_of(model)), description.model.get(LORA)
     if adapted is not None:
         _add(model, adapted, source)
-    found = model.state_dict().items()
-    shapes = {name: tuple(t.shape) for name, t in found if adapted is None or is_adapter(name)}
+    merges, found = adapted is not None and has_base(description), model.state_dict().items()
+    shapes = {name: tuple(t.shape) for name, t in found if adapted is None or merges or is_adapter(name)}
     for name, shape in shapes.items():
         stored = metadata.state_dict_metadata.get(f"model.{name}")
         if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(shape):
             size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
             raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {size}")
 
-    def read(name: str) -> Tensor:
+    def stored(name: str) -> Tensor:
         found: dict[str, Any] = {f"model.{name}": torch.empty(shapes[name], dtype=_dtype(metadata, name))}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load_state(found, storage_reader=SafeReader(source, metadata), planner=SafeLoadPlanner(), no_dist=True)
         return found[f"model.{name}"]
+
+    def read(name: str) -> Tensor:
+        linear, own = name.removesuffix(".weight"), stored(name)
+        if not merges or linear == name or linear not in adapted["linears"]:
+            return own
+        a, b = (stored(f"{linear}.lora.{part}").float() for part in "ab")
+        return own.float() + adapted["alpha"] / adapted["rank"] * (b @ a)
 
     loaded = description.rest.get("config_json")
     given = loaded if isinstance(loaded, dict) else {}
@@ -95,7 +103,7 @@ def export(
         of_base = {key: given[key] for key in given if key.endswith("_token_id") and given[key] is not None}
         more, ids = tokenizer_files(tokenizer, config.vocab_size, of_base)
         given = {**given, **ids}
-    if adapted is not None:
+    if adapted is not None and not merges:
         options, of_run = options_of(config, given), description.rest.get("adapters", {})
         written = write_adapters(
             folder, family_of(options),
@@ -105,7 +113,8 @@ def export(
         )  # fmt: skip
         report(written, written)
         return _result(source, folder, description, options["model_type"], chosen, written)
-    written = write_folder(folder, config, given, shapes, read, dtype=DTYPES[chosen], more=more, report=report)
+    whole = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+    written = write_folder(folder, config, given, whole, read, dtype=DTYPES[chosen], more=more, report=report)
     options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return _result(source, folder, description, options["model_type"], chosen, written)
 

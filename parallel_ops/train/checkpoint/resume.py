@@ -56,8 +56,8 @@ def load_state_dict(trainer: "RunState", state: dict[str, Any]) -> None:
 
 
 def _options(trainer: "RunState") -> StateDictOptions:
-    """With adapters the base comes from ``model.dir``, or from its seed."""
-    adapters = trainer.settings.lora is not None
+    """With adapters the base comes from ``model.dir``, or from its seed, unless an earlier phase has trained it."""
+    adapters = trainer.settings.lora is not None and not trainer.own_base
     return StateDictOptions(ignore_frozen_params=adapters, strict=not adapters)
 
 
@@ -78,24 +78,26 @@ def save(trainer: "RunState", store: Checkpoints) -> None:
         base = trainer.settings.model.dir
         rest["adapters"] = {"dropout": lora.dropout, "base": None if base is None else str(base)}
         rest["adapters"]["digest"] = _base_digest(trainer) if trainer.rank == 0 else None
+        rest["adapters"]["own_base"] = trainer.own_base
     rest["wandb_run"] = trainer.wandb_run
     rest["evaluation_loss"] = loss if loss is not None and math.isfinite(loss) else None
     # Rank 0 writes the description; the others need not read data for a digest.
     data = _data_of(trainer) if trainer.rank == 0 else {}
-    store.save(state, Description(progress["step"], progress["samples_seen"], _model_of(trainer), data, rest))
+    store.save(state, Description(progress["step"], progress["samples_seen"], model_of(trainer), data, rest))
 
 
 def resume(trainer: "RunState", folder: Path) -> Path:
     """Resumes from a checkpoint, or from the newest in a folder; see ``Trainer.resume``."""
     source = checkpoints.newest(folder)
-    saved = described_as(source, _model_of(trainer))
+    saved = described_as(source, model_of(trainer))
     own, before = trainer.settings.optimizer.kind, saved.rest.get("optimizer", "adamw")
     if own != before:
         raise CheckpointError(
             f"{source} has the state of {before}, but optimizer.kind is {own!r}: set it to {before!r}, or begin from "
             "the weights, by `parallel-ops export` and model.dir"
         )
-    base = saved.rest.get("adapters", {}).get("digest")
+    trainer.own_base = has_base(saved)
+    base = None if trainer.own_base else saved.rest.get("adapters", {}).get("digest")
     if base is not None and (here := of_first_rank(lambda: _base_digest(trainer))) != base:
         raise CheckpointError(
             f"{source} has adapters of another base model, {saved.rest['adapters'].get('base') or base}: they are of "
@@ -117,6 +119,12 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     if own_folder is not None and own_folder.resolve() == source.resolve().parent:  # else it is another run
         trainer.wandb_run = saved.rest.get("wandb_run")
     return source
+
+
+def has_base(saved: Description) -> bool:
+    """True for a checkpoint of adapters that has the weights of their base, too."""
+    adapters = saved.rest.get("adapters")
+    return isinstance(adapters, dict) and adapters.get("own_base") is True
 
 
 def described_as(source: Path, model: dict[str, Any]) -> Description:
@@ -169,7 +177,8 @@ def _digest_once(files: tuple[tuple[Path, int, int], ...]) -> str:
     return digest_of(file for file, *_ in files)
 
 
-def _model_of(trainer: "RunState") -> dict[str, Any]:
+def model_of(trainer: "RunState") -> dict[str, Any]:
+    """The description of a trainer's model in its checkpoints."""
     if not isinstance(trainer.model, Transformer):
         return {"class": type(trainer.model).__name__.removeprefix("FSDP")}
     described = shape_of(trainer.model.config)

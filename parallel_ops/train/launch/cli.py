@@ -14,7 +14,7 @@ from parallel_ops.planner.results import DEVICE_MEMORY
 from parallel_ops.train import description
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
-from parallel_ops.train.config_file import read_toml, settings_of, with_changes
+from parallel_ops.train.config_file import read_toml, settings_of, with_changes, with_steps
 from parallel_ops.train.deepspeed import with_deepspeed
 from parallel_ops.train.launch import start as launch
 from parallel_ops.train.launch.consistency import Disagreement
@@ -33,12 +33,14 @@ def settings_for(
     deepspeed: Path | None,
     processes: int | None,
     *,
+    steps: int | None = None,
     trace: bool = False,
     profile: bool = False,
 ) -> Settings:
     """The settings of a file, changed by a DeepSpeed JSON and the command line, for ``processes`` processes.
 
     Args:
+        steps: Steps in all. Fewer than the file's are the first of its schedule.
         trace: Draw the pipeline in ``logging.trace``; if that is not set, in a folder beside ``logging.jsonl``.
         profile: The same of ``logging.profile``.
 
@@ -49,6 +51,8 @@ def settings_for(
     if deepspeed is not None:
         ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else processes
         data = with_deepspeed(data, deepspeed, ranks)
+    if steps is not None:
+        data = with_steps(data, steps)
     for name in [*(["trace"] if trace else []), *(["profile"] if profile else [])]:
         logging = dict(data.get("logging", {}))
         logging.setdefault(name, str(Path(logging.get("jsonl", ".")).parent / name))

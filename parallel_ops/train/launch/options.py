@@ -11,6 +11,7 @@ class Start:
     Attributes:
         resume: Resume from the checkpoint ``path``, or from the newest in ``checkpoint.dir`` if there is one.
         path: A checkpoint, or a folder of checkpoints; ``None`` for ``checkpoint.dir``.
+        new_phase: Begin a new phase of training from ``path``; see ``Trainer.begin_phase``.
         elastic: Choose a new plan if the number of ranks differs from the plan's.
         max_restarts: Restarts of the local processes from the last checkpoint after a failure.
         command: The command line without ``--resume``, for messages; empty if there is none.
@@ -18,6 +19,7 @@ class Start:
 
     resume: bool = False
     path: Path | None = None
+    new_phase: bool = False
     elastic: bool = False
     max_restarts: int = 0
     command: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_ops.train.checkpoint import checkpoints, resume
+from parallel_ops.train.checkpoint import checkpoints, new_phase, resume
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.config import Settings
 from parallel_ops.train.launch.options import Start
@@ -30,6 +30,8 @@ def check(settings: Settings, start: Start) -> None:
         or is a checkpoint itself; the checkpoint to resume from is missing, damaged or of another model.
     """
     folder = settings.checkpoint.dir
+    if start.new_phase and start.path is None:
+        raise ValueError("--new-phase needs --resume PATH, the checkpoint from which it begins")
     if start.resume and start.path is None and folder is None:
         raise ValueError("--resume needs checkpoint.dir, where checkpoints are, or the PATH of one")
     there = {}
@@ -45,13 +47,28 @@ def check(settings: Settings, start: Start) -> None:
         return
     with advised(start):
         source = source_of(settings, start)
-        if source is not None:
+        begins = source is not None and begins_phase(settings, start, source)
+        if source is not None and begins:
+            new_phase.changes_of_model(source, resume.shape_of(settings.config))
+        elif source is not None:
             resume.described_as(source, resume.shape_of(settings.config))
+    if there and begins:
+        raise CheckpointError(
+            f"{folder} has a checkpoint of step {max(there)} already: name another checkpoint.dir for the new phase, or "
+            "go on in it with --resume alone"
+        )
     if there and source is not None and source.resolve() not in {path.resolve() for path in there.values()}:
         raise CheckpointError(
             f"{folder} has a checkpoint of step {max(there)}, of a run that {source} is not of: resume from it with "
             f"--resume {folder}, or name another checkpoint.dir"
         )
+
+
+def begins_phase(settings: Settings, start: Start, source: Path) -> bool:
+    """True if a new phase begins from ``source``; a restart goes on from the phase's own checkpoints."""
+    folder = settings.checkpoint.dir
+    own = restarts() and folder is not None and source in checkpoints.steps_in(folder).values()
+    return start.new_phase and not own
 
 
 def source_of(settings: Settings, start: Start) -> Path | None:
@@ -83,6 +100,8 @@ def resume_trainer(trainer: "Trainer", start: Start) -> Path | None:
         source = source_of(trainer.settings, start)
         if source is None:
             lines.append(f"begins: {trainer.settings.checkpoint.dir} has no checkpoint")
+        elif begins_phase(trainer.settings, start, source):
+            lines += [f"a new phase from {source}", *trainer.begin_phase(source)]
         else:
             changes = resume.changes_of_data(trainer, source)
             trainer.resume(source)
