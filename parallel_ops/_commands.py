@@ -68,7 +68,9 @@ def train_command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="A key of the file: parallel.tp=2, or parallel=dp=2,tp=2.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps in all; fewer than run.steps are the first of its schedule.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps in all; fewer than run.steps are the first of its schedule.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File for one JSON object a step: logging.jsonl.")] = None,
     resume: Annotated[
         str | None,
@@ -82,8 +84,8 @@ def train_command(
         bool,
         typer.Option(
             "--new-phase",
-            help="With --resume PATH: keep weights, and begin steps and learning rate anew, with other frozen parameters, "
-            "adapters, sequence length or rotary positions.",
+            help="With --resume PATH: keep weights, and begin steps and learning rate anew, with other frozen "
+            "parameters, adapters, sequence length or rotary positions.",
         ),
     ] = False,
     deepspeed: Annotated[

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
     )
     parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
-    parser.addoption("--plans", type=int, default=4, help="random plans that the trainer's test trains and resumes")
+    parser.addoption("--plans", type=int, default=None, help="random settings that are trained; a few by default")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.rotary_scaling import DynamicScaling, RotaryScaling, YarnScaling
 
-
 # Fields that can change between phases of training, or from a model's folder: weights stay what they are, but for the
 # table of learned positions.
 REPLACEABLE = ("seq_length", "rotary_base", "rotary_scaling", "window", "dropout", "attention_dropout", "init_std")

@@ -1,9 +1,9 @@
 """Scalings of rotary frequencies, and the angles of rotary positions.
 
-    LinearScaling     all pairs turn ``factor`` times slower (position interpolation; Chen et al., arXiv:2306.15595)
-    DynamicScaling    a larger base, by the length of the sequence (NTK-aware)
-    YarnScaling       slow pairs are interpolated, fast ones kept (Peng et al., arXiv:2309.00071)
-    Llama3Scaling     the same by another rule (Grattafiori et al., arXiv:2407.21783)
+LinearScaling     all pairs turn ``factor`` times slower (position interpolation; Chen et al., arXiv:2306.15595)
+DynamicScaling    a larger base, by the length of the sequence (NTK-aware)
+YarnScaling       slow pairs are interpolated, fast ones kept (Peng et al., arXiv:2309.00071)
+Llama3Scaling     the same by another rule (Grattafiori et al., arXiv:2407.21783)
 """
 
 import math

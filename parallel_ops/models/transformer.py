@@ -318,7 +318,7 @@ class Transformer(PretrainedModel):
         x: Tensor = table(tokens)
         if self.positions is not None:
             rows = torch.arange(tokens.shape[0], device=tokens.device) if positions is None else positions
-            x = x + self.positions(rows.view(tokens.shape[0], -1))
+            x = x + self.positions(rows if rows.dim() == 2 else rows[:, None])
         if self.config.dropout:
             # Drawn by global index, so that the mask is independent of the number of ranks.
             first = self.group.rank() * x.shape[0] if self.group is not None and self.sequence_parallel else 0

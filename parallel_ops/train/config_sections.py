@@ -129,7 +129,7 @@ class _ModelSettings(Section):
 
     Attributes:
         dir: Folder of a model family that ``Transformer.from_pretrained`` supports. A checkpoint replaces its weights.
-            Beside it may stand what changes no weight: ``seq_length`` and ``rotary_scaling``, say, for longer sequences.
+            Beside it may stand what changes no weight: ``seq_length`` and ``rotary_scaling``, say.
         overlap: Overlap of communication and products in the linears, see ``all_gather_linear``, and of experts, see
             ``ParallelMoE``.
         reduction: How the linears add partial sums of the tensor-parallel ranks, see ``all_gather_linear``: "exact", in

@@ -25,6 +25,23 @@ def test_links_to_files_lead_to_files(page):
     assert [link for link in files if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_are_there(page):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
+
+
+def test_cases_that_are_named_are_there():
+    """In quotes; ``...`` stands for the beginning of the one before."""
+    cases = (ROOT / "tests/train/test_elsewhere.py").read_text()
+    rows = (ROOT / "docs/what_goes_wrong_elsewhere.md").read_text().split("\n| fault")
+    named = re.findall(r'"([^"|]+)"', "".join(row.partition("|---|")[2] for row in rows))
+    assert len(named) > 20
+    for name in named:
+        part = name.strip(".,").removesuffix(" under").strip(" .,")
+        assert part in cases, name
+
+
 def test_every_public_package_has_a_reference_page():
     public = [
         path.parent.relative_to(ROOT)

@@ -10,6 +10,8 @@ from torch import Tensor
 from parallel_ops.context_parallel import SequenceLayout
 from parallel_ops.layers.core_attention import unfused
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.models.latent import LatentAttentionConfig
 from support.distributed import Raised, ranks
 from support.layers import mesh_of
 
@@ -122,6 +124,52 @@ def wrong_length(rank: int) -> None:
 )
 def test_losses_gradients_and_logits_are_those_of_one_process(layout, length, size, documents, options):
     ranks(4).run(compare, layout, length, size, documents, options)
+
+
+MODELS = {
+    "learned": {"positions": "learned", "norm": "layer_norm"},
+    "rotary": {},
+    "latent": {
+        "num_kv_heads": None, "bias": False,
+        "latent": LatentAttentionConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4),
+    },
+    "experts": {
+        "activation": "swiglu", "bias": False,
+        "experts": ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.1),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_without_tokens(kind):
+    """A sequence of three tokens or one on four ranks, in every layout."""
+    ranks(4).run(short_sequences, MODELS[kind])
+
+
+def short_sequences(rank, options):
+    for layout, length in itertools.product(("zigzag", "striped", "contiguous"), (1, 3)):
+        alone, shared = model_of(None, **options), model_of(mesh_of(cp=4)["cp"], layout, **options)
+        tokens, targets = text(length)
+        losses = alone(tokens, targets), shared(tokens, targets)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+        for loss in losses:
+            loss.backward()
+        for (name, wanted), got in zip(alone.named_parameters(), shared.parameters(), strict=True):
+            grad = torch.zeros_like(got) if got.grad is None else got.grad
+            torch.distributed.all_reduce(grad)
+            torch.testing.assert_close(
+                grad / 4, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{layout} {n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_batch_without_rows(kind):
+    model = model_of(None, **MODELS[kind])
+    tokens = torch.zeros(8, 0, dtype=torch.long)
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert loss.item() == 0 and model.eval()(tokens).shape == (8, 0, 31)
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ class Ranks:
             ready = wait(list(silent), max(deadline - time.monotonic(), 0))
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(silent.values())} did not answer within {ANSWER_SECONDS} s")
+                raised = "".join(f"; rank {r}: {got.trace}" for r, got in results.items() if isinstance(got, Raised))
+                raise TimeoutError(f"ranks {sorted(silent.values())} did not answer within {ANSWER_SECONDS} s{raised}")
             for pipe in ready:
                 rank = silent[pipe]
                 try:

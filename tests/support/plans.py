@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parallel_ops.models.config import plain_name
@@ -16,6 +15,8 @@ from support.distributed import Raised, ranks
 from support.staged import whole
 
 Sections = dict[str, dict[str, Any]]
+# Loss and gradient norm of each step, the loss of an evaluation, and whole weights and buffers of a rank.
+Found = tuple[list[tuple[float, float]], float | None, dict[str, Tensor]]
 STEPS, SAVED = 4, 2
 _LLAMA = {"activation": "swiglu", "norm": "rms_norm", "bias": False, "positions": "rotary"}
 _PATTERNS = ("tokens.*", "layers.0.*", "layers.*.attention.*", "*norm*", "layers.*", "*bias")
@@ -137,12 +138,15 @@ def uneven_twice(settings: Settings) -> bool:
 class Case:
     """One random case.
 
+    Args:
+        most: Processes of a plan at most.
+
     Attributes:
         sections: Of all three. plans: Of the first process group, and of one that resumes after ``SAVED`` steps.
         refused: Errors of ``Settings`` for plans.
     """
 
-    def __init__(self, number: int, data: Path, folder: Path) -> None:
+    def __init__(self, number: int, data: Path, folder: Path, *, most: int = 8) -> None:
         draw = random.Random(f"case {number}")
         self.number, self.folder, self.refused = number, folder, list[str]()
         while True:
@@ -156,7 +160,7 @@ class Case:
                 continue
             break
         self.plans: list[tuple[Sections, Settings]] = []
-        for processes in (draw.choice((2, 2, 4, 4, 4, 4, 4, 8)), draw.choice((1, 2, 4))):
+        for processes in (min(most, draw.choice((2, 2, 4, 4, 4, 4, 4, 8))), draw.choice((1, 2, 4))):
             for _ in range(50):
                 plan = plan_of(draw, self.sections, processes, batch)
                 saved = {} if self.plans else {"checkpoint": {"dir": str(folder)}}
@@ -187,29 +191,33 @@ class Case:
                 found.append(f"{settings.plan.text}: {first.type}: {first.message}\n{first.trace}")
                 break
             for rank, got in enumerate(results):
-                found += [f"{settings.plan.text}: rank {rank}: {line}" for line in self._differences(got, want, done)]
+                found += [
+                    f"{settings.plan.text}: rank {rank}: {line}" for line in differences(settings, got, want, done)
+                ]
             if found:
                 break
         return found
 
-    def _differences(self, got: Any, want: Any, done: int) -> list[str]:
-        exact = self.sections["precision"]["dtype"] == "fp32"
-        muon = self.sections["optimizer"]["kind"] == "muon"  # rounds updates to bfloat16
-        found = []
-        for number, (own, expected) in enumerate(zip(got[0], want[0][done:], strict=True)):
-            loose = not exact or (muon and number + done)
-            rtol, atol = ((3e-2, 1e-2) if not exact else (3e-3, 1e-3)) if loose else (2e-5, 2e-6)
-            for name, a, b in zip(("loss", "norm"), own, expected, strict=True):
-                if not abs(a - b) <= atol + rtol * (1 if name == "loss" else 2) * abs(b):
-                    found.append(f"step {done + number + 1}: {name} {a}, not {b}")
-        if got[1] is not None and abs(got[1] - want[1]) > (3e-2 if muon or not exact else 1e-4):
-            found.append(f"evaluation {got[1]}, not {want[1]}")
-        for name, value in got[2].items():
-            error, size = (value - want[2][name]).norm().item(), want[2][name].norm().item()
-            allowed = (5e-2 if muon or not exact else 2e-4) * size + (1e-2 if muon or not exact else 1e-4)
-            if not error <= allowed:
-                found.append(f"{name} is off by {error:.3g} of {size:.3g}")
-        return found
+
+def differences(settings: Settings, got: "Found", want: "Found", done: int = 0) -> list[str]:
+    """Differences of what a rank found from one process, whose steps after ``done`` they are."""
+    half = settings.precision.dtype != "fp32"
+    muon = settings.optimizer.kind == "muon"  # rounds updates to bfloat16
+    found = []
+    for number, (own, expected) in enumerate(zip(got[0], want[0][done:], strict=True)):
+        rtol, atol = (3e-2, 1e-2) if half else (3e-3, 1e-3) if muon and number + done else (2e-5, 2e-6)
+        for name, a, b in zip(("loss", "norm"), own, expected, strict=True):
+            if not abs(a - b) <= atol + rtol * (1 if name == "loss" else 2) * abs(b):
+                found.append(f"step {done + number + 1}: {name} {a}, not {b}")
+    if got[1] is not None and want[1] is not None and abs(got[1] - want[1]) > (3e-2 if muon or half else 1e-4):
+        found.append(f"evaluation {got[1]}, not {want[1]}")
+    # In 16 bits a token near a border may go to another expert.
+    rtol, atol = (0.15, 0.05) if half else (5e-2, 1e-2) if muon else (2e-4, 1e-4)
+    for name, value in got[2].items():
+        error, size = (value - want[2][name]).norm().item(), want[2][name].norm().item()
+        if not error <= rtol * size + atol:
+            found.append(f"{name} is off by {error:.3g} of {size:.3g}")
+    return found
 
 
 def _run(settings: Settings, resume: Path | None) -> list[Any]:
@@ -225,10 +233,8 @@ def _run(settings: Settings, resume: Path | None) -> list[Any]:
     return found
 
 
-def steps(
-    rank: int, settings: Settings, resume: Path | None
-) -> tuple[list[tuple[float, float]], float | None, dict[str, Tensor]]:
-    """Loss and gradient norm of each step, the loss of an evaluation, and whole weights of this rank's parameters."""
+def steps(rank: int, settings: Settings, resume: Path | None = None) -> Found:
+    """Steps of a run, and what this rank has then."""
     trainer, found = runs.trainer_of(settings), []
     if resume is not None:
         trainer.resume(resume)
@@ -239,5 +245,6 @@ def steps(
             trainer.save()
     trainer.loader.close()
     evaluated = trainer.evaluate() if settings.evaluates else None
-    weights = {plain_name(name): whole(p.detach()).cpu().float() for name, p in trainer.model.named_parameters()}
+    state = {name: t for name, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
+    weights = {plain_name(name): whole(t.detach()).cpu().float() for name, t in state.items()}
     return found, evaluated, weights

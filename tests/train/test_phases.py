@@ -149,8 +149,8 @@ def test_to_adapters_and_back(data, tmp_path):
 
 
 PLANS = [
-    {"dp": 4, "zero": 3}, {"tp": 2, "dp": 2, "zero": 2, "sequence_parallel": True}, {"pp": 2, "tp": 2, "schedule": "zb-h1"},
-    {"cp": 2, "dp": 2},
+    {"dp": 4, "zero": 3}, {"tp": 2, "dp": 2, "zero": 2, "sequence_parallel": True}, {"cp": 2, "dp": 2},
+    {"pp": 2, "tp": 2, "schedule": "zb-h1"},
 ]  # fmt: skip
 
 
@@ -162,13 +162,19 @@ def test_a_phase_begins_on_any_plan(data, tmp_path, plan):
     change = {"model": {**LLAMA, "seq_length": 24, "rotary_base": 1e5, "vocab_size": 40}}
     batch = {"global_batch": 8, "micro_batch": 1}
     alone, want = phases.steps(0, runs.settings_of(data, **change, parallel=batch), tmp_path / "full")
-    for said, got in ranks(4).run(phases.steps, runs.settings_of(data, **change, parallel=batch | plan), tmp_path / "full"):
+    for said, got in ranks(4).run(
+        phases.steps, runs.settings_of(data, **change, parallel=batch | plan), tmp_path / "full"
+    ):
         assert said == alone
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
-    lora = runs.settings_of(data, model=LLAMA, lora={"rank": 2}, parallel=batch, checkpoint={"dir": str(tmp_path / "lora")})
+    lora = runs.settings_of(
+        data, model=LLAMA, lora={"rank": 2}, parallel=batch, checkpoint={"dir": str(tmp_path / "lora")}
+    )
     phases.steps(0, lora, tmp_path / "full")
     alone, want = phases.steps(0, runs.settings_of(data, model=LLAMA, parallel=batch), tmp_path / "lora")
-    for _, got in ranks(4).run(phases.steps, runs.settings_of(data, model=LLAMA, parallel=batch | plan), tmp_path / "lora"):
+    for _, got in ranks(4).run(
+        phases.steps, runs.settings_of(data, model=LLAMA, parallel=batch | plan), tmp_path / "lora"
+    ):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
 
 
@@ -198,7 +204,11 @@ def test_the_command(data, tmp_path, monkeypatch):
     code, said = parallel_ops(*phase, "--resume", "checkpoints", "--set", "checkpoint.dir=second")
     assert code == 0, said
     assert "a new phase from checkpoints/step-00000002\nkept: " in said and "changed: seq_length 32 -> 64" in said
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-3:] == [1, 2, 3]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-3:] == [
+        1,
+        2,
+        3,
+    ]
     again = ["train", "run.toml", "--set", "model.seq_length=64", "--set", "checkpoint.dir=second", "--resume"]
     code, said = parallel_ops(*again, "--set", "run.steps=4")
     assert code == 0 and "resumes from second/step-00000003" in said, said

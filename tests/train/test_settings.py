@@ -15,6 +15,8 @@ from parallel_ops.planner.export import export
 from parallel_ops.train.config import json_schema
 from parallel_ops.train.config_file import read_settings, settings_of, with_changes
 from parallel_ops.train.deepspeed import with_deepspeed
+from parallel_ops.train.launch.cli import settings_for
+from parallel_ops.train.optimizer import learning_rate
 from parallel_ops.train.planner_model import planner_model
 
 SMALL = {
@@ -179,6 +181,47 @@ def test_a_schedule_longer_than_the_run(file):
         ValueError, match=r"optimizer\.warmup 40 plus optimizer\.decay 60 is more than run\.steps 99: low"
     ):
         read_settings(file, [*changes, "run.steps=99"])
+
+
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+SWIGLU = {"activation": "swiglu", "bias": False, "positions": "rotary"}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "message"),
+    [
+        ({"seq_length": 3}, {"tp": 4}, "model.seq_length is 3, of which one of the tp=4 ranks would have no row"),
+        ({"vocab_size": 5}, {"tp": 4}, "model.vocab_size is 5, of which one of the tp=4 ranks would have no row"),
+        (
+            {"seq_length": 15, **SWIGLU, "experts": {**EXPERTS, "capacity_factor": 1.0}}, {"cp": 2, "ep": 2},
+            "data.seq_length is 15, which cp=2 must divide with capacity_factor and ep",
+        ),
+        (
+            {**SWIGLU, "experts": EXPERTS}, {"tp": 2, "dp": 2, "dp_replicate": 2, "ep": 2, "zero": 1},
+            "parallel.ep with dp_replicate needs zero of 1 or more, and dp_shard . cp of 2 or more",
+        ),
+        (
+            {**SWIGLU, "experts": EXPERTS}, {"dp": 4, "dp_replicate": 2, "ep": 2, "zero": 0},
+            "parallel.ep with dp_replicate needs zero of 1 or more",
+        ),
+    ],
+)  # fmt: skip
+def test_plans_that_would_fail_at_the_first_step_are_refused(model, parallel, message):
+    parallel = {"global_batch": 8, **parallel}
+    with pytest.raises(ValueError, match=message):
+        settings_of({**SMALL, "model": {**SMALL["model"], **model}, "parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("linear", {}), ("dynamic", {"original_length": 16}), ("yarn", {"original_length": 16})]
+)
+def test_kinds_of_rotary_scaling(kind, more):
+    model = {**SMALL["model"], "positions": "rotary", "rotary_scaling": {"kind": kind, "factor": 2.0, **more}}
+    scaling = settings_of({**SMALL, "model": model}).config.rotary_scaling
+    assert type(scaling).__name__ == f"{kind.title()}Scaling" and scaling.factor == 2.0
+    model["rotary_scaling"] = {"kind": "longrope", "factor": 2.0}
+    with pytest.raises(ValueError, match="kind must be one of 'linear', 'yarn', 'llama3', 'dynamic', got 'longrope'"):
+        settings_of({**SMALL, "model": model})
 
 
 @pytest.mark.parametrize(

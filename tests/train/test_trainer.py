@@ -3,12 +3,10 @@
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import os
 import pty
-import random
 import re
 import shutil
 import sys
@@ -35,78 +33,8 @@ def data(tmp_path_factory):
     return runs.data_file(tmp_path_factory.mktemp("data"))
 
 
-def drawn(number, processes, kind="gpt"):
-    """The sections of a plan over so many ranks."""
-    draw = random.Random(f"{number} {processes}")
-    layouts = [
-        (pp, tp, cp, replicate, shard)
-        for pp, tp, cp, replicate, shard in itertools.product((1, 2, 4), repeat=5)
-        if pp * tp * cp * replicate * shard == processes
-    ]
-    # Half of the plans have a pipeline, where there are ranks for one.
-    with_stages = [layout for layout in layouts if layout[0] > 1]
-    pp, tp, cp, replicate, shard = draw.choice(with_stages if with_stages and draw.random() < 0.5 else layouts)
-    dp = replicate * shard
-    zero = draw.randint(0, 3) if shard * cp > 1 else 0
-    ep = draw.choice([n for n in (1, 2, 4) if (shard * cp) % n == 0]) if kind == "experts" else 1
-    zero = max(zero, 1) if ep > 1 and replicate > 1 else zero
-    kinds = ["1f1b", "gpipe", "zb-h1", "zb-2p"] + ["interleaved", "zb-v", "dualpipe-v"] * (pp == 2)
-    schedule = draw.choice(kinds) if pp > 1 else "1f1b"
-    even, least = schedule in ("interleaved", "dualpipe-v"), 4 if schedule == "dualpipe-v" else 1
-    fitting = [
-        b for b in (1, 2, 4)
-        if BATCH % (b * dp) == 0 and (m := BATCH // (b * dp)) >= least and not (even and m % 2)
-    ]  # fmt: skip
-    return {
-        "parallel": {
-            "pp": pp, "schedule": schedule, "tp": tp, "cp": cp, "dp": dp, "dp_replicate": replicate, "ep": ep,
-            "global_batch": BATCH, "zero": zero, "offload": draw.choice(("none", "optimizer")) if zero else "none",
-            # The auxiliary loss of experts is that of a micro-batch.
-            "micro_batch": 1 if kind == "experts" else draw.choice(fitting),
-            "sequence_parallel": tp > 1 and draw.random() < 0.5,
-            "cp_kind": draw.choice(("ring", "all-to-all")) if tp * cp <= 4 else "ring",
-        },
-        "recompute": {"kind": draw.choice(("none", "selective", "full")), "every": draw.choice((1, 2))},
-    }  # fmt: skip
-
-
-@functools.cache
-def alone(data, kind, document_mask):
-    model = {**runs.MODELS[kind], "num_layers": 4}
-    settings = runs.settings_of(data, model=model, data={"document_mask": document_mask}, run={"steps": 4})
-    return runs.steps_of(0, settings)
-
-
-def run(settings, resume=None, steps=None):
-    processes = settings.plan.gpus
-    if processes == 1:
-        return [runs.steps_of(0, settings, resume, steps)]
-    return ranks(processes).run(runs.steps_of, settings, resume, steps)
-
-
 def close(got, want):
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=1e-6)
-
-
-def test_any_plan_goes_on_where_any_other_stopped(data, tmp_path, pytestconfig):
-    """Four steps, the last two on another plan than the first two: as one process takes them."""
-    for number in range(pytestconfig.getoption("plans")):
-        draw = random.Random(number)
-        kind, document_mask = draw.choice(("gpt", "llama", "experts")), draw.random() < 0.5
-        first, second = drawn(2 * number, 4, kind), drawn(2 * number + 1, draw.choice((1, 2, 4)), kind)
-        folder = tmp_path / str(number)
-        common = {"data": {"document_mask": document_mask}, "run": {"steps": 4}}
-        common["model"] = {**runs.MODELS[kind], "num_layers": 4}
-        started = run(runs.settings_of(data, **common, **first, checkpoint={"dir": str(folder)}), None, 2)
-        went_on = run(runs.settings_of(data, **common, **second), folder)
-        want = alone(data, kind, document_mask)
-        for got, expected in [*((s, want[:2]) for s in started), *((s, want[2:]) for s in went_on)]:
-            try:
-                close(got, expected)
-            except AssertionError as error:
-                raise AssertionError(
-                    f"{number}: {kind}, document_mask {document_mask}, {first} then {second}: {error}"
-                ) from None
 
 
 @pytest.mark.parametrize(("processes", "plan"), [(2, {"cp": 2}), (4, {"cp": 4}), (4, {"cp": 2, "tp": 2})])

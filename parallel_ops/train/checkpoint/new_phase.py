@@ -84,9 +84,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     for linear in merged:
         if f"{linear}.weight" in model:
             whole |= {f"{linear}.lora.{part}": _empty(metadata, f"{linear}.lora.{part}") for part in "ab"}
-    checkpoints.load(
-        {"model": {**kept, **whole}, "optimizer": {"state": states}}, source, trainer.writers, metadata
-    )
+    checkpoints.load({"model": {**kept, **whole}, "optimizer": {"state": states}}, source, trainer.writers, metadata)
     set_state_dict(
         trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=StateDictOptions()
     )
@@ -107,8 +105,8 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     if saved.rest.get("dtype") == trainer.settings.precision.dtype:
         trainer.scale.load_state_dict(saved.rest["scale"])
     named: dict[str, Iterable[str]] = {
-        "kept": kept, "tables": tables, "anew": [name for name in lacking if not only_adapters] + [n for n in model if is_adapter(n)
-        if n not in kept], "states": states, "new states": [name for name in state if name not in states],
+        "kept": kept, "tables": tables, "anew": [name for name in model if is_adapter(name) and name not in kept],
+        "states": states, "new states": [name for name in state if name not in states],
     }  # fmt: skip
     found = {name: _of_all(some, trainer.writers) for name, some in named.items()}
     return _lines(trainer, saved, found, changes, merged, other_data, only_adapters)

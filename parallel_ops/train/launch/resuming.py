@@ -54,8 +54,8 @@ def check(settings: Settings, start: Start) -> None:
             resume.described_as(source, resume.shape_of(settings.config))
     if there and begins:
         raise CheckpointError(
-            f"{folder} has a checkpoint of step {max(there)} already: name another checkpoint.dir for the new phase, or "
-            "go on in it with --resume alone"
+            f"{folder} has a checkpoint of step {max(there)} already: name another checkpoint.dir for the new phase, "
+            "or go on in it with --resume alone"
         )
     if there and source is not None and source.resolve() not in {path.resolve() for path in there.values()}:
         raise CheckpointError(

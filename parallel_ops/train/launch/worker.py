@@ -76,7 +76,12 @@ def joined(
         if on_gpu:
             _select_gpu()
         source = resuming.source_of(settings, start) if start.resume else None
-        started = {"--resume": start.resume, "--elastic": start.elastic, "--new-phase": start.new_phase, "device": "cuda" if on_gpu else "cpu"}
+        started = {
+            "--resume": start.resume,
+            "--elastic": start.elastic,
+            "--new-phase": start.new_phase,
+            "device": "cuda" if on_gpu else "cpu",
+        }
         compare(values_of(settings) | started | {"checkpoint": None if source is None else source.name})
     watch = Watch(dist.PrefixStore("watch", store), rank, ranks, timeout, report, note)  # type: ignore[attr-defined]
     limit = group_timeout(timeout)
