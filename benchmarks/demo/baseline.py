@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_ops.models import TransformerConfig
-from parallel_ops.models.inputs import rotary_angles
+from parallel_ops.models.rotary_scaling import rotary_angles
 
 
 def _norm(config: TransformerConfig) -> nn.Module:
@@ -110,7 +110,7 @@ class PlainTransformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[: x.shape[1]]
         else:
-            cos, sin = rotary_angles(self.config, torch.arange(x.shape[1], device=x.device))
+            cos, sin = rotary_angles(self.config, torch.arange(x.shape[1], device=x.device), x.shape[1])
             angles = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer in self.layers:

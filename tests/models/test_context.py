@@ -158,7 +158,7 @@ def short_sequences(rank, options):
             grad = torch.zeros_like(got) if got.grad is None else got.grad
             torch.distributed.all_reduce(grad)
             torch.testing.assert_close(
-                grad / 4, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{layout} {n}: {m}"
+                grad / 4, wanted.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=(layout, name): f"{n}: {m}"
             )
 
 

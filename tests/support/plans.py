@@ -86,6 +86,8 @@ def sections_of(draw: random.Random) -> Sections:
     if draw.random() < 0.2:
         found["optimizer"]["groups"] = [{"match": draw.choice(("tokens.*", "*norm*")), "lr_ratio": 0.5}]
     found["precision"] = {"dtype": draw.choice(("fp32",) * 6 + ("bf16", "fp16"))}
+    if found["precision"]["dtype"] == "fp16":  # low, since gradients of a replica are larger than their share
+        found["precision"]["initial_scale"] = 256.0
     kind = draw.random()
     if kind < 0.15:
         found["lora"] = {"rank": draw.randint(1, 4)}

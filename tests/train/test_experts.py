@@ -179,7 +179,7 @@ def test_the_bias_balances(data):
             {},
             r"parallel\.expert_tp\s+must be 0 or 1, got 2: its experts are not split",
         ),
-        ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.zero\s+must be 1 or more with ep and dp_replicate"),
+        ({"dp": 4, "ep": 2, "dp_replicate": 2}, {}, r"parallel\.ep\s+with dp_replicate needs zero of 1 or more"),
         ({}, {"top_k": 9}, "top_k must be at most 4, the experts to choose from, got 9"),
         ({}, {"topk": 2}, "unexpected keyword argument 'topk'"),
         ({}, {"dense_layers": 4}, r"experts\.dense_layers must be below num_layers \(4\), got 4"),

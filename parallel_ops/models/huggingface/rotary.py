@@ -1,6 +1,6 @@
 """Rotary positions in a config.json: its keys, and those of the scalings of frequencies."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from parallel_ops.models.config import TransformerConfig
@@ -67,7 +67,12 @@ def _read_yarn(rope: Options, options: Options) -> YarnScaling:
     return YarnScaling(factor=factor, **{ours: value for ours, value in given.items() if value is not None})
 
 
-_READERS = {"linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3, "yarn": _read_yarn}
+_READERS: dict[str, Callable[[Options, Options], RotaryScaling]] = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
 
 
 def write_rotary(config: TransformerConfig) -> Options:

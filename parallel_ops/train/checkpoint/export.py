@@ -82,7 +82,7 @@ def export(
             size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
             raise CheckpointError(f"{source}: {name} must be {list(shape)}, got {size}")
 
-    def stored(name: str) -> Tensor:
+    def read_one(name: str) -> Tensor:
         found: dict[str, Any] = {f"model.{name}": torch.empty(shapes[name], dtype=_dtype(metadata, name))}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -90,10 +90,10 @@ def export(
         return found[f"model.{name}"]
 
     def read(name: str) -> Tensor:
-        linear, own = name.removesuffix(".weight"), stored(name)
-        if not merges or linear == name or linear not in adapted["linears"]:
+        linear, own = name.removesuffix(".weight"), read_one(name)
+        if adapted is None or not merges or linear == name or linear not in adapted["linears"]:
             return own
-        a, b = (stored(f"{linear}.lora.{part}").float() for part in "ab")
+        a, b = (read_one(f"{linear}.lora.{part}").float() for part in "ab")
         return own.float() + adapted["alpha"] / adapted["rank"] * (b @ a)
 
     loaded = description.rest.get("config_json")

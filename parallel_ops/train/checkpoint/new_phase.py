@@ -62,8 +62,10 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     metadata = checkpoints.open_checked(source, trainer.writers)
     stored = _sizes(metadata)
     merged = [] if old_lora is None or old_lora == own_lora else list(old_lora["linears"])
+    scaling = 1.0 if old_lora is None else old_lora["alpha"] / old_lora["rank"]
     only_adapters = old_lora is not None and not has_base(saved)
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=StateDictOptions())
+    found: Any = get_state_dict(trainer.model, trainer.optimizer, options=StateDictOptions())
+    model, optimizer = found
     state = optimizer["state"]
     kept = {name: t for name, t in model.items() if stored.get(f"model.{name}") == tuple(t.shape)}
     if old_lora != own_lora:
@@ -94,7 +96,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     for linear in merged:
         if f"{linear}.weight" in parameters:
             a, b = (whole[f"{linear}.lora.{part}"].float() for part in "ab")
-            _add(parameters[f"{linear}.weight"], old_lora["alpha"] / old_lora["rank"] * (b @ a))
+            _add(parameters[f"{linear}.weight"], scaling * (b @ a))
     trainer.own_base = own_lora is not None and (not only_adapters or bool(merged))
     trainer.global_step, trainer.samples_seen = 0, 0
     other_data = changes_of_data(trainer, source)
@@ -108,8 +110,8 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
         "kept": kept, "tables": tables, "anew": [name for name in model if is_adapter(name) and name not in kept],
         "states": states, "new states": [name for name in state if name not in states],
     }  # fmt: skip
-    found = {name: _of_all(some, trainer.writers) for name, some in named.items()}
-    return _lines(trainer, saved, found, changes, merged, other_data, only_adapters)
+    everywhere = {name: _of_all(some, trainer.writers) for name, some in named.items()}
+    return _lines(trainer, saved, everywhere, changes, merged, other_data, only_adapters)
 
 
 def _lines(
