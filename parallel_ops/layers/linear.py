@@ -14,16 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from parallel_ops._internal.group_checks import check_sizes
 from parallel_ops._internal.groups import group_rank
-from parallel_ops._internal.weight_gradients import GradientOf, Target
-from parallel_ops.comm import all_gather, copy_to_group, primitives, reduce_from_group, reduce_scatter
+from parallel_ops._internal.weight_gradients import Target
+from parallel_ops.comm import all_gather, copy_to_group, reduce_from_group, reduce_scatter
 from parallel_ops.layers.checks import check_input, propagates_errors
-from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear
+from parallel_ops.layers.linear_base import LinearOptions, ParallelLinear, SummedRows
 from parallel_ops.layers.lora import column_adapters, row_adapter
 from parallel_ops.layers.parameters import (
     InitFn,
@@ -169,7 +168,7 @@ class ColumnParallelLinear(ParallelLinear):
                 "ColumnParallelLinear: main_grad cannot be used for a weight that is whole on every rank, since its "
                 "gradients are summed over the ranks; leave it out there"
             )
-        return _SummedRows(self.weight, self.rows, self.group)
+        return SummedRows(self.weight, self.rows, self.group)
 
     @propagates_errors
     def forward(self, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
@@ -185,22 +184,6 @@ class ColumnParallelLinear(ParallelLinear):
         Sharding: x replicated, or S(0) with ``sequence_parallel``; the result S(-1).
         """
         return column_linears(x, [self], sizes=sizes)[0][0]
-
-
-class _SummedRows(GradientOf):
-    """The gradient of a weight that is whole on every rank, of which each rank uses some rows: their sum in rank order
-    in fp32."""
-
-    def __init__(self, parameter: Tensor, rows: slice, group: ProcessGroup) -> None:
-        super().__init__(parameter)
-        self._shape, self._rows, self._group = parameter.shape, rows, group
-
-    @torch.no_grad()
-    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
-        whole = dz.new_zeros(self._shape)
-        torch.mm(dz.t(), h, out=whole[self._rows])
-        name = self._group.group_name
-        self.add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
 class RowParallelLinear(ParallelLinear):

@@ -5,11 +5,13 @@ from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from parallel_ops._internal.groups import group_rank
 from parallel_ops._internal.weight_gradients import GradientOf, Target
+from parallel_ops.comm import primitives
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
@@ -17,6 +19,22 @@ from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction,
 
 # How the products of a linear are computed.
 Float8 = Literal["none", "current", "emulated"]
+
+
+class SummedRows(GradientOf):
+    """The gradient of a weight that is whole on every rank, of which each rank uses some rows: their sum in rank order
+    in fp32."""
+
+    def __init__(self, parameter: Tensor, rows: slice, group: ProcessGroup) -> None:
+        super().__init__(parameter)
+        self._shape, self._rows, self._group = parameter.shape, rows, group
+
+    @torch.no_grad()
+    def add(self, dz: Tensor, h: Tensor, ends: Tensor | None = None) -> None:
+        whole = dz.new_zeros(self._shape)
+        torch.mm(dz.t(), h, out=whole[self._rows])
+        name = self._group.group_name
+        self.add_whole(primitives.all_reduce(whole, True, name, "weight gradient of ColumnParallelLinear"))
 
 
 class LinearOptions(TypedDict):

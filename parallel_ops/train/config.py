@@ -17,6 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from parallel_ops.models import TransformerConfig, config_from_pretrained
 from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import chosen, linear_names
+from parallel_ops.pipeline_parallel.cut import cut
 from parallel_ops.planner.export import find_target
 from parallel_ops.planner.feasibility import SPLIT_BACKWARD, pipeline_problems
 from parallel_ops.planner.plan import V_SHAPED, Plan, parse_fields
@@ -34,8 +35,8 @@ from parallel_ops.train.config_sections import (
     RunSettings,
     Section,
 )
-from parallel_ops.train.float8_sizes import size_problem
 from parallel_ops.train.planner_model import planner_model
+from parallel_ops.train.sizes import expert_problems, float8_problem, size_problems
 
 # The key of ``[parallel]`` that a reason against a pipeline is about.
 _KEYS = {"too few layers": "pp", "micro-batches": "global_batch", "schedule without pp": "schedule"}
@@ -118,8 +119,8 @@ class Settings(Section):
             yield ("parallel", "offload"), "needs zero of 1 or more: FSDP2 offloads shards"
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
             yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
-        yield from self._size_problems()
-        yield from self._expert_problems()
+        yield from size_problems(self)
+        yield from expert_problems(self)
         yield from self._pipeline_problems()
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"
@@ -173,7 +174,7 @@ class Settings(Section):
                 f"is {own.fp8_bf16_layers}, at the start and at the end, which leaves none of the {layers} layers in "
                 "float8; lower it",
             )
-        elif problem := size_problem(self.config, plan.tp, own.fp8_bf16_layers):
+        elif problem := float8_problem(self.config, plan.tp, own.fp8_bf16_layers):
             yield ("precision", "fp8"), problem
 
     def _evaluation_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
@@ -189,56 +190,6 @@ class Settings(Section):
         if keep_best and self.checkpoint.dir is None:
             yield ("checkpoint", "dir"), "is needed with checkpoint.keep_best"
 
-    def _size_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
-        config, plan, length = self.config, self.plan, self.seq_length
-        kv_heads = config.resolved_num_kv_heads
-        for name, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.resolved_ffn_hidden_size)):
-            if size % plan.tp:
-                yield ("model", name), f"is {size}, which tp={plan.tp} must divide"
-        if kv_heads % plan.tp and plan.tp % kv_heads:
-            yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
-        if length > config.seq_length:
-            longer = "; model.seq_length sets more" if config.positions == "rotary" else ""
-            yield (
-                ("data", "seq_length"),
-                f"is {length}, but the model's sequences have at most {config.seq_length}{longer}",
-            )
-        for name, rows in (("vocab_size", config.vocab_size), ("seq_length", config.seq_length)):
-            has_table = name == "vocab_size" or config.positions == "learned"
-            if has_table and (plan.tp - 1) * -(-rows // plan.tp) >= rows:
-                yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
-        if plan.tp > 1 and plan.sequence_parallel and self._row_length % (plan.tp * plan.cp):
-            yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
-        if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
-            yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
-
-    @property
-    def _row_length(self) -> int:
-        """Tokens of a row of a micro-batch, which cp and sequence parallelism split."""
-        return self.seq_length * (self.plan.micro_batch if self.data.document_mask else 1)
-
-    def _expert_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
-        experts, plan = self.config.experts, self.plan
-        if experts is None:
-            if plan.ep > 1:
-                yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
-            if plan.recompute == "experts":
-                yield ("recompute", "kind"), "must not be 'experts' for a model without experts"
-            return
-        if experts.num_experts % plan.ep:
-            yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
-        if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
-            yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
-        if experts.capacity_factor is not None and plan.ep > 1 and self._row_length % plan.cp:
-            yield (
-                ("data", "seq_length"),
-                f"is {self.seq_length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
-                "capacity on all ranks",
-            )
-        if plan.ep > 1 and plan.dp_replicate > 1 and not (plan.zero and plan.dp_shard * plan.cp > 1):
-            need = "zero of 1 or more, and dp_shard * cp of 2 or more"
-            yield ("parallel", "ep"), f"with dp_replicate needs {need}: replicas of experts are shards"
-
     def _pipeline_problems(self) -> Iterable[tuple[tuple[str, ...], str]]:
         plan = self.plan
         if plan.pp == 1 and self.logging.trace is not None:
@@ -246,6 +197,11 @@ class Settings(Section):
         model = planner_model(self.config, self.seq_length)
         for found in pipeline_problems(model, plan, plan.recompute):
             yield ("parallel", _KEYS.get(found.kind, "schedule")), found.reason
+        if plan.pp > 1 and plan.layers_per_chunk:
+            try:
+                cut(self.config.num_layers, plan)
+            except ValueError as error:
+                yield ("parallel",), str(error)
         if plan.pp > 1 and self.run.compile and plan.schedule in SPLIT_BACKWARD:
             other = "or take the schedule 1f1b, interleaved or gpipe"
             yield ("run", "compile"), f"must be false with schedule {plan.schedule!r}, {other}: {_APART}"

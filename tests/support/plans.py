@@ -30,8 +30,8 @@ def model_of(draw: random.Random) -> dict[str, Any]:
     model: dict[str, Any] = {
         "vocab_size": draw.choice((31, 32, 37, 48, 64)), "seq_length": draw.choice((1, 2, 3, 5, 8, 12, 15, 16, 16, 24)),
         "num_layers": draw.choice((1, 2, 3, 4, 4, 5)), "num_heads": heads, "init_std": 0.1,
-        "hidden_size": draw.choice((heads * size, 24, 32, 36, 30)), "head_dim": size,
-        "ffn_hidden_size": draw.choice((24, 32, 36, 40, 44)), "tied_embeddings": draw.random() < 0.5,
+        "hidden_size": draw.choice((heads * size, 24, 32, 36, 30, 33)), "head_dim": size,
+        "ffn_hidden_size": draw.choice((24, 32, 36, 40, 44, 33)), "tied_embeddings": draw.random() < 0.5,
     }  # fmt: skip
     if family == "gpt":
         return model | {"activation": draw.choice(("gelu", "gelu_exact")), "dropout": 0.0}
@@ -58,7 +58,7 @@ def model_of(draw: random.Random) -> dict[str, Any]:
 def _experts(draw: random.Random, family: str, layers: int) -> dict[str, Any]:
     count = draw.choice((2, 4, 6, 8))
     found: dict[str, Any] = {
-        "num_experts": count, "top_k": draw.randint(1, 2), "ffn_hidden_size": draw.choice((8, 12, 16)),
+        "num_experts": count, "top_k": draw.randint(1, 2), "ffn_hidden_size": draw.choice((8, 12, 16, 7)),
         "aux_loss": draw.choice((0.0, 0.05)), "z_loss": draw.choice((0.0, 0.01)),
         "aux_loss_over": draw.choice(("layer", "model")),
     }  # fmt: skip
@@ -86,6 +86,8 @@ def sections_of(draw: random.Random) -> Sections:
     if draw.random() < 0.2:
         found["optimizer"]["groups"] = [{"match": draw.choice(("tokens.*", "*norm*")), "lr_ratio": 0.5}]
     found["precision"] = {"dtype": draw.choice(("fp32",) * 6 + ("bf16", "fp16"))}
+    if found["precision"]["dtype"] == "bf16" and draw.random() < 0.5:
+        found["precision"] |= {"fp8": "current", "fp8_emulation": True, "fp8_bf16_layers": draw.randint(0, 1)}
     if found["precision"]["dtype"] == "fp16":  # low, since gradients of a replica are larger than their share
         found["precision"]["initial_scale"] = 256.0
     kind = draw.random()
@@ -118,6 +120,11 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
         plan["ep"] = draw.choice([n for n in (1, 2, 4, 8) if (shard * cp * tp) % n == 0])
     if pp > 1:
         plan["schedule"] = draw.choice(("1f1b", "gpipe", "zb-h1", "zb-2p", "interleaved", "zb-v", "dualpipe-v"))
+        if draw.random() < 0.3:
+            ends = sorted(draw.choices(range(sections["model"]["num_layers"] + 1), k=pp - 1))
+            plan["layers_per_chunk"] = [
+                b - a for a, b in itertools.pairwise([0, *ends, sections["model"]["num_layers"]])
+            ]
     kinds = ("none", "none", "selective", "full") + ("experts",) * bool(experts)
     return {"parallel": plan, "recompute": {"kind": draw.choice(kinds), "every": draw.choice((1, 2))}}
 

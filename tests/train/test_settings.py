@@ -192,6 +192,11 @@ SWIGLU = {"activation": "swiglu", "bias": False, "positions": "rotary"}
     [
         ({"seq_length": 3}, {"tp": 4}, "model.seq_length is 3, of which one of the tp=4 ranks would have no row"),
         ({"vocab_size": 5}, {"tp": 4}, "model.vocab_size is 5, of which one of the tp=4 ranks would have no row"),
+        ({}, {"pp": 2, "layers_per_chunk": [2, 0]}, "layers_per_chunk leaves pipeline rank 1 without a layer"),
+        (
+            {**SWIGLU, "experts": {**EXPERTS, "shared_experts": 1, "ffn_hidden_size": 7}}, {"tp": 2},
+            "model.experts have shared experts of width 7 together, which tp=2 must divide",
+        ),
         (
             {"seq_length": 15, **SWIGLU, "experts": {**EXPERTS, "capacity_factor": 1.0}}, {"cp": 2, "ep": 2},
             "data.seq_length is 15, which cp=2 must divide with capacity_factor and ep",

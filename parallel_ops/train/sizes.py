@@ -1,0 +1,91 @@
+"""Checks that the sizes of a model fit its plan, before a rank is started."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from parallel_ops.layers import RowParallelLinear
+from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.lora import linears_of
+from parallel_ops.ops.float8_linear import MULTIPLE
+
+if TYPE_CHECKING:
+    from parallel_ops.train.config import Settings
+
+# The key that is wrong, and the reason.
+Problems = Iterator[tuple[tuple[str, ...], str]]
+
+
+def float8_problem(config: TransformerConfig, tp: int, at_the_ends: int) -> str | None:
+    """Names a linear whose part on a tensor-parallel rank has sizes that float8 does not take; ``None`` for none.
+
+    Args:
+        at_the_ends: As many layers at the start, and at the end, that stay in 16 bits.
+    """
+    for name, linear in linears_of(Transformer(config, device="meta")).items():
+        if not at_the_ends <= int(name.split(".")[1]) < config.num_layers - at_the_ends:
+            continue
+        rows, columns = linear.out_features, linear.in_features
+        if isinstance(linear, RowParallelLinear):
+            columns //= tp
+        else:
+            # With fewer key heads than ranks, a rank uses one head.
+            rows //= min(tp, config.resolved_num_kv_heads) if name.endswith((".k", ".v")) else tp
+        if rows % MULTIPLE or columns % MULTIPLE:
+            return f"needs sizes of linears that {MULTIPLE} divides on each rank of tp: {name} has {columns} x {rows}"
+    return None
+
+
+def size_problems(settings: "Settings") -> Problems:
+    """Sizes that the ranks of tp and cp cannot split."""
+    config, plan, length = settings.config, settings.plan, settings.seq_length
+    kv_heads = config.resolved_num_kv_heads
+    for name, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.resolved_ffn_hidden_size)):
+        if size % plan.tp:
+            yield ("model", name), f"is {size}, which tp={plan.tp} must divide"
+    if kv_heads % plan.tp and plan.tp % kv_heads:
+        yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp={plan.tp} must divide, or be a multiple of"
+    if length > config.seq_length:
+        longer = "; model.seq_length sets more" if config.positions == "rotary" else ""
+        yield (
+            ("data", "seq_length"),
+            f"is {length}, but the model's sequences have at most {config.seq_length}{longer}",
+        )
+    for name, rows in (("vocab_size", config.vocab_size), ("seq_length", config.seq_length)):
+        has_table = name == "vocab_size" or config.positions == "learned"
+        if has_table and (plan.tp - 1) * -(-rows // plan.tp) >= rows:
+            yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
+    if plan.tp > 1 and plan.sequence_parallel and _row_length(settings) % (plan.tp * plan.cp):
+        yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
+    if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
+        yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
+
+
+def expert_problems(settings: "Settings") -> Problems:
+    """Experts that the ranks cannot share."""
+    experts, plan = settings.config.experts, settings.plan
+    if experts is None:
+        if plan.ep > 1:
+            yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
+        if plan.recompute == "experts":
+            yield ("recompute", "kind"), "must not be 'experts' for a model without experts"
+        return
+    if (shared := experts.shared_experts * experts.ffn_hidden_size) % plan.tp:
+        yield ("model", "experts"), f"have shared experts of width {shared} together, which tp={plan.tp} must divide"
+    if experts.num_experts % plan.ep:
+        yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
+    if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
+        yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
+    if experts.capacity_factor is not None and plan.ep > 1 and _row_length(settings) % plan.cp:
+        yield (
+            ("data", "seq_length"),
+            f"is {settings.seq_length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
+            "capacity on all ranks",
+        )
+    if plan.ep > 1 and plan.dp_replicate > 1 and not (plan.zero and plan.dp_shard * plan.cp > 1):
+        need = "zero of 1 or more, and dp_shard * cp of 2 or more"
+        yield ("parallel", "ep"), f"with dp_replicate needs {need}: replicas of experts are shards"
+
+
+def _row_length(settings: "Settings") -> int:
+    """Tokens of a row of a micro-batch, which cp and sequence parallelism split."""
+    return settings.seq_length * (settings.plan.micro_batch if settings.data.document_mask else 1)
