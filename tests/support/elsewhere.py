@@ -4,11 +4,14 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.experts import ExpertsConfig
+from parallel_ops.train.config import Settings
+from support import trainer as runs
 from support.staged import whole
 
 _CONFIG = TransformerConfig(
@@ -30,6 +33,33 @@ def _loss(seed: int, tensor: DeviceMesh | None) -> tuple[float, dict[str, Tensor
     loss = model(tokens, targets)
     loss.backward()
     return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+class TwoHeads(nn.Module):
+    """Predicts the next token and, with a smaller weight, the one behind it, as multi-token prediction does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Embedding(31, 16), nn.Linear(16, 31), nn.Linear(16, 31)])
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+        x = self.layers[0](tokens)
+        later = targets.roll(-1, 0)
+        later[15::16] = -100  # of a packed row, the last of each sequence
+        losses = []
+        for head, wanted in ((self.layers[1], targets), (self.layers[2], later)):
+            total = F.cross_entropy(head(x).flatten(0, 1), wanted.flatten(), reduction="sum")
+            losses.append(total / (targets != -100).sum().clamp(min=1))
+        return losses[0] + 0.3 * losses[1]
+
+
+def two_heads(rank: int, settings: Settings) -> tuple[list[tuple[float, float]], None, dict[str, Tensor]]:
+    trainer = runs.trainer_of(settings, model=TwoHeads())
+    steps = [trainer.step() for _ in range(3)]
+    trainer.loader.close()
+    weights = {name: whole(t.detach()) for name, t in trainer.model.state_dict().items()}
+    return [(step.loss, step.grad_norm) for step in steps], None, weights
 
 
 def both_alone() -> list[tuple[float, dict[str, Tensor]]]:

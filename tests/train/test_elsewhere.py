@@ -96,6 +96,16 @@ def test_a_plan_that_computes_something_else_elsewhere(data, uneven_data, name):
         assert plans.differences(settings, got, want) == [], (name, rank)
 
 
+@pytest.mark.parametrize("plan", [{"dp": 4, "zero": 2}, {"dp": 4, "dp_replicate": 2, "zero": 1}, {"dp": 4}], ids=str)
+def test_losses_of_several_tokens_over_uneven_valid_tokens(uneven_data, plan):
+    """Each is normalised by the valid tokens of the step, whatever ranks and micro-batches have."""
+    batch = {"global_batch": 16, "micro_batch": 2}
+    want = elsewhere.two_heads(0, runs.settings_of(uneven_data, data=UNEVEN, parallel={**batch, "micro_batch": 16}))
+    settings = runs.settings_of(uneven_data, data=UNEVEN, parallel={**batch, **plan})
+    for got in ranks(4).run(elsewhere.two_heads, settings):
+        assert plans.differences(settings, got, want) == []
+
+
 def test_valid_tokens_are_uneven(uneven_data):
     """What the cases above are about: replicas and micro-batches of a step have other numbers of targets."""
     settings = runs.settings_of(uneven_data, data=UNEVEN, parallel={"global_batch": 8, "micro_batch": 1})

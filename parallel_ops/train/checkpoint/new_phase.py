@@ -59,11 +59,13 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     saved, own_lora = checkpoints.describe(source), model_of(trainer).get(LORA)
     changes = changes_of_model(source, model_of(trainer))
     old_lora = saved.model.get(LORA)
+    only_adapters = old_lora is not None and not has_base(saved)
+    if only_adapters and (base := _base_of(trainer)) != (before := saved.rest.get("adapters", {}).get("base")):
+        changes.append(f"the model of the adapters {before} -> {base}")
     metadata = checkpoints.open_checked(source, trainer.writers)
     stored = _sizes(metadata)
     merged = [] if old_lora is None or old_lora == own_lora else list(old_lora["linears"])
     scaling = 1.0 if old_lora is None else old_lora["alpha"] / old_lora["rank"]
-    only_adapters = old_lora is not None and not has_base(saved)
     found: Any = get_state_dict(trainer.model, trainer.optimizer, options=StateDictOptions())
     model, optimizer = found
     state = optimizer["state"]
@@ -119,8 +121,8 @@ def _lines(
     other_data: list[str], only_adapters: bool,
 ) -> list[str]:  # fmt: skip
     """What is kept and what begins anew, a line each."""
-    base = "" if trainer.settings.model.dir is None else f", the others are those of {trainer.settings.model.dir}"
-    weights = f"{len(found['kept'])} weights{base if only_adapters else ''}"
+    base = f", the others are those of {_base_of(trainer) or 'the seed'}" if only_adapters else ""
+    weights = f"{len(found['kept'])} weights{base}"
     lines = [f"kept: {weights}", f"kept: the optimizer's state of {len(found['states'])} parameters"]
     lines += [f"kept: the first rows of {name}" for name in found["tables"]]
     lines += [f"kept: adapters of {_some(merged)}, added to the weights of these linears"] if merged else []
@@ -131,6 +133,12 @@ def _lines(
         lines += [f"anew: the optimizer's state of {_some(found['new states'])}"]
     lines += [f"anew: the data, from their first sample ({', '.join(other_data)})"] if other_data else []
     return [*lines, f"anew: steps and learning rate; {saved.step:,} steps were taken before"]
+
+
+def _base_of(trainer: "RunState") -> str | None:
+    """The folder with the weights that adapters are of; ``None`` where they are those of the seed."""
+    folder = trainer.settings.model.dir
+    return None if folder is None else str(folder)
 
 
 def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
