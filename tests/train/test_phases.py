@@ -63,7 +63,9 @@ def test_gradual_unfreezing(data, tmp_path):
     for name, parameter in moments.items():
         own = trainer.optimizer.state[parameter]["exp_avg"]
         assert bool(own.any()) != name.startswith("layers.0."), name
-    with pytest.raises((CheckpointError, KeyError, RuntimeError)):  # what a plain resume cannot do
+    with pytest.raises(
+        CheckpointError, match=r"no state of the optimizer for layers\.0\..*; --resume PATH --new-phase"
+    ):
         Trainer(runs.settings_of(data, model={**LLAMA, "freeze": ["tokens.*"]})).resume(tmp_path)
     trainer.step()
     trainer.loader.close()
@@ -186,6 +188,8 @@ def test_another_model_is_no_phase(data, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             Trainer(runs.settings_of(data, model={**LLAMA, **change})).begin_phase(tmp_path)
+    with pytest.raises(CheckpointError, match="seq_length 16, not 32; --resume PATH --new-phase"):
+        Trainer(runs.settings_of(data, model={**LLAMA, "seq_length": 32})).resume(tmp_path)
 
 
 def test_the_command(data, tmp_path, monkeypatch):

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from parallel_ops._internal.compat import local_box
 from parallel_ops.layers.lora import is_adapter
-from parallel_ops.models.config import REPLACEABLE, plain_name
+from parallel_ops.models.config import plain_name
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Description
-from parallel_ops.train.checkpoint.resume import LORA, changes_of_data, has_base, model_of
+from parallel_ops.train.checkpoint.resume import IN_A_PHASE, LORA, changes_of_data, has_base, model_of, of_all, some_of
 from parallel_ops.train.data.growing import Growing
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 # Tables of which a model with more or fewer rows keeps the first ones.
 _TABLES = ("tokens.weight", "head.weight", "positions.weight")
-# Names that are listed; further ones are counted.
-_NAMED = 4
 
 
 def changes_of_model(source: Path, model: dict[str, Any]) -> list[str]:
@@ -45,10 +41,10 @@ def changes_of_model(source: Path, model: dict[str, Any]) -> list[str]:
         before = saved.get(name)
         if before == value or name == LORA:
             continue
-        if name not in (*REPLACEABLE, "vocab_size"):
+        if name not in IN_A_PHASE:
             raise CheckpointError(
                 f"{source} is of a model with {name} {before!r}, not {value!r}; a new phase may change "
-                f"{', '.join((*REPLACEABLE, 'vocab_size'))}, model.freeze and lora"
+                f"{', '.join(IN_A_PHASE)}, model.freeze and lora"
             )
         changes.append(f"{name} {before} -> {value}")
     return changes
@@ -75,7 +71,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
     tables = [name for name in _TABLES if name in model and name not in kept and f"model.{name}" in stored]
     lacking = [name for name in model if name not in kept and name not in tables and not is_adapter(name)]
     if lacking and not only_adapters:
-        raise CheckpointError(f"{source} is of another model: it has no {_some(lacking)} of the same shape")
+        raise CheckpointError(f"{source} is of another model: it has no {some_of(lacking)} of the same shape")
     same_kind = saved.rest.get("optimizer", "adamw") == trainer.settings.optimizer.kind
     states = {
         name: own for name, own in state.items()
@@ -112,7 +108,7 @@ def begin(trainer: "RunState", source: Path) -> list[str]:
         "kept": kept, "tables": tables, "anew": [name for name in model if is_adapter(name) and name not in kept],
         "states": states, "new states": [name for name in state if name not in states],
     }  # fmt: skip
-    everywhere = {name: _of_all(some, trainer.writers) for name, some in named.items()}
+    everywhere = {name: of_all(some, trainer.writers) for name, some in named.items()}
     return _lines(trainer, saved, everywhere, changes, merged, other_data, only_adapters)
 
 
@@ -125,12 +121,12 @@ def _lines(
     weights = f"{len(found['kept'])} weights{base}"
     lines = [f"kept: {weights}", f"kept: the optimizer's state of {len(found['states'])} parameters"]
     lines += [f"kept: the first rows of {name}" for name in found["tables"]]
-    lines += [f"kept: adapters of {_some(merged)}, added to the weights of these linears"] if merged else []
+    lines += [f"kept: adapters of {some_of(merged)}, added to the weights of these linears"] if merged else []
     lines += [] if other_data else [f"kept: the position in the data, sample {saved.samples_seen:,}"]
     lines += [f"changed: {change}" for change in changes]
-    lines += [f"anew: weights of {_some(found['anew'])}"] if found["anew"] else []
+    lines += [f"anew: weights of {some_of(found['anew'])}"] if found["anew"] else []
     if found["new states"]:
-        lines += [f"anew: the optimizer's state of {_some(found['new states'])}"]
+        lines += [f"anew: the optimizer's state of {some_of(found['new states'])}"]
     lines += [f"anew: the data, from their first sample ({', '.join(other_data)})"] if other_data else []
     return [*lines, f"anew: steps and learning rate; {saved.step:,} steps were taken before"]
 
@@ -171,18 +167,3 @@ def _copy_rows(parameter: nn.Parameter, rows: Tensor) -> None:
 def _add(parameter: nn.Parameter, whole: Tensor) -> None:
     local, place = _part(parameter)
     local.add_(whole[place].to(local))
-
-
-def _of_all(names: Iterable[str], group: ProcessGroup | None) -> list[str]:
-    """The names of all ranks: a pipeline stage has some."""
-    own = list(names)
-    if group is None:
-        return own
-    everyone: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everyone, own, group=group)
-    return list(dict.fromkeys(name for some in everyone for name in some))
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")

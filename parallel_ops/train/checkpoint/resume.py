@@ -4,13 +4,17 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from parallel_ops._internal.files import digest_of
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.models.config import REPLACEABLE
 from parallel_ops.models.lora import adapted_linears
 from parallel_ops.train.checkpoint import checkpoints
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Description
@@ -27,6 +31,11 @@ LORA = "lora"
 _FREE = ("dropout", "attention_dropout", "init_std")
 # Digests in the description of data, and what it means if they differ.
 _DIGESTS = {"digest": "other tokens, or another order of files", "mask": "another mask of the loss"}
+# Fields that a new phase may change.
+IN_A_PHASE = (*REPLACEABLE, "vocab_size")
+_ADVICE = "--resume PATH --new-phase, or Trainer.begin_phase, begins a new phase from its weights"
+# Names that are listed; further ones are counted.
+_NAMED = 4
 
 
 def state_dict(trainer: "RunState") -> dict[str, Any]:
@@ -106,7 +115,16 @@ def resume(trainer: "RunState", folder: Path) -> Path:
     state = state_dict(trainer)
     del state["progress"]
     groups = state["optimizer"].pop("param_groups")
-    checkpoints.load(state, source, trainer.writers)
+    metadata = checkpoints.open_checked(source, trainer.writers)
+    lacking = [
+        name for name, own in state["optimizer"]["state"].items()
+        if any(f"optimizer.state.{name}.{key}" not in metadata.state_dict_metadata for key in own)
+    ]  # fmt: skip
+    if lacking := of_all(lacking, trainer.writers):
+        raise CheckpointError(
+            f"{source} has no state of the optimizer for {some_of(lacking)}, which its run has not trained; {_ADVICE}"
+        )
+    checkpoints.load(state, source, trainer.writers, metadata)
     state["optimizer"]["param_groups"] = groups
     samples_seen = 0
     if not changes_of_data(trainer, source):
@@ -136,7 +154,10 @@ def described_as(source: Path, model: dict[str, Any]) -> Description:
     saved = checkpoints.describe(source)
     for name, value in {LORA: None, **model}.items():
         if name not in _FREE and saved.model.get(name) != value:
-            raise CheckpointError(f"{source} is of a model with {name} {saved.model.get(name)!r}, not {value!r}")
+            advice = f"; {_ADVICE}" if name in (*IN_A_PHASE, LORA) else ""
+            raise CheckpointError(
+                f"{source} is of a model with {name} {saved.model.get(name)!r}, not {value!r}{advice}"
+            )
     return saved
 
 
@@ -214,3 +235,19 @@ def _data_of(trainer: "RunState") -> dict[str, Any]:
         "document_mask": samples.document_mask,
         "shuffle": samples.shuffle,
     }
+
+
+def of_all(names: Iterable[str], group: ProcessGroup | None) -> list[str]:
+    """The names of all ranks: a pipeline stage has some."""
+    own = list(names)
+    if group is None:
+        return own
+    everyone: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, own, group=group)
+    return list(dict.fromkeys(name for some in everyone for name in some))
+
+
+def some_of(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
