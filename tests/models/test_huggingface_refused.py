@@ -25,7 +25,7 @@ BAD_OPTIONS = {
     "lacks hidden_size": {"hidden_size": ...},
     "has hidden_act 'relu'; supported is 'silu'": {"hidden_act": "relu"},
     "has attention_bias True; supported is False": {"attention_bias": True},
-    "has rope_type 'longrope'; supported are 'default', 'llama3' and 'yarn'": {
+    "has rope_type 'longrope'; supported are 'default', 'linear', 'dynamic', 'llama3', 'yarn'": {
         "rope_parameters": {"rope_type": "longrope", "factor": 4.0}
     },
     "lacks factor in its rope_scaling": {"rope_parameters": {"rope_type": "yarn"}},
