@@ -111,8 +111,8 @@ def test_ranks_as_they_are_launched(folder):
     }
     wanted = {
         "learning rate": "optimizer.lr is 0.0003 on rank 0, 0.1 on rank 1",
-        "steps and batch": "run.steps is 400 on rank 0, 9 on rank 1; optimizer.schedule_steps is null on rank 0, 400 on rank 1; "
-        "parallel.global_batch is 8 on rank 0, 4 on rank 1",
+        "steps and batch": "run.steps is 400 on rank 0, 9 on rank 1; optimizer.schedule_steps is null on rank 0, "
+        "400 on rank 1; parallel.global_batch is 8 on rank 0, 4 on rank 1",
         "width": "model.ffn_hidden_size is 64 on rank 0, null on rank 1",
         "plan": "parallel.dp is 2 on rank 0, 1 on rank 1; parallel.tp is 1 on rank 0, 2 on rank 1; parallel.zero is 3",
         "ranks": "dp=4 * cp=1 * tp=1 is 4 ranks, but there are 2",
