@@ -119,8 +119,9 @@ class Settings(Section):
             yield ("parallel", "offload"), "needs zero of 1 or more: FSDP2 offloads shards"
         if plan.offload != "none" and plan.dp_shard * plan.cp == 1:
             yield ("parallel", "offload"), "needs dp_shard * cp of 2 or more: FSDP2 offloads shards"
-        yield from size_problems(self)
-        yield from expert_problems(self)
+        row = self.seq_length * (plan.micro_batch if self.data.document_mask else 1)
+        yield from size_problems(self.config, plan, self.seq_length, row)
+        yield from expert_problems(self.config, plan, self.seq_length, row)
         yield from self._pipeline_problems()
         if (optimizer.schedule == "wsd") != (optimizer.decay > 0):
             wanted = "at least 1 for the schedule wsd" if not optimizer.decay else "0 but for the schedule wsd"

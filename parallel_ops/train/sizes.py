@@ -1,15 +1,12 @@
 """Checks that the sizes of a model fit its plan, before a rank is started."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from parallel_ops.layers import RowParallelLinear
 from parallel_ops.models import Transformer, TransformerConfig
 from parallel_ops.models.lora import linears_of
 from parallel_ops.ops.float8_linear import MULTIPLE
-
-if TYPE_CHECKING:
-    from parallel_ops.train.config import Settings
+from parallel_ops.planner.plan import Plan
 
 # The key that is wrong, and the reason.
 Problems = Iterator[tuple[tuple[str, ...], str]]
@@ -35,9 +32,12 @@ def float8_problem(config: TransformerConfig, tp: int, at_the_ends: int) -> str 
     return None
 
 
-def size_problems(settings: "Settings") -> Problems:
-    """Sizes that the ranks of tp and cp cannot split."""
-    config, plan, length = settings.config, settings.plan, settings.seq_length
+def size_problems(config: TransformerConfig, plan: Plan, length: int, row: int) -> Problems:
+    """Sizes that the ranks of tp and cp cannot split.
+
+    Args:
+        length: Tokens of a sequence. row: Of a row of a micro-batch, which may have several sequences.
+    """
     kv_heads = config.resolved_num_kv_heads
     for name, size in (("num_heads", config.num_heads), ("ffn_hidden_size", config.resolved_ffn_hidden_size)):
         if size % plan.tp:
@@ -54,15 +54,15 @@ def size_problems(settings: "Settings") -> Problems:
         has_table = name == "vocab_size" or config.positions == "learned"
         if has_table and (plan.tp - 1) * -(-rows // plan.tp) >= rows:
             yield ("model", name), f"is {rows}, of which one of the tp={plan.tp} ranks would have no row"
-    if plan.tp > 1 and plan.sequence_parallel and _row_length(settings) % (plan.tp * plan.cp):
+    if plan.tp > 1 and plan.sequence_parallel and row % (plan.tp * plan.cp):
         yield ("data", "seq_length"), f"is {length}, which tp * cp ({plan.tp * plan.cp}) must divide"
     if plan.cp_kind == "all-to-all" and plan.cp > 1 and kv_heads % (plan.tp * plan.cp):
         yield ("model", "num_kv_heads"), f"is {kv_heads}, which tp * cp ({plan.tp * plan.cp}) must divide"
 
 
-def expert_problems(settings: "Settings") -> Problems:
-    """Experts that the ranks cannot share."""
-    experts, plan = settings.config.experts, settings.plan
+def expert_problems(config: TransformerConfig, plan: Plan, length: int, row: int) -> Problems:
+    """Experts that the ranks cannot share. Arguments: see ``size_problems``."""
+    experts = config.experts
     if experts is None:
         if plan.ep > 1:
             yield ("parallel", "ep"), f"must be 1 for a model without experts, got {plan.ep}"
@@ -75,17 +75,12 @@ def expert_problems(settings: "Settings") -> Problems:
         yield ("parallel", "ep"), f"must divide the model's {experts.num_experts} experts, got {plan.ep}"
     if plan.ep > 1 and plan.dp_shard * plan.cp == 1 and plan.ep != plan.tp:
         yield ("parallel", "ep"), f"must be tp ({plan.tp}) where dp_shard and cp are 1, got {plan.ep}"
-    if experts.capacity_factor is not None and plan.ep > 1 and _row_length(settings) % plan.cp:
+    if experts.capacity_factor is not None and plan.ep > 1 and row % plan.cp:
         yield (
             ("data", "seq_length"),
-            f"is {settings.seq_length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
+            f"is {length}, which cp={plan.cp} must divide with capacity_factor and ep: experts have one "
             "capacity on all ranks",
         )
     if plan.ep > 1 and plan.dp_replicate > 1 and not (plan.zero and plan.dp_shard * plan.cp > 1):
         need = "zero of 1 or more, and dp_shard * cp of 2 or more"
         yield ("parallel", "ep"), f"with dp_replicate needs {need}: replicas of experts are shards"
-
-
-def _row_length(settings: "Settings") -> int:
-    """Tokens of a row of a micro-batch, which cp and sequence parallelism split."""
-    return settings.seq_length * (settings.plan.micro_batch if settings.data.document_mask else 1)
