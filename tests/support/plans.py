@@ -129,21 +129,6 @@ def plan_of(draw: random.Random, sections: Sections, processes: int, batch: dict
     return {"parallel": plan, "recompute": {"kind": draw.choice(kinds), "every": draw.choice((1, 2))}}
 
 
-def uneven_twice(settings: Settings) -> bool:
-    """Rows of a parameter are uneven over the tensor-parallel ranks and over those of FSDP2."""
-    plan, config = settings.plan, settings.config
-    sizes = [config.vocab_size, config.seq_length, config.resolved_ffn_hidden_size, config.num_heads]
-    sizes += [config.num_heads * config.resolved_head_dim, config.resolved_num_kv_heads * config.resolved_head_dim]
-    if config.latent is not None:
-        own = config.latent
-        sizes += [config.num_heads * n for n in (own.qk_nope_head_dim + own.qk_rope_head_dim, own.v_head_dim)]
-        sizes += [config.num_heads * (own.qk_nope_head_dim + own.v_head_dim)]
-    if config.experts is not None:
-        sizes += [config.experts.shared_experts * config.experts.ffn_hidden_size, config.experts.num_experts]
-    over = plan.dp_shard * plan.cp if plan.zero else 1
-    return plan.tp > 1 and over > 1 and any(size % (plan.tp * over) for size in sizes)
-
-
 class Case:
     """One random case.
 
@@ -178,9 +163,8 @@ class Case:
                 except ValueError as error:
                     self.refused.append(str(error))
                     continue
-                if not uneven_twice(settings):
-                    self.plans.append((plan, settings))
-                    break
+                self.plans.append((plan, settings))
+                break
 
     @property
     def text(self) -> str:
