@@ -28,8 +28,8 @@ from benchmarks.timing import CudaTimer, HostTimer, Timer
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
-from parallel_ops.comm.transport.registry import transport_of, why_not_nccl
-from parallel_ops.tensor_parallel.linear.overlap_plan import decode
+from parallel_ops.comm.transport.registry import transport_of, use_transport
+from parallel_ops.train.launch.worker import gpu_of_rank
 from parallel_ops.train.malloc import keep_freed_memory
 
 _FOLDER = Path(__file__).parent
@@ -129,9 +129,12 @@ class _Session:
     def real(self, chosen: list[Gemm], name: str) -> list[Row]:
         group = dist.group.WORLD
         assert group is not None
-        transport: Transport = C10dTransport(group) if name == "c10d" else transport_of(group, self.device)
-        if transport.capabilities.name != name:
-            fail(f"these ranks cannot send over {name}: {why_not_nccl(group) or 'it needs GPUs'}")
+        transport: Transport = C10dTransport(group)
+        if name == "nccl":
+            if self.device.type != "cuda":
+                fail("these ranks cannot send over nccl: it needs GPUs")
+            use_transport(group, "nccl")
+            transport = transport_of(group, self.device)
         timer, rounds = GroupTimer(group, self.device), Rounds(3, 3) if self.quick else Rounds(20, 20)
         rows = []
         for whole in chosen:
@@ -159,7 +162,7 @@ class _Session:
             ms_comm=1e3 * measured.seconds["comm"],
             ms_unfused=1e3 * measured.seconds["unfused"],
             ms_overlapped=1e3 * measured.overlapped,
-            pieces=measured.pieces,
+            chunks=measured.chunks,
             ms_ideal=1e3 * measured.ideal,
             efficiency=measured.efficiency,
             chunking_tax=measured.chunking_tax,
@@ -181,7 +184,7 @@ def _check(transport: str, links: list[float], latency_us: float) -> None:
 def _device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(gpu_of_rank())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -192,7 +195,7 @@ def _print(console: Console, rows: list[Row]) -> None:
         title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for name in (
-        "", "link\nGB/s", "gemm\nms", "comm\nms", "unfused\nms", "overl.\nms", "pieces", "model\nms", "ideal\nms",
+        "", "link\nGB/s", "gemm\nms", "comm\nms", "unfused\nms", "overl.\nms", "chunks", "ideal\nms",
     ):  # fmt: skip
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for name in ("E", "chunking\ntax", "vs\nunfused"):
@@ -201,8 +204,8 @@ def _print(console: Console, rows: list[Row]) -> None:
         link = "" if row.link_gb_per_s is None else f"{row.link_gb_per_s:g}"
         times = (row.ms_gemm, row.ms_comm, row.ms_unfused, row.ms_overlapped)
         table.add_row(
-            f"{row.model} {row.layer} ({row.phase})", link, *(f"{t:.3g}" for t in times), str(decode(row.pieces)),
-            f"{row.ms_model:.3g}", f"{row.ms_ideal:.3g}", f"{row.efficiency:.2f}", f"{row.chunking_tax:.2f}x",
+            f"{row.model} {row.layer} ({row.phase})", link, *(f"{t:.3g}" for t in times), str(row.chunks),
+            f"{row.ms_ideal:.3g}", f"{row.efficiency:.2f}", f"{row.chunking_tax:.2f}x",
             f"{row.ms_unfused / row.ms_overlapped:.2f}x",
         )  # fmt: skip
     console.print(table)

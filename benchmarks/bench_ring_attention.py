@@ -37,6 +37,7 @@ from benchmarks.simulated_link import SimulatedLink, SimulatedTransport
 from benchmarks.timing import CudaTimer, HostTimer, Timer
 from parallel_ops._internal.command_line import fail
 from parallel_ops.comm.transport.c10d import C10dTransport
+from parallel_ops.train.launch.worker import gpu_of_rank
 
 _FOLDER = Path(__file__).parent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,7 +71,7 @@ def main(
     if dtype not in _DTYPES:
         fail(f"unknown dtype {dtype!r}; choose from {', '.join(_DTYPES)}")
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(gpu_of_rank())
     where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     if not on_gpu:  # of processes each has one; one core is the paced link's
         torch.set_num_threads(1)

@@ -8,7 +8,7 @@
 #   1  machine build correct attention memory   what is there; is every op right; attention in TFLOP/s; the others beside clone
 #   2  machine build tests host_time capture counters    the test suite; the host's time; a step in a CUDA graph; ncu
 #   3  machine build compile models overlap one_stream symmetric    beside torch.compile; a Llama; what overlaps, with
-#      several hardware queues and with one, where products are on one stream, too; symmetric memory
+#      several hardware queues and with one; symmetric memory
 #
 # Any of these steps can be named in STEPS instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that
 # fails or exceeds its limit does not keep the next from running; the exit status is then 1.
@@ -105,7 +105,7 @@ memory_ops=(rms_norm layer_norm bias_gelu bias_swiglu silu_mul bias_dropout_add 
 compiled_ops=(rms_norm bias_swiglu vocab_parallel_cross_entropy bias_dropout_add layer_norm scaled_causal_softmax)
 # Of the tests over process groups those that a single GPU can run.
 device_tests=(tests/ops tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
-  tests/tensor_parallel/test_lanes.py tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py
+  tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py
   tests/kernels/test_launch.py tests/kernels/test_finish.py)
 
 for name in $steps; do

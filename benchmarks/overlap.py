@@ -5,14 +5,13 @@ For each product of a layer, on one rank of ``size``:
     gemm        the whole product, all data there
     comm        the all-gather of its input, or the reduce-scatter of its output with the sum, and nothing else
     unfused     one after the other: the op with overlap="off"
-    overlapped  the op with the number of pieces that is fastest, or with tapered products
+    overlapped  the op with the number of chunks that is fastest
     chunked     the products that the overlapped op makes, without communication
 
     efficiency    (gemm + comm - overlapped) / min(gemm, comm)     1: all that can be hidden is hidden
     chunking tax  chunked / gemm                                   what smaller products cost
     ideal         gather  max(gemm, comm + gemm / size)            the last shard must arrive and be multiplied
                   scatter max(gemm + comm / size, gemm / size + comm)
-    model         what the model behind overlap="auto" says, given the times of chunked and comm
 
 Over a paced link one rank runs the real op, and chunks arrive when a link of that bandwidth would deliver them. On a
 GPU the shapes are the models' own. On a CPU every dimension is divided by ``scale``, and the link is proportionate:
@@ -32,17 +31,22 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.environment import Environment
 from benchmarks.timing import Call, Stats, Timer, take_turns
-from parallel_ops._internal.overlap_schedule import OFF, TAPERED, cut, slowest
 from parallel_ops.comm.transport.base import Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
+from parallel_ops.tensor_parallel.linear.call import CANDIDATES, OFF
+from parallel_ops.tensor_parallel.linear.chunked import (
+    gather_order,
+    multiply,
+    scatter_order,
+    start_gather,
+    start_scatter,
+)
 from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_forward
-from parallel_ops.tensor_parallel.linear.overlap import gather_order, scatter_order, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.products import multiply
 
 # Dense bfloat16 products as an H100 makes them in practice; it sets only how fast a proportionate link is.
 REFERENCE_FLOPS = 650e12
 REFERENCE_ITEMSIZE = 2
-PIECES = (TAPERED, 1, 2, 4)
+CHUNKS = CANDIDATES[1:]
 _OP = "bench_overlap"
 
 
@@ -112,18 +116,10 @@ class Row(Environment):
     ms_comm: float
     ms_unfused: float
     ms_overlapped: float
-    pieces: int
+    chunks: int
     ms_ideal: float
     efficiency: float
     chunking_tax: float
-
-    @property
-    def ms_model(self) -> float:
-        """What the model that chooses the pieces makes of these, one product after another as on CPUs."""
-        a_shard = cut(self.pieces)
-        product = self.ms_gemm * self.chunking_tax / (self.size * a_shard)
-        message = self.ms_comm / ((self.size - 1) * a_shard)
-        return slowest("gather" if self.phase == "gather" else "scatter", self.size, self.pieces, product, message)
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -167,19 +163,19 @@ class GroupTimer:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Seconds, by what ``calls`` names them: gemm, comm, unfused, and for each number of pieces both others."""
+    """Seconds, by what ``calls`` names them: gemm, comm, unfused, and for each number of chunks both others."""
 
     seconds: dict[str, float]
     size: int
     phase: str
 
     @property
-    def pieces(self) -> int:
-        return min(PIECES, key=lambda n: self.seconds[f"overlapped {n}"])
+    def chunks(self) -> int:
+        return min(CHUNKS, key=lambda n: self.seconds[f"overlapped {n}"])
 
     @property
     def overlapped(self) -> float:
-        return self.seconds[f"overlapped {self.pieces}"]
+        return self.seconds[f"overlapped {self.chunks}"]
 
     @property
     def ideal(self) -> float:
@@ -195,7 +191,7 @@ class Measured:
 
     @property
     def chunking_tax(self) -> float:
-        return self.seconds[f"chunked {self.pieces}"] / self.seconds["gemm"]
+        return self.seconds[f"chunked {self.chunks}"] / self.seconds["gemm"]
 
 
 def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.device) -> dict[str, Call]:
@@ -209,9 +205,9 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
     parts = torch.randn(gemm.rows, columns, device=device).to(dtype)
     shard = whole[: rows[0]].clone()
 
-    def chunked(pieces: int) -> None:
+    def chunked(chunks: int) -> None:
         order, out = gather_order if gathers else scatter_order, whole.new_empty(gemm.rows, columns)
-        for start, stop in order(rank, rows, pieces):
+        for start, stop in order(rank, rows, chunks):
             multiply(whole[start:stop], weight, None, out[start:stop])
 
     def comm() -> Tensor:
@@ -221,19 +217,19 @@ def calls(gemm: Gemm, transport: Transport, dtype: torch.dtype, device: torch.de
             return gathered
         return start_scatter(_OP, transport, parts, rows, (rows[rank], columns), exact=True).total()
 
-    def op(pieces: int) -> object:
+    def op(chunks: int) -> object:
         if gathers:
-            return column_forward(transport, shard, rows, [weight], [None], pieces)
-        return row_forward(transport, whole, rows, weight, None, pieces)
+            return column_forward(transport, shard, rows, [weight], [None], chunks)
+        return row_forward(transport, whole, rows, weight, None, chunks)
 
     result: dict[str, Call] = {
         "gemm": lambda: multiply(whole, weight, None),
         "comm": comm,
         "unfused": functools.partial(op, OFF),
     }
-    for pieces in PIECES:
-        result[f"overlapped {pieces}"] = functools.partial(op, pieces)
-        result[f"chunked {pieces}"] = functools.partial(chunked, pieces)
+    for chunks in CHUNKS:
+        result[f"overlapped {chunks}"] = functools.partial(op, chunks)
+        result[f"chunked {chunks}"] = functools.partial(chunked, chunks)
     return result
 
 

@@ -145,14 +145,13 @@ def ring_calls(shape: Shape, transport: Transport, dtype: torch.dtype, device: t
     def transfer(direction: str) -> None:
         for phase in DIRECTIONS[: 1 + DIRECTIONS.index(direction)]:
             returns = KVGradReducer(ring, shares.clone()) if phase == "both" else None
-            with transport.workspace(_OP) as memory:
-                feed = KVPrefetcher(ring, kv, memory)
-                for step in range(1, size):
-                    _, keys = feed.take()
-                    if returns is not None:
-                        returns.post(step, shares[: len(keys)].contiguous())
+            feed = KVPrefetcher(ring, kv)
+            for step in range(1, size):
+                _, keys = feed.take()
                 if returns is not None:
-                    returns.total()
+                    returns.post(step, shares[: len(keys)].contiguous())
+            if returns is not None:
+                returns.total()
 
     return {
         "forward": lambda: attention.forward(q, k, v, None),

@@ -79,7 +79,7 @@ class SimulatedTransport(Endpoint):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"SimulatedTransport: device must be a CPU or CUDA device, got {device}")
         on_gpu = device.type == "cuda"
-        super().__init__(rank, size, Capabilities("paced", (device.type,), True, on_gpu, False))
+        super().__init__(rank, size, Capabilities("paced", (device.type,), on_gpu))
         self._link, self._device = link, device
         self._arrivals: dict[torch.dtype, Tensor] = {}
         if on_gpu:
@@ -95,10 +95,6 @@ class SimulatedTransport(Endpoint):
         post = self._post_on_gpu if self._device.type == "cuda" else self._post_on_cpu
         now = time.perf_counter()
         return [post(chunk, data, now) for chunk, data in zip(chunks, arriving, strict=True)]
-
-    def barrier(self, op: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _post_on_cpu(self, chunk: Send | Receive, arriving: Tensor | None, now: float) -> Handle:
         kind = type(chunk)

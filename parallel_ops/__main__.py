@@ -16,7 +16,6 @@ COMMANDS = {
     "schedule": "Simulates a pipeline schedule and draws it.",
     "validate": "Compares the planner with published tables.",
     "config": "Writes a plan as the configuration of a training system.",
-    "overlap": 'How the overlapped linears of a layer communicate (overlap="auto").',
     "tokenize": "Tokenizes text in parallel, for data.paths of `train`.",
     "train": "Trains a model as a TOML file says.",
     "calibrate": "Measures products, attention, a layer, updates and collectives here.",

@@ -13,7 +13,6 @@ from typer.core import TyperCommand
 from parallel_ops import __version__
 from parallel_ops._internal.command_line import TRAIN, bytes_bar, fail, require, waiting
 from parallel_ops._internal.files import one_path
-from parallel_ops.planner.cli import overlap as _  # noqa: F401  (adds its command)
 from parallel_ops.planner.cli.app import app, main
 from parallel_ops.tokenization.cli import tokenize_command
 

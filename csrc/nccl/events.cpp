@@ -5,70 +5,64 @@
 #include "library.h"
 
 namespace parallel_ops::nccl {
-namespace {
 
-void check(const char* what, cuda::Result result) {
+const cuda::Driver& driver() {
+  const cuda::Driver& found = cuda::Driver::get();
+  if (!found.complete) throw NotSupported("the CUDA driver, libcuda.so.1, is not there or too old");
+  return found;
+}
+
+void check_cuda(const char* what, cuda::Result result) {
   if (result == cuda::kSuccess) return;
-  throw std::runtime_error(std::string(what) + ": CUDA reported \"" + cuda::Driver::get().describe(result) + "\"");
-}
-
-}  // namespace
-
-Event::~Event() { pool_->give(handle_); }
-
-bool Event::done() const {
-  const cuda::Result result = cuda::Driver::get().event_query(handle_);
-  if (result != cuda::kNotReady) check("cuEventQuery", result);
-  return result == cuda::kSuccess;
-}
-
-void Event::join(CudaStream* stream) const {
-  check("cuStreamWaitEvent", cuda::Driver::get().stream_wait_event(stream, handle_, 0));
-}
-
-void Event::record(CudaStream* stream) const {
-  check("cuEventRecord", cuda::Driver::get().event_record(handle_, stream));
-}
-
-std::shared_ptr<EventPool> EventPool::create() {
-  if (!cuda::Driver::get().complete()) throw NotSupported("the CUDA driver, libcuda.so.1, is not there or too old");
-  return std::shared_ptr<EventPool>(new EventPool);
-}
-
-EventPool::~EventPool() {
-  for (cuda::Event handle : free_) cuda::Driver::get().event_destroy(handle);
-}
-
-std::shared_ptr<Event> EventPool::take() {
-  cuda::Event handle = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    if (!free_.empty()) {
-      handle = free_.back();
-      free_.pop_back();
-    }
-  }
-  if (handle == nullptr) check("cuEventCreate", cuda::Driver::get().event_create(&handle, cuda::kNoTiming));
-  return std::make_shared<Event>(shared_from_this(), handle);
-}
-
-void EventPool::give(cuda::Event handle) {
-  std::lock_guard lock(mutex_);
-  free_.push_back(handle);
+  throw std::runtime_error(std::string(what) + ": CUDA reported \"" + driver().describe(result) + "\"");
 }
 
 bool is_capturing(CudaStream* stream) {
   int status = 0;
-  check("cuStreamIsCapturing", cuda::Driver::get().stream_is_capturing(stream, &status));
+  check_cuda("cuStreamIsCapturing", driver().StreamIsCapturing(stream, &status));
   return status != 0;
 }
 
-void ensure_context(int device) { cuda::Driver::get().ensure_context(device); }
-
-void enter_watch_thread(int device) {
-  ensure_context(device);
+void ignore_captures() {
   int mode = cuda::kThreadLocalMode;
-  check("cuThreadExchangeStreamCaptureMode", cuda::Driver::get().exchange_capture_mode(&mode));
+  check_cuda("cuThreadExchangeStreamCaptureMode", driver().ThreadExchangeStreamCaptureMode(&mode));
 }
+
+void* context_of(int device) {
+  void* context = nullptr;
+  if (device < 0) {
+    check_cuda("cuCtxGetCurrent", driver().CtxGetCurrent(&context));
+  } else {
+    check_cuda("cuDevicePrimaryCtxRetain", driver().DevicePrimaryCtxRetain(&context, device));
+  }
+  return context;
+}
+
+InContext::InContext(void* context) {
+  check_cuda("cuCtxGetCurrent", driver().CtxGetCurrent(&before_));
+  if (before_ == context) return;
+  check_cuda("cuCtxSetCurrent", driver().CtxSetCurrent(context));
+  changed_ = true;
+}
+
+InContext::~InContext() {
+  if (changed_) driver().CtxSetCurrent(before_);
+}
+
+Event::Event() { check_cuda("cuEventCreate", driver().EventCreate(&handle_, cuda::kNoTiming)); }
+
+Event::~Event() { driver().EventDestroy_v2(handle_); }
+
+bool Event::done() const {
+  const cuda::Result result = driver().EventQuery(handle_);
+  if (result != cuda::kNotReady) check_cuda("cuEventQuery", result);
+  return result == cuda::kSuccess;
+}
+
+void Event::join(CudaStream* stream) const {
+  check_cuda("cuStreamWaitEvent", driver().StreamWaitEvent(stream, handle_, 0));
+}
+
+void Event::record(CudaStream* stream) const { check_cuda("cuEventRecord", driver().EventRecord(handle_, stream)); }
 
 }  // namespace parallel_ops::nccl

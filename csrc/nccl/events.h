@@ -1,22 +1,42 @@
-// CUDA's events and the order of streams, by the driver that is found at run time.
+// CUDA's context, streams and events, by the driver that is found at run time.
 #pragma once
 
-#include <memory>
-#include <mutex>
 #include <string>
-#include <vector>
 
 #include "../cuda/driver.h"
 #include "api.h"
 
 namespace parallel_ops::nccl {
 
-class EventPool;
+// The driver. Throws NotSupported where there is none.
+const cuda::Driver& driver();
+// Throws std::runtime_error in the words of CUDA.
+void check_cuda(const char* what, cuda::Result result);
 
-// An event that was recorded. Goes back to its pool; streams that were told to wait for it keep doing so.
+bool is_capturing(CudaStream* stream);
+// What other threads capture is no mistake of this thread's calls.
+void ignore_captures();
+
+// The primary context of a device; of a negative one whatever is current.
+void* context_of(int device);
+
+// The context is current while this lasts, and then what was before.
+class InContext {
+ public:
+  explicit InContext(void* context);
+  ~InContext();
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+
+ private:
+  void* before_ = nullptr;
+  bool changed_ = false;
+};
+
+// Made, and recorded, in the current context. Streams that were told to wait for it keep doing so when it is gone.
 class Event {
  public:
-  Event(std::shared_ptr<EventPool> pool, cuda::Event handle) : pool_(std::move(pool)), handle_(handle) {}
+  Event();
   ~Event();
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -28,29 +48,7 @@ class Event {
   void record(CudaStream* stream) const;
 
  private:
-  std::shared_ptr<EventPool> pool_;
-  cuda::Event handle_;
+  cuda::Event handle_ = nullptr;
 };
-
-class EventPool : public std::enable_shared_from_this<EventPool> {
- public:
-  // Throws NotSupported where there is no CUDA driver.
-  static std::shared_ptr<EventPool> create();
-  ~EventPool();
-
-  std::shared_ptr<Event> take();
-  void give(cuda::Event handle);
-
- private:
-  EventPool() = default;
-
-  std::mutex mutex_;
-  std::vector<cuda::Event> free_;
-};
-
-bool is_capturing(CudaStream* stream);
-// The calling thread works on `device` unless it has a context; what other threads capture is no mistake of its calls.
-void enter_watch_thread(int device);
-void ensure_context(int device);
 
 }  // namespace parallel_ops::nccl

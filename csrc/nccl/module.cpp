@@ -54,8 +54,7 @@ void define_library(py::module_& m) {
       .def_static("loaded", [] { return std::const_pointer_cast<nccl::Library>(nccl::Library::loaded()); })
       .def_property_readonly("path", &nccl::Library::path)
       .def_property_readonly("version_code", &nccl::Library::version_code)
-      .def_property_readonly("version",
-                             [](const nccl::Library& self) { return nccl::version_string(self.version_code()); })
+      .def_property_readonly("version", &nccl::Library::version)
       .def("unique_id", [](const nccl::Library& self) {
         nccl::UniqueId id;
         {
@@ -64,44 +63,6 @@ void define_library(py::module_& m) {
         }
         return py::bytes(id.bytes, sizeof(id.bytes));
       });
-}
-
-// Data interchange with torch: the structures of DLPack, version 0.
-struct DLTensor {
-  void* data;
-  int32_t device_type, device_id;
-  int32_t ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-struct DLManagedTensor {
-  DLTensor tensor;
-  void* context;
-  void (*deleter)(DLManagedTensor*);
-};
-constexpr int32_t kCpu = 1, kCuda = 2;
-constexpr uint8_t kUnsigned = 1;
-
-// The segment as a tensor of bytes, which keeps it alive. `device` is negative for memory of the host.
-py::capsule tensor_of(const std::shared_ptr<nccl::Segment>& segment, int device) {
-  struct Held {
-    DLManagedTensor managed;
-    int64_t shape, stride = 1;
-    std::shared_ptr<nccl::Segment> segment;
-  };
-  auto* held = new Held{{}, static_cast<int64_t>(segment->size), 1, segment};
-  held->managed = {{segment->data, device < 0 ? kCpu : kCuda, device < 0 ? 0 : device, 1, kUnsigned, 8, 1, &held->shape,
-                    &held->stride, 0},
-                   held,
-                   [](DLManagedTensor* managed) { delete static_cast<Held*>(managed->context); }};
-  return py::capsule(&held->managed, "dltensor", [](PyObject* capsule) {
-    if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;  // torch has taken it
-    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-    managed->deleter(managed);
-  });
 }
 
 // One call after the other, six numbers each: many small objects would take longer to make than to enqueue.
@@ -119,47 +80,30 @@ std::vector<nccl::Call> calls_from(const std::vector<uint64_t>& numbers) {
 void define_communicator(py::module_& m) {
   py::class_<nccl::Event, std::shared_ptr<nccl::Event>>(m, "Event").def("done", &nccl::Event::done, NoGil());
 
-  py::class_<nccl::Segment, std::shared_ptr<nccl::Segment>>(m, "Segment")
-      .def(py::init([](std::shared_ptr<nccl::Library> library, size_t size) {
-             return std::make_shared<nccl::Segment>(std::move(library), size);
-           }),
-           py::arg("library"), py::arg("size"))
-      .def("tensor", &tensor_of, py::arg("device"));
-
-  py::class_<nccl::Communicator>(m, "Communicator", py::release_gil_before_calling_cpp_dtor())
+  // A forked child leaves what is its parent's alone.
+  struct Leave {
+    void operator()(nccl::Communicator* communicator) const {
+      if (communicator->is_own()) delete communicator;
+    }
+  };
+  py::class_<nccl::Communicator, std::unique_ptr<nccl::Communicator, Leave>>(m, "Communicator",
+                                                                             py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](std::shared_ptr<nccl::Library> library, const py::bytes& unique_id, int size, int rank,
-                       int device, uintptr_t side, int max_ctas, double timeout, double connecting, double grace) {
-             const nccl::Settings settings{unique_id_from(unique_id),       size,    rank,       device, max_ctas,
-                                           pointer<nccl::CudaStream>(side), timeout, connecting, grace};
+                       int device, int max_ctas, double timeout, double grace) {
+             const nccl::Settings settings{unique_id_from(unique_id), size, rank, device, max_ctas, timeout, grace};
              py::gil_scoped_release no_gil;
-             return nccl::Communicator::create(std::move(library), settings);
+             auto made = nccl::Communicator::create(std::move(library), settings);
+             return std::unique_ptr<nccl::Communicator, Leave>(made.release());
            }),
            py::arg("library"), py::arg("unique_id"), py::arg("size"), py::arg("rank"), py::arg("device"),
-           py::arg("side"), py::arg("max_ctas"), py::arg("timeout"), py::arg("connecting"), py::arg("grace") = 10.0)
+           py::arg("max_ctas"), py::arg("timeout"), py::arg("grace") = 10.0)
       .def_property_readonly("alive", &nccl::Communicator::alive)
-      .def_property_readonly("puts", &nccl::Communicator::puts)
       .def(
           "launch",
           [](nccl::Communicator& self, const std::string& op, const std::vector<uint64_t>& calls, uintptr_t stream) {
             return self.launch(op, calls_from(calls), pointer<nccl::CudaStream>(stream));
           },
           py::arg("op"), py::arg("calls"), py::arg("stream"), NoGil())
-      .def(
-          "put",
-          [](nccl::Communicator& self, const std::string& op, const std::vector<int>& sources,
-             const std::vector<std::tuple<uintptr_t, size_t, size_t, int, std::shared_ptr<nccl::Segment>>>& puts,
-             const std::vector<std::pair<int, int>>& arrivals, uintptr_t stream) {
-            std::vector<nccl::Put> all;
-            for (const auto& [input, offset, bytes, peer, segment] : puts) {
-              all.push_back({pointer<const void>(input), offset, bytes, peer, segment});
-            }
-            std::vector<nccl::WaitSignalDesc> waits;
-            for (const auto& [count, peer] : arrivals) waits.push_back({count, peer});
-            return self.put(op, sources, all, waits, pointer<nccl::CudaStream>(stream));
-          },
-          py::arg("op"), py::arg("sources"), py::arg("puts"), py::arg("arrivals"), py::arg("stream"), NoGil())
-      .def("enroll", &nccl::Communicator::enroll, py::arg("op"), py::arg("segment"), NoGil())
-      .def("check", &nccl::Communicator::check, py::arg("op"), NoGil())
       .def(
           "join",
           [](nccl::Communicator& self, const std::string& op, const nccl::Event& event, uintptr_t stream) {

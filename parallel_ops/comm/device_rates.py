@@ -1,27 +1,34 @@
-"""What analytic models believe of a device and of the links of a group, by data sheets."""
+"""Rates that analytic choices assume of a device and of the links of a group, by data sheets."""
 
 import functools
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.overlap_model import Rates, rates_of_sheet
 
-# Of A100, H100 and B200, by major compute capability: dense 16-bit FLOP/s, NVLink one way and memory, bytes per second.
-_SHEETS = {8: (312e12, 300e9, 2.039e12), 9: (989.5e12, 450e9, 3.35e12), 10: (2250e12, 900e9, 8e12)}
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates of a device and its links.
+
+    Attributes:
+        flops: of large products, per second.
+        bandwidth: bytes per second that one rank sends.
+        latency: seconds of a message.
+    """
+
+    flops: float
+    bandwidth: float
+    latency: float = 10e-6
 
 
-@functools.cache
-def _device_rates(index: int) -> Rates | None:
-    properties = torch.cuda.get_device_properties(index)
-    if properties.major not in _SHEETS:
-        return None
-    flops, link, memory_bandwidth = _SHEETS[properties.major]
-    return rates_of_sheet(flops, properties.multi_processor_count, link, memory_bandwidth)
+# Of A100, H100 and B200, by major compute capability: dense 16-bit FLOP/s and NVLink one way, bytes per second.
+_SHEETS = {8: (312e12, 300e9), 9: (989.5e12, 450e9), 10: (2250e12, 900e9)}
 
+# What large products and messages reach of data sheets; assumed.
+_FLOPS_SHARE, _LINK_SHARE = 0.66, 0.8
 
 # How much slower than in 16 bits products are.
 _SLOWDOWN = {torch.float32: 15.0, torch.float64: 15.0}
@@ -30,8 +37,19 @@ _SLOWDOWN = {torch.float32: 15.0, torch.float64: 15.0}
 _NETWORK = 45e9
 
 
+def rates_of_sheet(flops: float, link: float) -> Rates:
+    """Rates by a data sheet: dense FLOP/s of products, and bytes per second of the link one way."""
+    return Rates(_FLOPS_SHARE * flops, _LINK_SHARE * link)
+
+
+@functools.cache
+def _device_rates(index: int) -> Rates | None:
+    major = torch.cuda.get_device_properties(index).major
+    return rates_of_sheet(*_SHEETS[major]) if major in _SHEETS else None
+
+
 def rates_of(device: torch.device, dtype: torch.dtype, group: ProcessGroup) -> Rates | None:
-    """The rates that the model assumes; ``None`` for an unknown device and for CPUs."""
+    """The rates to assume; ``None`` for an unknown device and for CPUs."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

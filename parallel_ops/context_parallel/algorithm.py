@@ -103,7 +103,7 @@ def _link(q: Tensor, group: ProcessGroup | None) -> Link | None:
     rates = None if group is None else rates_of(q.device, q.dtype, group)
     if rates is None:
         return None
-    return Link(_OF_PRODUCTS * rates.flops * rates.processors, rates.bandwidth, rates.latency)
+    return Link(_OF_PRODUCTS * rates.flops, rates.bandwidth, rates.latency)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -32,7 +32,7 @@ from parallel_ops.layers.parameters import (
     to_local,
 )
 from parallel_ops.ops import rms_norm, rotary_embedding
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 Angles = tuple[Tensor, Tensor]
 
@@ -56,8 +56,8 @@ class ParallelSelfAttention(AttentionHeads):
         attention_dropout: probability, on the attention weights.
         bias: whether the linears have biases; qkv_bias: the same for ``q``, ``k`` and ``v``, ``None`` for ``bias``.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
-            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``q``, ``k``, ``v`` and ``sink``, and of ``out``, in place;

@@ -35,7 +35,7 @@ from parallel_ops.layers.parameters import (
     uniform,
 )
 from parallel_ops.ops import rotary_embedding
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 # Of the norms of the narrow vectors, whatever that of the others is.
 _NORM_EPS = 1e-6

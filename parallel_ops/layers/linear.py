@@ -36,7 +36,7 @@ from parallel_ops.tensor_parallel import (
     column_parallel_linear,
     linear_reduce_scatter,
 )
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 
 def column_linears(
@@ -107,8 +107,8 @@ class ColumnParallelLinear(ParallelLinear):
         mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one.
         sequence_parallel: the input is sharded by tokens over the mesh.
-        overlap: how communication overlaps with the products: ``"auto"`` (chosen by a model and, on a GPU, a
-            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        overlap: how communication overlaps with the products: ``"auto"`` (on a GPU measured at the first
+            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         reduction: how the gradient of the input is summed over the ranks: ``"exact"`` (in rank order in fp32) or
             ``"backend"`` (by the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         rows: keeps the weight whole on every rank; this rank uses these rows of it (output features), and gradients
@@ -194,8 +194,8 @@ class RowParallelLinear(ParallelLinear):
         mesh: the ranks that share the weight; ``None`` for one.
         bias: whether there is one. It is whole on every rank and added once.
         sequence_parallel: shard the output by tokens over the mesh.
-        overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (chosen by a model
-            and, on a GPU, a measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``linear_reduce_scatter``.
+        overlap: how communication overlaps with the products, with ``sequence_parallel``: ``"auto"`` (on a GPU measured
+            at the first calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``linear_reduce_scatter``.
         reduction: how the output is summed over the ranks, with and without ``sequence_parallel``: ``"exact"`` (in
             rank order in fp32) or ``"backend"`` (by the group's reduce-scatter or all-reduce, as Megatron-LM does);
             see ``linear_reduce_scatter``.

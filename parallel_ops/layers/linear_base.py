@@ -15,7 +15,7 @@ from parallel_ops.comm import primitives
 from parallel_ops.layers.lora import LoraAdapter
 from parallel_ops.layers.parameters import InitFn, ShardedModule, empty_parameter, init_sharded_, uniform
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction, encode, is_exact
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction, encode, is_exact
 
 # How the products of a linear are computed.
 Float8 = Literal["none", "current", "emulated"]

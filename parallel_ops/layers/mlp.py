@@ -15,7 +15,7 @@ from parallel_ops.layers.linear import ColumnParallelLinear, RowParallelLinear, 
 from parallel_ops.layers.linear_base import LinearOptions
 from parallel_ops.layers.parameters import InitFn, ShardedModule
 from parallel_ops.ops import bias_gelu, silu_mul
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu")
 
@@ -30,8 +30,8 @@ class ParallelMLP(ShardedModule):
         activation: ``"gelu"`` (tanh approximation), ``"gelu_exact"`` or ``"swiglu"`` (with a third linear, ``gate``).
         bias: whether the linears have biases.
         sequence_parallel: shard input and output by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
-            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method, output_init_method: fill tiles of ``up`` and ``gate``, and of ``down``, in place; ``None`` for what

@@ -25,7 +25,7 @@ from parallel_ops.layers.experts import Experts, Router
 from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.parameters import InitFn, ShardedModule, check_mesh
 from parallel_ops.layers.residual import add_residual
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 
 class ParallelMoE(ShardedModule):

@@ -28,7 +28,7 @@ from parallel_ops.layers.mlp import ParallelMLP
 from parallel_ops.layers.moe import ParallelMoE
 from parallel_ops.layers.norm import Norm
 from parallel_ops.layers.parameters import InitFn, ShardedModule
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 
 class ParallelTransformerLayer(ShardedModule):
@@ -47,8 +47,8 @@ class ParallelTransformerLayer(ShardedModule):
         bias: whether the linears have biases. attention_bias: the same for those of attention, ``None`` for ``bias``.
         qkv_bias: the same for queries, keys and values; ``None`` for ``attention_bias``.
         sequence_parallel: shard the residual stream by tokens over the mesh.
-        overlap: how the linears overlap communication with products: ``"auto"`` (chosen by a model and, on a GPU, a
-            measurement), ``"off"``, ``"bulk"`` or a number of pieces; see ``all_gather_linear``.
+        overlap: how the linears overlap communication with products: ``"auto"`` (on a GPU measured at the first
+            calls), ``"off"``, ``"symmetric"`` or a number of chunks; see ``all_gather_linear``.
         reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does); see ``all_gather_linear``.
         init_method: fills tiles of the weights in place; ``None`` for what ``nn.Linear`` does.

@@ -14,7 +14,7 @@ from parallel_ops.layers import ParallelLatentAttention, ParallelMoE, ParallelTr
 from parallel_ops.layers.core_attention import CoreAttention
 from parallel_ops.models.config import TransformerConfig
 from parallel_ops.models.rotary_scaling import YarnScaling
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 # Fields of ``ExpertsConfig`` that are not arguments of ``ParallelMoE``.
 _OF_THE_MODEL = ("dense_layers", "balance_rate", "aux_loss", "z_loss", "aux_loss_over")

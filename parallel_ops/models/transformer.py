@@ -40,7 +40,7 @@ from parallel_ops.ops import bias_dropout_add
 from parallel_ops.pipeline_parallel.cut import Stages
 from parallel_ops.pipeline_parallel.loads import ModelLoads, Place
 from parallel_ops.tensor_parallel import all_gather_linear, vocab_parallel_linear_cross_entropy
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 
 class Transformer(PretrainedModel):
@@ -50,7 +50,7 @@ class Transformer(PretrainedModel):
         config: sizes and options of the model.
         mesh: the tensor-parallel ranks, a ``DeviceMesh`` of one dimension; ``None`` for one rank.
         sequence_parallel: shard the residual stream by tokens; ``s`` must be a multiple of the number of ranks.
-        overlap: how the linears overlap communication: ``"auto"``, ``"off"``, ``"bulk"`` or a number of pieces, as
+        overlap: how the linears overlap communication: ``"auto"``, ``"off"``, ``"symmetric"`` or a number of chunks, as
             explained in ``all_gather_linear``.
         reduction: how the linears add partial sums of the ranks: ``"exact"`` (in rank order in fp32) or ``"backend"``
             (by the collectives of the group's backend, as Megatron-LM does), as explained there. Embeddings, norms,
@@ -349,7 +349,7 @@ class Transformer(PretrainedModel):
         if self.sequence_parallel:
             # "auto" may measure, which needs weights of the same shape on every rank.
             uneven = self.overlap == "auto" and len(set(head.sizes)) > 1
-            overlap: Overlap = "bulk" if uneven else self.overlap
+            overlap: Overlap = "off" if uneven else self.overlap
             logits = all_gather_linear(x, weight, group=self.group, overlap=overlap, reduction=self.reduction)
         else:
             logits = F.linear(copy_to_group(x, self.group, fp32_reduction=self.reduction == "exact"), weight)

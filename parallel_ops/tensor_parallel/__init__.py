@@ -11,7 +11,6 @@ from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import (
     linear_reduce_scatter,
     linear_reduce_scatter_reference,
 )
-from parallel_ops.tensor_parallel.linear.pulled import allow_pulls
 from parallel_ops.tensor_parallel.loss.cross_entropy import vocab_parallel_cross_entropy
 from parallel_ops.tensor_parallel.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
@@ -19,7 +18,6 @@ __all__ = [
     "DeferredWeightGradients",
     "all_gather_linear",
     "all_gather_linear_reference",
-    "allow_pulls",
     "column_parallel_linear",
     "column_parallel_linear_reference",
     "linear_reduce_scatter",

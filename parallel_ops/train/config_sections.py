@@ -17,7 +17,7 @@ from parallel_ops.models.latent import LatentAttentionConfig
 from parallel_ops.models.lora_config import Lora
 from parallel_ops.models.rotary_scaling import RotaryScaling
 from parallel_ops.planner.plan import Plan
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
+from parallel_ops.tensor_parallel.linear.call import Overlap, Reduction
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -143,7 +143,7 @@ def test_it_names_tests_and_modules_that_exist():
 
 def test_gathered_products(capfd):
     """Here with messages, since copy engines need a GPU."""
-    assert pulls.main("cpu", ("off", 2, "gated")) == 1  # which the CPU cannot
+    assert pulls.main("cpu", ("off", 2, "symmetric")) == 1  # which the CPU cannot
     said = capfd.readouterr().out
     assert len(re.findall(r"^\w+ +[\dx]+ +right, \d", said, re.MULTILINE)) == 4
     assert "tensors are on cpu" in said

@@ -9,7 +9,6 @@ COMM = "parallel_ops.comm"
 # What users call.
 ENTRY_POINTS = {
     "parallel_ops.comm.transport.registry.use_transport",
-    "parallel_ops.comm.transport.registry.why_not_nccl",
 }
 
 

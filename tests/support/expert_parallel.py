@@ -18,7 +18,7 @@ from parallel_ops.layers.experts import Experts
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap
+from parallel_ops.tensor_parallel.linear.call import Overlap
 from parallel_ops.train.parallelize_model import parallelize
 from support.layers import mesh_of
 

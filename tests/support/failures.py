@@ -53,7 +53,6 @@ CALLS: dict[str, Callable[[ProcessGroup], Any]] = {
     "reduce_scatter": lambda group: comm.reduce_scatter(torch.ones(6), group),
     "backward of copy_to_group": _backward,
     "gather": _transport,
-    "sync": lambda group: C10dTransport(group).barrier("sync"),
     "all_gather_linear": lambda group: all_gather_linear(torch.ones(2, 3), torch.ones(4, 3), group=group),
     "linear_reduce_scatter": lambda group: linear_reduce_scatter(torch.ones(6, 3), torch.ones(4, 3), group=group),
     "vocab_parallel_cross_entropy": lambda group: vocab_parallel_cross_entropy(

@@ -22,6 +22,7 @@ struct Event {
   std::condition_variable changed;
   uint64_t recorded = 0, done = 0;
   bool captured = false;
+  void* context = nullptr;
 
   uint64_t start() {
     std::lock_guard lock(mutex);
@@ -76,6 +77,8 @@ inline Capture& capture() {
   static auto* it = new Capture;
   return *it;
 }
+
+inline std::atomic<bool> strict{false};  // nothing can be made without a current context
 
 inline std::atomic<bool> discarding{false};  // streams do nothing, so that the time of the host is all there is
 
@@ -133,15 +136,31 @@ inline void enqueue(void* on, std::function<void()> work) {
 
 }  // namespace fake
 
+namespace fake {
+inline thread_local void* context = nullptr;  // none, as in a thread that has made no call
+inline int contexts[16];
+}  // namespace fake
+
 extern "C" {
 
 int cuCtxGetCurrent(void** context) {
-  static int one;
-  *context = &one;
+  *context = fake::context;
   return 0;
 }
-int cuCtxSetCurrent(void*) { return 0; }
-int cuDevicePrimaryCtxRetain(void** context, int) { return cuCtxGetCurrent(context); }
+int cuCtxSetCurrent(void* context) {
+  fake::context = context;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = &fake::contexts[device];
+  return 0;
+}
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  static std::atomic<intptr_t> made{0};
+  *stream = reinterpret_cast<void*>(0x1000 * ++made);
+  return 0;
+}
+int cuStreamDestroy_v2(void*) { return 0; }
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   std::swap(*mode, fake::capture_mode);
   return 0;
@@ -151,12 +170,16 @@ int cuGetErrorString(int result, const char** text) {
   return 0;
 }
 int cuEventCreate(void** event, unsigned) {
-  *event = new fake::Event;
+  if (fake::strict && fake::context == nullptr) return 201;  // of no device
+  auto* made = new fake::Event;
+  made->context = fake::context;
+  *event = made;
   return 0;
 }
 int cuEventDestroy_v2(void*) { return 0; }  // streams may still refer to it
 int cuEventRecord(void* handle, void* on) {
   auto* event = static_cast<fake::Event*>(handle);
+  if (event->context != fake::context) return 400;  // an event and a stream of different devices
   fake::note_driver("EventRecord", on);
   event->captured = fake::captured([=](fake::Replay& replay) { fake::record(fake::of_replay(replay, event), on); });
   if (!event->captured) fake::record(event, on);
@@ -185,6 +208,9 @@ int cuStreamIsCapturing(void*, int* status) {
 }
 
 // For the tests.
+void fake_strict(bool on) { fake::strict = on; }
+void* fake_context(int device) { return fake::context = device < 0 ? nullptr : &fake::contexts[device]; }
+void* fake_current() { return fake::context; }
 void fake_capture_begin() {
   std::lock_guard lock(fake::capture().mutex);
   fake::capture().active = fake::capture().valid = true;

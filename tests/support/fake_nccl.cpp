@@ -1,7 +1,8 @@
 // A libnccl whose ranks are threads or processes of this machine, and a CUDA driver for it: every entry that the binding
 // calls moves the bytes that NCCL would move, on streams, so that ops run from end to end without a GPU. Ranks that
-// make different calls, or pass different offsets into a symmetric window, get an error. It writes down what it is
-// asked if told so, and fails as it is told.
+// make different calls get an error. It is as strict as NCCL: a send is done when its data is in a buffer, which an abort
+// drops and finalizing flushes; an id of an earlier life answers nobody; a call can be told never to return, not even
+// after an abort. It writes down what it is asked if told so, and fails as it is told.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -21,47 +22,29 @@ using namespace parallel_ops::nccl;
 
 namespace {
 
-constexpr int kRanks = 16, kWindows = 32;
+constexpr Result kSystemError = Result(2), kInternalError = Result(3), kRemoteError = Result(6);
+constexpr int kRanks = 16;
 constexpr size_t kChunk = 64 << 10;
 
 struct Channel {  // from one rank to another, a chunk at a time
-  std::atomic<uint64_t> written, taken;
+  std::atomic<uint64_t> written, taken, lost;
   uint64_t bytes, total, tag;
   char data[kChunk];
 };
-struct Place {
-  int process, file;
-  uint64_t size;
-};
 struct Board {  // memory that all ranks of a communicator share
   std::atomic<int> joined;
-  std::atomic<uint64_t> enrolled[kWindows];
-  Place windows[kWindows][kRanks];
-  std::atomic<uint64_t> signals[kRanks][kRanks];  // to, from
-  Channel channels[kRanks][kRanks];               // from, to
+  Channel channels[kRanks][kRanks];  // from, to
 };
 
 std::mutex mutex;
-bool logging = false, holds_waits = true, has_puts = true;
-std::string lines, failing;  // failing: the function that fails
+bool logging = false;
+std::string lines, failing, stuck;  // the function that fails, and the one that never returns
 std::vector<std::string> boards;  // files, which are there until all ranks have joined
 int reported_version = FAKE_VERSION, async_error = kSuccess, ids = 0;
 Result failure = kInternalError;
 std::atomic<int> alive{0};
-std::atomic<long> allocated{0};
-size_t most_memory = size_t{1} << 40;
-
-struct Allocation {
-  size_t size;
-  int file;
-};
-std::map<char*, Allocation>& allocations() {
-  static auto* it = new std::map<char*, Allocation>;
-  return *it;
-}
-
 Result note(const char* name, const char* format = "", ...) {
-  std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   if (logging) {
     char text[512];
     va_list arguments;
@@ -70,7 +53,11 @@ Result note(const char* name, const char* format = "", ...) {
     va_end(arguments);
     lines += std::string(name) + (*text ? " " : "") + text + "\n";
   }
-  return failing == name ? failure : kSuccess;
+  const bool returns = stuck != name;
+  const Result result = failing == name ? failure : kSuccess;
+  lock.unlock();
+  while (!returns) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  return result;
 }
 
 unsigned long long number(const void* pointer) { return reinterpret_cast<unsigned long long>(pointer); }
@@ -103,19 +90,20 @@ T* shared(int file, size_t size) {
 }  // namespace
 
 namespace parallel_ops::nccl {
-struct Window {
-  int index;
-  char* base;
-  size_t size;
-  char* peers[kRanks] = {};
-};
 struct Comm {
   int size, rank;
   Board* board;
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0}, error{kSuccess};
-  std::vector<Window*> windows;
-  uint64_t expected[kRanks] = {};  // signals
+
+  // What has been sent is in the hands of the peers.
+  bool flushed() const {
+    for (int peer = 0; peer < size; ++peer) {
+      const Channel& channel = board->channels[rank][peer];
+      if (channel.written != channel.taken) return false;
+    }
+    return true;
+  }
 };
 }  // namespace parallel_ops::nccl
 
@@ -131,7 +119,7 @@ struct Transfer {
   // True if something was moved.
   bool step(Comm& comm) {
     const uint64_t written = channel->written, taken = channel->taken;
-    if (sends ? written != taken : written == taken) return false;
+    if (sends ? written != taken : written == taken || channel->lost > taken) return false;
     const size_t bytes = std::min(left, kChunk);
     if (sends) {
       channel->bytes = bytes, channel->total = total, channel->tag = tag;
@@ -219,7 +207,9 @@ void add_up(char* out, const std::vector<const char*>& parts, size_t count) {
   }
 }
 
-size_t size_of(DataType type) { return type == kBfloat16 || type == kFloat16 ? 2 : type <= kUint8 ? 1 : type >= kInt64 && type != kFloat32 ? 8 : 4; }
+size_t size_of(DataType type) {
+  return type == kUint8 ? 1 : type == kBfloat16 || type == kFloat16 ? 2 : type == kInt64 || type == kFloat64 ? 8 : 4;
+}
 
 void sum(char* out, const std::vector<const char*>& parts, size_t count, DataType type) {
   switch (type) {
@@ -236,22 +226,8 @@ void sum(char* out, const std::vector<const char*>& parts, size_t count, DataTyp
   }
 }
 
-Window* window_of(Comm& comm, const void* pointer) {
-  for (Window* window : comm.windows) {
-    if (pointer >= window->base && pointer < window->base + window->size) return window;
-  }
-  return nullptr;
-}
 // The same on all ranks that make the same call.
-uint64_t tag_of(Comm& comm, int kind, size_t count, DataType type, const void* in, const void* out) {
-  uint64_t tag = kind * 1000003 + count * 31 + type;
-  for (const void* pointer : {in, out}) {
-    if (Window* window = pointer == nullptr ? nullptr : window_of(comm, pointer)) {
-      tag = tag * 1000003 + window->index * 64 + (static_cast<const char*>(pointer) - window->base);
-    }
-  }
-  return tag;
-}
+uint64_t tag_of(int kind, size_t count, DataType type) { return kind * 1000003 + count * 31 + type; }
 
 extern "C" Result ncclGroupEnd();
 
@@ -290,23 +266,23 @@ void fake_reset() {
   boards.clear();
   lines.clear();
   failing.clear();
+  stuck.clear();
   reported_version = FAKE_VERSION, async_error = kSuccess;
-  logging = fake::discarding = false, holds_waits = has_puts = true;
-  most_memory = size_t{1} << 40;
+  logging = fake::discarding = false;
 }
 void fake_logging(bool on) { logging = on; }
 void fake_discard(bool on) { fake::discarding = on; }    // nothing is moved, and nothing waits for other ranks
-void fake_holds_waits(bool on) { holds_waits = on; }     // an abort does not end what waits for a signal
-void fake_puts(bool on) { has_puts = on; }
-void fake_memory(size_t bytes) { most_memory = bytes; }  // of one allocation
 void fake_version(int code) { reported_version = code; }
 void fake_async(int error) { async_error = error; }
 void fake_failing(const char* name, int code) {
   std::lock_guard lock(mutex);
   failing = name, failure = static_cast<Result>(code);
 }
-int fake_alive() { return alive; }  // communicators that were not aborted
-long fake_allocated() { return allocated; }
+void fake_stuck(const char* name) {  // never returns, not even after an abort
+  std::lock_guard lock(mutex);
+  stuck = name;
+}
+int fake_alive() { return alive; }  // communicators that were not ended
 const char* fake_log() {
   static std::string copy;
   std::lock_guard lock(mutex);
@@ -336,20 +312,37 @@ Result ncclGetUniqueId(UniqueId* id) {
   return note("GetUniqueId");
 }
 Result ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, RawConfig* c) {
-  const Result result = note("CommInitRankConfig", "size=%d rank=%d blocking=%d max=%d policy=%d", size, rank,
-                             c->blocking, c->max_ctas, c->cta_policy);
-  const int file = open(id.bytes, O_RDWR);
-  if (result != kSuccess || file < 0) return result != kSuccess ? result : kSystemError;
-  auto* made = new Comm{size, rank, shared<Board>(file, sizeof(Board))};
-  close(file);
+  const Result result = note("CommInitRankConfig", "size=%d rank=%d blocking=%d max=%d", size, rank, c->blocking,
+                             c->max_ctas);
+  if (result != kSuccess) return result;
+  auto* made = new Comm{size, rank, nullptr};
   ++alive;
   *comm = made;
+  const int file = open(id.bytes, O_RDWR);
+  if (file < 0) {  // of an earlier life: whoever made it listens no more
+    wait_until(made->aborted, [] { return false; });
+    return kInternalError;
+  }
+  made->board = shared<Board>(file, sizeof(Board));
+  close(file);
   if (++made->board->joined == size) unlink(id.bytes);
   return wait_until(made->aborted, [&] { return made->board->joined == size; }) ? kSuccess : kInternalError;
+}
+Result ncclCommFinalize(Comm* comm) {
+  const Result result = note("CommFinalize", "rank=%d", comm->rank);
+  return wait_until(comm->aborted, [&] { return comm->flushed(); }) ? result : kInternalError;
+}
+Result ncclCommDestroy(Comm* comm) {
+  --alive;
+  return note("CommDestroy", "rank=%d", comm->rank);
 }
 Result ncclCommAbort(Comm* comm) {
   comm->aborted = true;
   --alive;
+  for (int peer = 0; comm->board != nullptr && peer < comm->size; ++peer) {
+    Channel& channel = comm->board->channels[comm->rank][peer];
+    channel.lost = channel.written.load();  // what is in a buffer of this rank's
+  }
   std::atomic<bool> never{false};
   wait_until(never, [&] { return comm->running == 0; });
   return note("CommAbort", "rank=%d", comm->rank);
@@ -358,61 +351,6 @@ Result ncclCommGetAsyncError(Comm* comm, Result* state) {
   *state = static_cast<Result>(comm->error != kSuccess ? comm->error.load() : async_error);
   return kSuccess;
 }
-Result ncclCommQueryProperties(Comm*, Properties* properties) {
-  properties->host_rma = has_puts;
-  return kSuccess;
-}
-
-Result ncclMemAlloc(void** pointer, size_t size) {
-  fake::forbidden_while_capturing();
-  const Result result = note("MemAlloc", "%zu", size);
-  const int file = memfd_create("fake_nccl", 0);
-  if (result != kSuccess || size > most_memory || ftruncate(file, size) != 0) return kUnhandledCudaError;
-  char* data = shared<char>(file, size);
-  std::lock_guard lock(mutex);
-  allocations()[data] = {size, file};
-  allocated += size;
-  *pointer = data;
-  return kSuccess;
-}
-Result ncclMemFree(void* pointer) {
-  if (pointer == nullptr) return kSuccess;
-  std::lock_guard lock(mutex);
-  const Allocation found = allocations().at(static_cast<char*>(pointer));
-  allocations().erase(static_cast<char*>(pointer));
-  allocated -= found.size;
-  munmap(pointer, found.size);
-  close(found.file);
-  return kSuccess;
-}
-Result ncclCommWindowRegister(Comm* comm, void* data, size_t size, Window** window, int flags) {
-  fake::forbidden_while_capturing();
-  const int index = static_cast<int>(comm->windows.size());
-  const Result result = note("CommWindowRegister", "index=%d size=%zu flags=%d", index, size, flags);
-  if (result != kSuccess) return result;
-  Board& board = *comm->board;
-  {
-    std::lock_guard lock(mutex);
-    board.windows[index][comm->rank] = {getpid(), allocations().at(static_cast<char*>(data)).file, size};
-  }
-  ++board.enrolled[index];
-  if (!wait_until(comm->aborted, [&] { return board.enrolled[index] == static_cast<uint64_t>(comm->size); })) {
-    return kInternalError;
-  }
-  *window = new Window{index, static_cast<char*>(data), size};
-  comm->windows.push_back(*window);
-  for (int peer = 0; peer < comm->size; ++peer) {
-    const Place& place = board.windows[index][peer];
-    if (place.size != size) return kInvalidUsage;
-    const std::string path = "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
-    const int file = open(path.c_str(), O_RDWR);
-    if (file < 0) return kSystemError;
-    (*window)->peers[peer] = shared<char>(file, size);
-    close(file);
-  }
-  return kSuccess;
-}
-
 Result ncclGroupStart() {
   ++depth;
   return note("GroupStart");
@@ -442,11 +380,11 @@ Result ncclRecv(void* out, size_t count, DataType type, int peer, Comm* comm, Cu
 
 namespace {
 Result collective(const char* name, int kind, const void* x, void* out, size_t count, DataType type, Comm* comm,
-                  CudaStream* stream, bool gathers, bool scatters, bool sums) {
+                  CudaStream* stream, bool scatters, bool sums) {
   const Result result =
       note(name, "%llx %llx count=%zu type=%d stream=%llx", number(x), number(out), count, type, number(stream));
   const size_t bytes = count * size_of(type);
-  const uint64_t tag = tag_of(*comm, kind, count, type, sums ? x : nullptr, gathers ? out : nullptr);
+  const uint64_t tag = tag_of(kind, count, type);
   auto landing = std::make_shared<std::vector<char>>(sums ? bytes * comm->size : 0);
   char* const to = sums ? landing->data() : static_cast<char*>(out);
   const char* const from = static_cast<const char*>(x);
@@ -473,49 +411,13 @@ Result collective(const char* name, int kind, const void* x, void* out, size_t c
 }  // namespace
 
 Result ncclAllGather(const void* x, void* out, size_t count, DataType type, Comm* comm, CudaStream* stream) {
-  return collective("AllGather", 2, x, out, count, type, comm, stream, true, false, false);
-}
-Result ncclAlltoAll(const void* x, void* out, size_t count, DataType type, Comm* comm, CudaStream* stream) {
-  return collective("AlltoAll", 3, x, out, count, type, comm, stream, true, true, false);
+  return collective("AllGather", 2, x, out, count, type, comm, stream, false, false);
 }
 Result ncclReduceScatter(const void* x, void* out, size_t count, DataType type, RedOp, Comm* comm, CudaStream* stream) {
-  return collective("ReduceScatter", 4, x, out, count, type, comm, stream, false, true, true);
+  return collective("ReduceScatter", 3, x, out, count, type, comm, stream, true, true);
 }
 Result ncclAllReduce(const void* x, void* out, size_t count, DataType type, RedOp, Comm* comm, CudaStream* stream) {
-  return collective("AllReduce", 5, x, out, count, type, comm, stream, false, false, true);
-}
-
-Result ncclPutSignal(const void* x, size_t count, DataType type, int peer, Window* window, size_t offset, int, int,
-                     unsigned, Comm* comm, CudaStream* stream) {
-  fake::forbidden_while_capturing();  // up to 2.29 signals are numbered by the host
-  const Result result = note("PutSignal", "count=%zu peer=%d window=%d offset=%zu", count, peer, window->index, offset);
-  if (result != kSuccess || window_of(*comm, x) == nullptr) return result != kSuccess ? result : kInvalidArgument;
-  launch(comm, stream, [=] {
-    memcpy(window->peers[peer] + offset, x, count * size_of(type));
-    ++comm->board->signals[peer][comm->rank];
-  });
-  return result;
-}
-Result ncclSignal(int peer, int, int, unsigned, Comm* comm, CudaStream* stream) {
-  fake::forbidden_while_capturing();
-  const Result result = note("Signal", "peer=%d", peer);
-  launch(comm, stream, [=] { ++comm->board->signals[peer][comm->rank]; });
-  return result;
-}
-Result ncclWaitSignal(int count, WaitSignalDesc* waits, Comm* comm, CudaStream* stream) {
-  fake::forbidden_while_capturing();
-  Result result = kSuccess;
-  for (int i = 0; i < count; ++i) {
-    result = note("WaitSignal", "count=%d peer=%d", waits[i].count, waits[i].peer);
-    const int peer = waits[i].peer;
-    const uint64_t expected = comm->expected[peer] += waits[i].count;
-    launch(comm, stream, [=] {
-      static std::atomic<bool> never{false};
-      wait_until(holds_waits ? never : comm->aborted,
-                 [&] { return comm->board->signals[comm->rank][peer] >= expected; });
-    });
-  }
-  return result;
+  return collective("AllReduce", 4, x, out, count, type, comm, stream, false, true);
 }
 
 }  // extern "C"

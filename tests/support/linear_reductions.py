@@ -70,27 +70,24 @@ def apart(rank: int) -> None:
     linear_reduce_scatter(integers(4, 8, seed=0), integers(3, 8, seed=1), group=dist.group.WORLD, reduction=reduction)
 
 
-def in_bulk_and_after(rank: int, reduction: str) -> list[list[list[Tensor]]]:
-    """Gradients of x, three weights and their biases with both overlaps, by where the weights' gradients go."""
-    results = []
-    for main, defer in ((False, False), (True, False), (False, True), (True, True)):
-        results.append([_gradients_of_three(rank, overlap, reduction, main, defer) for overlap in ("bulk", "off")])
-    return results
+def of_three_weights(rank: int, reduction: str) -> list[list[Tensor]]:
+    """Gradients of x, three weights and their biases: at once, and by a queue that computes them after the messages."""
+    return [_gradients_of_three(rank, reduction, defer) for defer in (False, True)]
 
 
-def _gradients_of_three(rank: int, overlap: str, reduction: str, main: bool, defer: bool) -> list[Tensor]:
+def _gradients_of_three(rank: int, reduction: str, defer: bool) -> list[Tensor]:
     shared, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(rank + 1)
     x = torch.randn(9, 3, 32, generator=shared).bfloat16().requires_grad_()
     weights = [torch.randn(n, 32, generator=own).bfloat16().requires_grad_() for n in (24, 8, 8)]
     biases = [torch.randn(n, generator=own).bfloat16().requires_grad_() for n in (24, 8, 8)]
-    buffers = [torch.ones(w.shape) for w in weights] if main else None
+    buffers = [torch.ones(w.shape) for w in weights]
     queue = DeferredWeightGradients() if defer else None
     for _ in range(2):  # the second adds to the first
         ys = column_parallel_linear(
-            x, weights, biases, group=dist.group.WORLD, overlap=overlap, reduction=reduction, main_grad=buffers,
+            x, weights, biases, group=dist.group.WORLD, overlap="off", reduction=reduction, main_grad=buffers,
             deferred=queue,
         )  # fmt: skip
         sum((y.float() ** 2).sum() for y in ys).backward()
         if queue is not None:
             queue.compute()
-    return [x.grad, *(buffers or [w.grad for w in weights]), *(b.grad for b in biases)]
+    return [x.grad, *buffers, *(b.grad for b in biases)]

@@ -251,7 +251,7 @@ class LoopbackTransport(Endpoint):
     """One rank's end of a LoopbackGroup."""
 
     def __init__(self, group: LoopbackGroup[Any], rank: int, baton: _Baton, network: _Network) -> None:
-        super().__init__(rank, group.size, Capabilities("loopback", (group.device_type,), False, False, False))
+        super().__init__(rank, group.size, Capabilities("loopback", (group.device_type,), False))
         self._baton, self.network = baton, network
         self._handles: list[_LoopbackHandle] = []
 

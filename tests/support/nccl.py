@@ -4,7 +4,6 @@ import concurrent.futures
 import ctypes
 import functools
 import gc
-import itertools
 import os
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[-1])
 VERSION = 22907
 
 _folder = tempfile.TemporaryDirectory()
-_sides = itertools.count(1)
 
 
 @functools.cache
@@ -65,16 +63,19 @@ class Fake:
         self.path = path
         self._library = ctypes.CDLL(path)
         self._library.fake_log.restype = ctypes.c_char_p
-        self._library.fake_allocated.restype = ctypes.c_long
-        self._library.fake_memory.argtypes = [ctypes.c_size_t]
+        self._library.fake_current.restype = self._library.fake_context.restype = ctypes.c_void_p
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """``reset``, ``logging``, ``discard``, ``holds_waits``, ``puts``, ``memory``, ``version``, ``async``, ..."""
+        """``reset``, ``logging``, ``discard``, ``version``, ``async``, ``alive``, ``capture_begin``, ..."""
         return getattr(self._library, f"fake_{name}")
 
     def fail(self, function: str, code: int) -> None:
         """``function``, without its prefix, returns ``code``."""
         self._library.fake_failing(function.encode(), code)
+
+    def hang(self, function: str) -> None:
+        """``function``, without its prefix, never returns, not even after an abort."""
+        self._library.fake_stuck(function.encode())
 
     def calls(self) -> list[str]:
         """The calls since logging was switched on, with their arguments."""
@@ -99,25 +100,19 @@ def fake() -> Iterator[Fake]:
     gc.collect()
 
 
-def native(fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, grace: float = 10.0) -> Any:
-    """A communicator of the binding, and its library."""
+def native(fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, device: int = -1) -> Any:
+    """A communicator of the binding."""
     from parallel_ops import _nccl
 
-    library = _nccl.Library.open(fake.path)
-    side = 0x1000 * next(_sides)
-    return _nccl.Communicator(library, unique_id, size, rank, -1, side, 16, timeout, timeout, grace), library
+    return _nccl.Communicator(_nccl.Library.open(fake.path), unique_id, size, rank, device, 16, timeout)
 
 
-def transport(
-    fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, stream: int = 0, **options: Any
-) -> Any:
+def transport(fake: Fake, unique_id: bytes, size: int, rank: int, timeout: float = 20.0, stream: int = 0) -> Any:
     """A rank's end over the fake, on CPU tensors; stream 0 is the calling thread."""
     from parallel_ops.comm.nccl.transport import NcclTransport
 
-    made, library = native(fake, unique_id, size, rank, timeout)
-    end = NcclTransport(made, library, rank, size, torch.device("cpu"), lambda: stream, **options)
-    end.pool.poisoned = True
-    return end
+    made = native(fake, unique_id, size, rank, timeout)
+    return NcclTransport(made, rank, size, torch.device("cpu"), lambda: stream)
 
 
 def unique_id(fake: Fake) -> bytes:

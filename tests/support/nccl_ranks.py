@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduce_scatter, ring_attention
 from parallel_ops.comm import use_transport
 from parallel_ops.comm.nccl import connect as nccl
-from parallel_ops.comm.nccl.library import Library
+from parallel_ops.comm.nccl.library import Library, NotSupported
 from parallel_ops.comm.transport import registry
 from parallel_ops.comm.transport.base import Handle, Receive, Send, Transport
 from parallel_ops.comm.transport.c10d import C10dTransport
@@ -34,28 +35,23 @@ def stand_in(path: str) -> Fake:
 
 
 def connected(
-    rank: int, path: str, ready: Callable[[], nccl.Ready] | None = None, seconds: float = 30.0, wanted: str = "nccl"
-) -> tuple[Any, str]:
+    rank: int, path: str, library: Callable[[], Any] | None = None, seconds: float = 30.0, gpu: int | None = None
+) -> Transport:
     """``connect`` of this rank over the stand-in, on CPU tensors; a group of its own, as ranks connect once."""
     return nccl.connect(
         dist.new_group(timeout=timedelta(seconds=seconds)),
         CPU,
-        wanted=wanted,
-        ready=lambda device: nccl.Ready(Library.open(path), rank) if ready is None else ready(),
-        side=lambda device: SimpleNamespace(cuda_stream=0x1000),
+        library=library or (lambda: Library.open(path)),
+        gpu=lambda device: rank if gpu is None else gpu,
         stream=lambda device: lambda: 0,
     )
 
 
 @contextlib.contextmanager
-def over_nccl(rank: int, path: str, version: int) -> Iterator[Fake]:
-    """The ops of all ranks go over the stand-in, which says that it has ``version``."""
+def over_nccl(rank: int, path: str) -> Iterator[Fake]:
+    """The ops of all ranks go over the stand-in."""
     fake = stand_in(path)
-    fake.version(version)
-    transport, why_not = connected(rank, path)
-    assert transport is not None, why_not
-    transport.pool.poisoned = True
-    use_transport(dist.group.WORLD, transport)
+    use_transport(dist.group.WORLD, connected(rank, path))
     fake.logging(True)
     try:
         yield fake
@@ -86,7 +82,7 @@ def results(rank: int) -> dict[str, list[Tensor]]:
     """What the ops of this package compute over the group, by name."""
     size = dist.get_world_size()
     found: dict[str, list[Tensor]] = {}
-    for overlap in ("off", "bulk", "tapered", 2):
+    for overlap in ("off", 1, 2):
         found[f"gather {overlap}"] = _linear(all_gather_linear, rank, 4, 5, overlap=overlap)
         found[f"scatter {overlap}"] = _linear(linear_reduce_scatter, rank, 4 * size, 5, overlap=overlap)
         found[f"replicated {overlap}"] = _linear(column_parallel_linear, 0, 5, 5, overlap=overlap)
@@ -107,10 +103,10 @@ def results(rank: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def same_bits(rank: int, path: str, version: int) -> tuple[list[str], set[str]]:
+def same_bits(rank: int, path: str) -> tuple[list[str], set[str]]:
     """Which results differ from those over the group's own backend, and which functions of NCCL were called."""
     expected = results(rank)
-    with over_nccl(rank, path, version) as fake:
+    with over_nccl(rank, path) as fake:
         got = results(rank)
         called = {line.split()[0] for line in fake.calls()}
     wrong = [
@@ -124,7 +120,7 @@ def same_bits(rank: int, path: str, version: int) -> tuple[list[str], set[str]]:
 def summed_by_nccl(rank: int, path: str) -> list[bool]:
     """Linears whose sums NCCL takes; of integers, so that the order does not show."""
     size, equal = dist.get_world_size(), []
-    with over_nccl(rank, path, 22907) as fake:
+    with over_nccl(rank, path) as fake:
         x, weight = torch.full((2 * size, 3), rank + 1.0), torch.ones(4, 3)
         y = linear_reduce_scatter(x, weight, group=dist.group.WORLD, reduction="backend")
         equal.append(torch.equal(y, torch.full((2, 4), 3.0 * size * (size + 1) / 2)))
@@ -156,43 +152,26 @@ def exchanges(transport: Transport, dtype: torch.dtype) -> dict[str, Tensor]:
     """What each method of a transport of 4 ranks moves."""
     rank, size, like = transport.rank, transport.size, torch.empty(0, dtype=dtype)
     found: dict[str, Tensor] = {}
-    with transport.workspace(OP) as memory:
-        mine = _numbers(rank, (2, 3), dtype)
-        for place in ("leased", "own"):
-            whole = memory.empty((size, 2, 3), like) if place == "leased" else like.new_empty((size, 2, 3))
-            found[f"all_gather {place}"] = _waited(transport.all_gather(OP, whole, mine), whole)
-            parts = memory.empty((size, 2, 3), like) if place == "leased" else like.new_empty((size, 2, 3))
-            parts.copy_(_numbers(10 + rank, (size, 2, 3), dtype))
-            found[f"all_to_all {place}"] = _waited(transport.all_to_all(OP, whole, parts), whole)
-            if dtype in (torch.float32, torch.float64, torch.int64):
-                total = like.new_empty((2, 3))
-                found[f"reduce_scatter {place}"] = _waited(transport.reduce_scatter(OP, total, parts), total)
-                found[f"all_reduce {place}"] = _waited(transport.all_reduce(OP, parts), parts)
-        leaving, arriving = ROWS[rank], [row[rank] for row in ROWS]
-        sent, got = _numbers(rank, (sum(leaving), 3), dtype), like.new_empty((sum(arriving), 3))
-        found["uneven all_to_all"] = _waited(start_exchange(OP, transport, got, sent, (arriving, leaving)), got)
-        # Every rank's rows to all others, at their places in leased memory, of which each has as much.
-        sizes = [5, 1, 0, 2]
-        ends = [0, *accumulate(sizes)]
-        whole = memory.empty((sum(sizes), 3), like)
-        own = whole[ends[rank] : ends[rank + 1]]
-        own.copy_(_numbers(20 + rank, (sizes[rank], 3), dtype))
-        others = [(rank + k) % size for k in range(1, size)]
-        messages = Exchange(
-            OP,
-            transport,
-            [Send(own, peer, own) for peer in others],
-            [Receive(whole[ends[peer] : ends[peer + 1]], peer) for peer in others],
-        )
-        found["uneven messages"] = _waited(messages, whole)
-    transport.barrier(OP)
+    mine, whole = _numbers(rank, (2, 3), dtype), like.new_empty((size, 2, 3))
+    found["all_gather"] = _waited(transport.all_gather(OP, whole, mine), whole)
+    parts = _numbers(10 + rank, (size, 2, 3), dtype)
+    found["all_to_all"] = _waited(transport.all_to_all(OP, whole, parts), whole)
+    if dtype in (torch.float32, torch.float64, torch.int64):
+        total = like.new_empty((2, 3))
+        found["reduce_scatter"] = _waited(transport.reduce_scatter(OP, total, parts), total)
+        found["all_reduce"] = _waited(transport.all_reduce(OP, parts), parts)
+    leaving, arriving = ROWS[rank], [row[rank] for row in ROWS]
+    sent, got = _numbers(rank, (sum(leaving), 3), dtype), like.new_empty((sum(arriving), 3))
+    found["uneven all_to_all"] = _waited(start_exchange(OP, transport, got, sent, (arriving, leaving)), got)
+    ahead, behind, arrived = (rank + 1) % size, (rank - 1) % size, like.new_empty((2, 3))
+    found["messages"] = _waited(Exchange(OP, transport, [Send(mine, ahead)], [Receive(arrived, behind)]), arrived)
     return found
 
 
-def differing(rank: int, path: str, version: int) -> list[str]:
+def differing(rank: int, path: str) -> list[str]:
     """Exchanges that have other bits over NCCL than over the group's own backend."""
     wrong = []
-    with over_nccl(rank, path, version):
+    with over_nccl(rank, path):
         transport = registry.transport_of(dist.group.WORLD, CPU)
         assert transport.capabilities.name == "nccl"
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.float64):
@@ -203,67 +182,68 @@ def differing(rank: int, path: str, version: int) -> list[str]:
     return wrong
 
 
-def limited(rank: int, path: str) -> list[bool]:
-    """Which leases are of registered memory, as rank 1 has none left after the first segment."""
-    fake = stand_in(path)
-    transport, why_not = connected(rank, path)
-    assert transport is not None, why_not
-    like, found = torch.empty(0, dtype=torch.uint8), []
-    for leases in (1, 2):
-        with transport.workspace(OP) as memory:
-            each = [memory.empty((60 << 20,), like) for _ in range(leases)]
-            found += [transport.pool.find(x.data_ptr()) is not None for x in each]
-        fake.memory(1 << 20 if rank == 1 else 1 << 40)
-    transport.barrier(OP)
-    return found
-
-
 def outcomes(rank: int, path: str) -> dict[str, str]:
-    """Why each of these groups of two has no communicator, as this rank says; the library is the stand-in."""
+    """The error of this rank in each of these groups of two; the library is the stand-in."""
     fake = stand_in(path)
 
-    def versioned(code: int) -> nccl.Ready:
+    def versioned(code: int) -> Any:
         fake.version(code)
-        return nccl.Ready(Library.open(path), rank)
+        return Library.open(path)
 
-    def broken() -> nccl.Ready:
-        raise OSError("no such device")
+    def without(error: Exception) -> Any:
+        raise error
 
     second = rank == 1
-    cases: dict[str, Callable[[], nccl.Ready] | None] = {
-        "works": None,
-        "another version": lambda: versioned(22809 if second else 22907),
-        "shared GPU": lambda: nccl.Ready(Library.open(path), 7),
-        "no library": (lambda: nccl.Ready(reason=4, detail="neither loaded nor installed")) if second else None,
-        "broken": broken if second else None,
+    cases: dict[str, dict[str, Any]] = {
+        "works": {},
+        "another version": {"library": lambda: versioned(22809 if second else 22907)},
+        "shared GPU": {"gpu": 7},
+        "no library": {"library": (lambda: without(NotSupported("NCCL was not found"))) if second else None},
+        "none": {"library": lambda: without(ImportError("the NCCL binding could not be loaded"))},
     }
     found = {}
-    for name, ready in cases.items():
+    for name, options in cases.items():
         fake.version(22907)
-        found[name] = connected(rank, path, ready)[1]
-    found["unwanted"] = connected(rank, path, wanted="c10d" if second else "nccl")[1]
-    try:
-        connected(rank, path, wanted="ncll" if second else "nccl")
-    except ValueError as error:
-        found["misspelt"] = str(error)
+        found[name] = _said(lambda options=options: connected(rank, path, **options))
+    fake.reset()
     start = time.monotonic()
     if second:
         fake.fail("CommInitRankConfig", 2)
-    found["fails"] = connected(rank, path, seconds=4.0)[1]
-    assert time.monotonic() - start < 8
+    found["fails"] = _said(lambda: connected(rank, path, seconds=2.0))
+    assert time.monotonic() - start < 20
     fake.reset()
     fake.fail("GetUniqueId", 2)
-    found["no id"] = connected(rank, path)[1]
-    fake.reset()
-    fake.puts(not second)
-    transport, _ = connected(rank, path)
-    found["puts"] = str(transport.puts)
+    found["no id"] = _said(lambda: connected(rank, path))
     fake.reset()
     return found
 
 
-def chosen(rank: int, answer: str) -> dict[str, object]:
-    """What the registry does with tensors on CUDA, where ``connect`` gives ``answer``."""
+def _said(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_lives(rank: int, path: str) -> list[bool]:
+    """Whether ranks connect again over one store in a group of the same name, as after destroy_process_group."""
+    fake = stand_in(path)
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    made = []
+    for _ in range(2):
+        transport = nccl.connect(
+            group, CPU, library=lambda: Library.open(path), gpu=lambda device: rank, stream=lambda device: lambda: 0
+        )
+        x = torch.zeros(2)
+        made.append(_waited(transport.all_gather(OP, x, torch.full((1,), rank + 1.0)), x).tolist() == [1.0, 2.0])
+        del transport
+    fake.reset()
+    return made
+
+
+def chosen(rank: int, variable: str | None, argument: str | None) -> dict[str, object]:
+    """What the registry does with tensors on CUDA, where a communicator could be made."""
     calls: list[str] = []
     lines: list[str] = []
     given = SimpleNamespace(rank=rank, size=2, capabilities=SimpleNamespace(name="nccl"))
@@ -272,50 +252,47 @@ def chosen(rank: int, answer: str) -> dict[str, object]:
     logger, connect, group = logging.getLogger(registry.__name__), registry.connect, dist.new_group()
     assert group is not None
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    registry.connect = lambda group, device, wanted: calls.append(wanted) or (None if answer else given, answer)  # type: ignore[assignment,func-returns-value]
+    registry.connect = lambda group, device: calls.append("connect") or given  # type: ignore[assignment,func-returns-value]
+    before = dict(os.environ)
+    os.environ.pop("PARALLEL_OPS_TRANSPORT", None)
+    if variable is not None:
+        os.environ["PARALLEL_OPS_TRANSPORT"] = variable
     try:
-        before = registry.why_not_nccl(group)
+        if argument is not None:
+            use_transport(group, argument)  # type: ignore[arg-type]
         cpu = registry.transport_of(group, CPU).capabilities.name
         names = [registry.transport_of(group, torch.device("cuda", rank)).capabilities.name for _ in range(2)]
+        order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT")
     finally:
         registry.connect = connect
         logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    return {
-        "before": before,
-        "cpu": cpu,
-        "names": names,
-        "calls": calls,
-        "why": registry.why_not_nccl(group),
-        "log": lines,
-    }
+        os.environ.clear()
+        os.environ.update(before)
+    return {"cpu": cpu, "names": names, "calls": len(calls), "log": len(lines), "order": order}
 
 
-def captured(rank: int, path: str, version: int) -> dict[str, object]:
+def misspelt(rank: int) -> None:
+    """One rank's variable has no such transport; the other makes its call."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    with mock.patch.dict(os.environ, {"PARALLEL_OPS_TRANSPORT": "ncll" if rank == 1 else "c10d"}):
+        all_gather_linear(torch.ones(2, 3), torch.ones(4, 3), group=group)
+
+
+def captured(rank: int, path: str) -> dict[str, object]:
     """Exchanges that are captured in a graph and launched three times."""
     fake = stand_in(path)
-    fake.version(version)
-    transport, why_not = connected(rank, path)
-    assert transport is not None, why_not
+    transport = connected(rank, path)
     size, x = transport.size, torch.zeros(2, 3)
-    with transport.workspace(OP) as memory:
-        memory.empty((64,), x)  # so that there is a segment
     whole, total, got = torch.zeros(size, 2, 3), torch.zeros(2, 3), torch.zeros(2, 3)
     # On one rank an exchange is on its way meanwhile, and a thread looks at its event.
     time.sleep(0.2 * rank)
     ahead, behind = (rank + 1) % size, (rank - 1) % size
     (pending, _) = transport.post(OP, [Send(torch.ones(4), ahead), Receive(torch.empty(4), behind)])
     fake.capture_begin()
-    with transport.workspace(OP) as memory:
-        assert memory.empty((1 << 28,), x).numel() == 1 << 28  # no segment can be made now
-        mine = memory.empty((2, 3), x)
-        leased = transport.pool.find(mine.data_ptr()) is not None
-        transport.all_gather(OP, whole, x).wait()
-        transport.reduce_scatter(OP, total, whole).wait()
-        handles = transport.post(OP, [Send(x, ahead, x), Receive(got, behind)])
-        for handle in handles:
-            handle.wait()
+    for handle in (transport.all_gather(OP, whole, x), transport.reduce_scatter(OP, total, whole)):
+        _waited(handle, x)
+    for handle in transport.post(OP, [Send(x, ahead), Receive(got, behind)]):
+        handle.wait()
     time.sleep(0.1)
     steps = fake.capture_end()
     done_while_captured = bool(whole.any() or total.any() or got.any())
@@ -330,4 +307,4 @@ def captured(rank: int, path: str, version: int) -> dict[str, object]:
             torch.equal(got, torch.full((2, 3), launch * (behind + 1.0))),
         ]
         dist.barrier()
-    return {"steps": steps > 0, "early": done_while_captured, "leased": leased, "right": all(right)}
+    return {"steps": steps > 0, "early": done_while_captured, "right": all(right)}

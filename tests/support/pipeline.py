@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, sta
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.layers import ParallelMoE, ParallelTransformerLayer
 from parallel_ops.tensor_parallel import DeferredWeightGradients
-from parallel_ops.tensor_parallel.linear import overlap as _overlap
+from parallel_ops.tensor_parallel.linear import chunked as _chunked
 from support.layers import mesh_of, set_handles
 
 SCHEDULES = {"1f1b": ScheduleInterleaved1F1B, "zero bubble": ScheduleInterleavedZeroBubble}
@@ -104,7 +104,7 @@ class Exchanges:
         self.made: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> "Exchanges":
-        self._init, self._collective, made = _overlap.Exchange.__init__, C10dTransport._collective, self.made
+        self._init, self._collective, made = _chunked.Exchange.__init__, C10dTransport._collective, self.made
         init, collective = self._init, self._collective
 
         def counting(exchange: Any, op: str, *args: Any) -> None:
@@ -116,10 +116,10 @@ class Exchanges:
             made[op] += handle is not None
             return handle
 
-        _overlap.Exchange.__init__ = counting  # type: ignore[method-assign]
+        _chunked.Exchange.__init__ = counting  # type: ignore[method-assign]
         C10dTransport._collective = counting_collectives  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        _overlap.Exchange.__init__ = self._init  # type: ignore[method-assign]
+        _chunked.Exchange.__init__ = self._init  # type: ignore[method-assign]
         C10dTransport._collective = self._collective  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from support.distributed import Raised, ranks
 from support.parallel_linear import integers, leaf, normal, whole_linear
 
 groups = pytest.mark.parametrize("size", [2, 3])
-OVERLAPS = ["off", "bulk", "auto", "tapered", 1, 3]
+OVERLAPS = ["off", "auto", 1, 3]
 
 
 def copied_linear(rank: int, whole: list[Tensor], overlap: Any) -> list[Tensor]:

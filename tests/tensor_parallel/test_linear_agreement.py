@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops._internal.overlap_model import CANDIDATES
 from parallel_ops.comm.transport.c10d import C10dTransport
 from parallel_ops.tensor_parallel import use_transport
-from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.tensor_parallel.linear import call as plan
+from parallel_ops.tensor_parallel.linear.call import CANDIDATES
 from support.distributed import Raised, ranks
 from support.parallel_linear import OPS, Counting, integers, leaf, normal, sharded_linear
 
@@ -76,7 +76,7 @@ def tasks(rank: int, kind: str, sizes: list[int]) -> list[str]:
     """What a choice of pieces is kept under, forward and backward."""
     seen: list[str] = []
 
-    def choose(task: plan.Task, *_: Any) -> int:
+    def choose(task: plan.Product, *_: Any) -> int:
         seen.append(str(task))
         return plan.OFF
 
@@ -129,14 +129,14 @@ def test_messages_go_over_the_transport_that_was_chosen():
 
 def measured(rank: int, kind: str) -> tuple[list[Any], int, bool]:
     """As if a CPU's timings were worth something: (what was chosen, how often was timed, whether results are right)."""
-    # The slowest rank's count: 2 pieces.
-    seconds = [[1.0, 0.7, 0.5, 0.9, 0.95], [1.0, 0.95, 0.99, 0.9, 0.95]][rank]
+    # The slowest rank's count: 2 chunks.
+    seconds = [[1.0, 0.5, 0.9, 0.95], [1.0, 0.99, 0.9, 0.95]][rank]
     timed = []
 
-    def fastest(run: Any, pieces: int, device: torch.device) -> float:
-        run(pieces)
-        timed.append(pieces)
-        return seconds[CANDIDATES.index(pieces)]
+    def fastest(run: Any, way: int, device: torch.device) -> float:
+        run(way)
+        timed.append(way)
+        return seconds[CANDIDATES.index(way)]
 
     tensors = [integers(8, 6, seed=1), integers(4, 6, seed=2), None, integers(8, 4, seed=3)]
     want = sharded_linear(rank, kind, tensors, [4, 4], {"overlap": "off"})

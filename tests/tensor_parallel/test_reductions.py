@@ -1,6 +1,5 @@
 """How the linears over a group add partial sums, and by which calls of the group."""
 
-from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -10,8 +9,7 @@ from parallel_ops import all_gather_linear, column_parallel_linear, linear_reduc
 from parallel_ops.comm.transport import base
 from parallel_ops.tensor_parallel.linear import all_gather_linear as of_gather
 from parallel_ops.tensor_parallel.linear import column_parallel_linear as of_copy
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall
-from parallel_ops.tensor_parallel.linear.overlap_plan import encode
+from parallel_ops.tensor_parallel.linear.call import GroupCall, encode
 from support import linear_reductions
 from support.distributed import Raised, ranks
 
@@ -31,11 +29,10 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("overlap", ["off", "bulk"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("reduction", "calls"), [("backend", PLAIN), ("exact", EXACT)])
-def test_without_pieces_each_transfer_is_one_collective(kind, overlap, reduction, calls):
-    for got in ranks(2).run(linear_reductions.calls_of, kind, overlap, reduction):
+def test_without_chunks_each_transfer_is_one_collective(kind, reduction, calls):
+    for got in ranks(2).run(linear_reductions.calls_of, kind, "off", reduction):
         assert got == calls[kind]
 
 
@@ -49,7 +46,7 @@ def test_the_plain_linears_of_megatron_make_these_calls(kind, sequence_parallel)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_messages_and_their_sum_is_exact(kind):
+def test_chunks_are_messages_and_their_sum_is_exact(kind):
     for forward, backward in ranks(2).run(linear_reductions.calls_of, kind, 2, "backend"):
         # The gather's backward is never cut.
         expected = {"gather": {"send", "recv", "all_gather", "reduce_scatter"}, "scatter": {"send", "recv"}}
@@ -60,7 +57,7 @@ def test_pieces_are_messages_and_their_sum_is_exact(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_backends_sum_of_integers_is_the_linear_of_one_process(size, kind, dtype):
-    for overlap in ("off", "bulk", "auto", 2):
+    for overlap in ("off", "auto", 2):
         for results in ranks(size).run(linear_reductions.by_the_backend, kind, overlap, dtype):
             for got, expected in results:
                 assert torch.equal(got, expected), overlap
@@ -101,10 +98,7 @@ class Alone:
 
     def __init__(self):
         self.log = []
-        self.capabilities = base.Capabilities("alone", ("cpu",), True, False, False)
-
-    def workspace(self, op):
-        return base.TORCH_MEMORY
+        self.capabilities = base.Capabilities("alone", ("cpu",), False)
 
     def _started(self, name):
         self.log.append(f"start {name}")
@@ -126,13 +120,13 @@ class Alone:
         return self._started("reduce-scatter")
 
 
-def gradients(module, overlap, exact, features=(6,), frozen=()):
+def gradients(module, exact, features=(6,), frozen=()):
     """What happens in a backward with weights of so many output features, in order."""
     transport = Alone()
     x, weights = torch.randn(2 if module is of_gather else 4, 8), [torch.randn(n, 8) for n in features]
     dys = [torch.randn(4, n) for n in features]
     needs = [True, *(i not in frozen for i in range(len(features)))]
-    call = GroupCall("test", "group", [2, 2], encode("test", overlap), needs, exact)
+    call = GroupCall("test", "group", [2, 2], encode("test", "off"), needs, exact)
 
     def factors(dys, inputs, part=slice(None)):
         names = [f"dW{i}" if len(features) > 1 else "dW" for i in range(len(features))]
@@ -142,7 +136,7 @@ def gradients(module, overlap, exact, features=(6,), frozen=()):
         mock.patch.object(GroupCall, "transport", return_value=transport),
         mock.patch.object(GroupCall, "check_backward"),
     ):
-        dx, _ = module._gradients(call, dys, x, weights, factors)
+        dx, _ = module._op.input_gradient(call, dys, x, weights, factors)
     torch.testing.assert_close(dx[:2], sum(dy @ w for dy, w in zip(dys, weights, strict=True))[:2])
     return transport.log
 
@@ -159,10 +153,7 @@ def gradients(module, overlap, exact, features=(6,), frozen=()):
     ],
 )  # fmt: skip
 def test_collectives_of_a_backward_run_beside_its_products(module, exact, expected):
-    assert gradients(module, "bulk", exact) == expected
-    one_after_the_other = gradients(module, "off", exact)
-    for start, wait in pairwise(one_after_the_other):
-        assert not start.startswith("start") or wait == start.replace("start", "wait for")
+    assert gradients(module, exact) == expected
 
 
 @pytest.mark.parametrize(
@@ -179,13 +170,13 @@ def test_collectives_of_a_backward_run_beside_its_products(module, exact, expect
 def test_both_transfers_of_an_exact_sum_run_beside_products(features, frozen, beside_exchange, beside_gather):
     exchange = ["start all-to-all", *beside_exchange, "wait for all-to-all"]
     expected = [*exchange, "start all-gather", *beside_gather, "wait for all-gather"]
-    assert gradients(of_copy, "bulk", True, features, frozen) == expected
+    assert gradients(of_copy, True, features, frozen) == expected
 
 
 @pytest.mark.parametrize("reduction", ["exact", "backend"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_products_beside_transfers_have_the_bits_of_products_after_them(size, reduction):
-    for results in ranks(size).run(linear_reductions.in_bulk_and_after, reduction):
-        for bulk, off in results:
-            assert len(bulk) == len(off) == 7
-            assert all(torch.equal(a, b) for a, b in zip(bulk, off, strict=True))
+def test_gradients_beside_transfers_have_the_same_bits_wherever_they_go(size, reduction):
+    for results in ranks(size).run(linear_reductions.of_three_weights, reduction):
+        for found in results[1:]:
+            assert len(found) == 7
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))

@@ -1,13 +1,15 @@
-"""Makes the communicator of a group, if all of its ranks can: they agree before NCCL would wait for one that cannot.
+"""Makes the package's own communicator of a group.
 
-The ranks compare, as before any first call on CUDA: which NCCL they have, on which GPU. Rank 0 puts NCCL's unique id in
-the group's store. Then they compare whether it worked. One that fails in between ends NCCL's own wait of the others
-after the timeout.
+The ranks compare, as before any first call on CUDA, which NCCL they have. One that has none, or another version, is
+named on all of them. Rank 0 puts NCCL's unique id in the group's store, under a nonce that it drew for the comparison:
+group names start again after ``destroy_process_group``, and a store may outlive it. A rank that fails to connect ends
+NCCL's own wait of the others after the group's timeout.
 """
 
 import hashlib
+import os
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,137 +19,82 @@ from torch.distributed import ProcessGroup
 from parallel_ops._internal.compat import current_raw_stream, group_store, group_timeout
 from parallel_ops.comm.consistency import CallSignature, check_consistency, shared_error
 from parallel_ops.comm.errors import PeerError
-
-# ncclMemAlloc, and the first release that is tested with the versions of torch that this package supports.
-LEAST_VERSION = 21900
+from parallel_ops.comm.transport.base import Transport
 
 _OP = "transport"
+# From this release on ranks may share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1.
+_SHARED_GPUS = 23000
+
+# Two communicators on a GPU must start their kernels in one order on all ranks, which is that of the host's calls only
+# if NCCL is told so (2.26). It registers what a graph captures, whose receives may then stand across nodes.
+_ENVIRONMENT = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "NCCL_GRAPH_REGISTER": "0"}
 
 
-# Why a rank cannot take part, as all ranks know it by its number.
-_MISSPELT, _UNWANTED, _NOT_BUILT, _NOT_FOUND, _TOO_OLD, _FAILED = range(1, 7)
-REASONS = (
-    "",
-    "PARALLEL_OPS_TRANSPORT must be nccl or c10d",
-    "PARALLEL_OPS_TRANSPORT=c10d",
-    "its NCCL binding is not built",
-    "it found no NCCL",
-    "its NCCL is too old",
-    "it could not look for NCCL",
-)
+def set_environment() -> None:
+    """Sets NCCL's variables for a second communicator on a GPU, unless the user has set them."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
-@dataclass(frozen=True)
-class Ready:
-    """What a rank has.
+def load_library() -> Any:
+    """NCCL; raises ImportError or RuntimeError, with the reason, where there is none that can be used."""
+    from parallel_ops.comm.nccl.library import load_nccl
 
-    Args:
-        library: ``parallel_ops.comm.nccl.library.Library``; ``None`` if there is none.
-        gpu: equal for two ranks that share a GPU.
-        reason: why it cannot take part, in ``REASONS``; 0 if it can. detail: more, for this rank alone.
-    """
-
-    library: Any = None
-    gpu: int = 0
-    reason: int = 0
-    detail: str = ""
+    return load_nccl()
 
 
-def ready_on(device: torch.device) -> Ready:
-    """What this rank has for a communicator on CUDA device ``device``."""
-    try:
-        from parallel_ops.comm.nccl.library import NotSupported, load_nccl
-    except ImportError as error:
-        return Ready(reason=_NOT_BUILT, detail=str(error))
-    try:
-        library = load_nccl()
-    except NotSupported as error:
-        return Ready(reason=_NOT_FOUND, detail=str(error))
-    if library.version_code < LEAST_VERSION:
-        return Ready(library, reason=_TOO_OLD, detail=f"{library.version}, from {library.path}; 2.19 is needed")
+def gpu_of(device: torch.device) -> int:
+    """A number of the GPU, equal for two ranks that share it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return Ready(library, int.from_bytes(hashlib.blake2b(uuid.encode(), digest_size=7).digest(), "little"))
+    return int.from_bytes(hashlib.blake2b(uuid.encode(), digest_size=7).digest(), "little")
 
 
 def connect(
     group: ProcessGroup,
     device: torch.device,
     *,
-    wanted: str = "nccl",
-    ready: Callable[[torch.device], Ready] = ready_on,
-    side: Callable[[torch.device], Any] = lambda device: torch.cuda.Stream(device, priority=-1),
+    library: Callable[[], Any] = load_library,
+    gpu: Callable[[torch.device], int] = gpu_of,
     stream: Callable[[torch.device], Callable[[], int]] = current_raw_stream,
-) -> tuple[Any, str]:
-    """The ``NcclTransport`` of this rank, or ``None`` and the reason, on all ranks alike. Collective.
+) -> Transport:
+    """The ``NcclTransport`` of this rank. Collective.
 
     Args:
         device: of this rank's tensors.
-        wanted: ``"nccl"``, or ``"c10d"`` on a rank where the user does not want it.
-        ready, side, stream: what this rank has, NCCL's stream, and the caller's; tests pass their own.
+        library, gpu, stream: this rank's NCCL, GPU, and the caller's stream; tests pass their own.
 
     Raises:
-        ValueError: the ranks make different calls, or ``wanted`` is something else on one of them.
-        PeerError: one is gone.
+        ValueError: a rank has no NCCL that can be used, or another version, or shares its GPU; on all ranks.
+        PeerError: a rank is gone, or failed to connect.
     """
-    own = _own(device, wanted, ready)
-    version = 0 if own.library is None else own.library.version_code
-    ranks = _compare(group, device, "ready", (own.reason, version, own.gpu))
-    for rank, (reason, *_) in enumerate(ranks):
-        if reason == _MISSPELT:
-            raise shared_error(group, f"{_OP}: rank {rank}: {REASONS[reason]}")
-    if own.detail:
-        return None, f"rank {group.rank()}: {REASONS[own.reason]}: {own.detail}"
-    if why_not := _why_not(ranks):
-        return None, why_not
-    timeout = group_timeout(group, device)
-    transport, why_not = None, ""
+    nonce, found, problem = secrets.randbits(62), None, ""
     try:
-        unique_id = _shared_id(group, own.library, timeout)
-        transport = _made(group, device, own.library, unique_id, side(device), stream(device), timeout)
+        found = library()
+        own = gpu(device)
+        text = f"PARALLEL_OPS_TRANSPORT=nccl over NCCL {found.version}"
     except Exception as error:  # whatever it is, the others must know
-        why_not = f"rank {group.rank()} could not make its communicator: {error}"
-    made, puts = int(transport is not None), int(transport is not None and transport.puts)
-    ranks = _compare(group, device, "connected", (made, puts))
-    for rank, (connected, _) in enumerate(ranks):
-        if not connected:
-            return None, why_not or f"rank {rank} could not make its communicator"
-    assert transport is not None
-    transport.use_puts(all(row[1] for row in ranks))  # or some would put and others send
-    return transport, ""
-
-
-def _own(device: torch.device, wanted: str, ready: Callable[[torch.device], Ready]) -> Ready:
-    if wanted != "nccl":
-        return Ready(reason=_UNWANTED if wanted == "c10d" else _MISSPELT)
-    try:
-        return ready(device)
-    except Exception as error:  # whatever it is, the others must know
-        return Ready(reason=_FAILED, detail=str(error))
-
-
-def _compare(group: ProcessGroup, device: torch.device, step: str, own: tuple[int, ...]) -> list[list[int]]:
-    call = CallSignature(_OP, ("nccl", step), f"the first call of a group on {device.type} ({step})", own)
-    rows = check_consistency(group, call, device, known=False)
+        own, problem = 0, str(error)
+        text = f"PARALLEL_OPS_TRANSPORT=nccl cannot be: {problem}"
+    version = 0 if problem or found is None else found.version_code
+    # Ranks of which one has none make different calls, so all raise.
+    rows = check_consistency(group, CallSignature(_OP, (version,), text, (own, nonce)), device, known=False)
     assert rows is not None
-    return rows
+    if not version:
+        raise shared_error(group, f"{_OP}: {text}")
+    gpus = [row[0] for row in rows]
+    if len(set(gpus)) < len(gpus) and not _may_share(version):
+        raise shared_error(group, f"{_OP}: PARALLEL_OPS_TRANSPORT=nccl cannot be: ranks share a GPU")
+    timeout = group_timeout(group, device)
+    unique_id = _shared_id(group, found, rows[0][1], timeout)
+    return _made(group, device, found, unique_id, stream(device), timeout)
 
 
-def _why_not(ranks: list[list[int]]) -> str:
-    for rank, (reason, _, _) in enumerate(ranks):
-        if reason:
-            return f"rank {rank}: {REASONS[reason]}"
-    versions = [version for _, version, _ in ranks]
-    if len(set(versions)) > 1:
-        return f"the ranks have different versions of NCCL: {versions}"
-    gpus = [gpu for *_, gpu in ranks]
-    for rank, gpu in enumerate(gpus):
-        if (first := gpus.index(gpu)) < rank:
-            return f"ranks {first} and {rank} share a GPU"
-    return ""
+def _may_share(version: int) -> bool:
+    return version >= _SHARED_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def _shared_id(group: ProcessGroup, library: Any, timeout: float) -> bytes:
-    store, key = group_store(group), f"parallel_ops/nccl/{group.group_name}"
+def _shared_id(group: ProcessGroup, library: Any, nonce: int, timeout: float) -> bytes:
+    store, key = group_store(group), f"parallel_ops/nccl/{group.group_name}/{nonce}"
     if group.rank() == 0:
         try:
             store.set(key, library.unique_id())
@@ -156,21 +103,20 @@ def _shared_id(group: ProcessGroup, library: Any, timeout: float) -> bytes:
             raise
     store.wait([key], timedelta(seconds=timeout))
     if not (unique_id := store.get(key)):
-        raise PeerError("rank 0 has no unique id")
+        raise PeerError(f"{_OP}: rank 0 has no unique id")
     return bytes(unique_id)
 
 
 def _made(
-    group: ProcessGroup, device: torch.device, library: Any, unique_id: bytes, side: Any, stream: Callable[[], int],
-    timeout: float,
-) -> Any:  # fmt: skip
-    from parallel_ops._nccl import Communicator
+    group: ProcessGroup, device: torch.device, library: Any, unique_id: bytes, stream: Callable[[], int], timeout: float
+) -> Transport:
+    from parallel_ops._nccl import Communicator, NcclError
     from parallel_ops.comm.nccl.transport import MAX_CTAS, NcclTransport
 
     size, rank = group.size(), group.rank()
     index = -1 if device.index is None else device.index
-    # A rank that has failed waits in the comparison that follows, no longer than the group's timeout.
-    connecting = timeout / 2
-    with torch.cuda.device(index):  # NCCL takes the current one; nothing for a negative index
-        native = Communicator(library, unique_id, size, rank, index, side.cuda_stream, MAX_CTAS, timeout, connecting)
-    return NcclTransport(native, library, rank, size, device, stream, side=side)
+    try:
+        native = Communicator(library, unique_id, size, rank, index, MAX_CTAS, timeout)
+    except NcclError as error:
+        raise PeerError(f"{_OP}: {error}") from error
+    return NcclTransport(native, rank, size, device, stream)

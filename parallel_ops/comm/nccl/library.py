@@ -1,4 +1,4 @@
-"""Which NCCL is used, and how it is found. Nothing is loaded before ``load_nccl`` is called.
+"""Finds NCCL. Nothing is loaded before ``load_nccl`` is called.
 
 In this order:
 
@@ -12,7 +12,6 @@ In this order:
 import functools
 import importlib.metadata
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -28,8 +27,7 @@ except ImportError as error:
 
 __all__ = ["Library", "NcclError", "NotSupported", "load_nccl"]
 
-_SONAME = "libnccl.so.2"
-_VARIABLE = "PARALLEL_OPS_NCCL"
+_SONAME, _VARIABLE = "libnccl.so.2", "PARALLEL_OPS_NCCL"
 
 
 @functools.cache
@@ -37,45 +35,33 @@ def load_nccl() -> Library:
     """The NCCL library of this process; the same one on every call.
 
     Raises:
-        NotSupported: none was found, or the one that ``PARALLEL_OPS_NCCL`` names cannot be loaded.
+        NotSupported: none was found, or the one that ``PARALLEL_OPS_NCCL`` names cannot be loaded or is not the one
+            that the process has loaded already.
     """
     named = os.environ.get(_VARIABLE)
     if (loaded := Library.loaded()) is not None:
         if named and Path(named).resolve() != Path(loaded.path).resolve():
-            warnings.warn(
-                f"{_VARIABLE}={named} is ignored: this process has already loaded {loaded.path}, "
-                "and two copies of NCCL do not work together",
-                stacklevel=2,
+            raise NotSupported(
+                f"{_VARIABLE}={named} cannot be used: this process has already loaded {loaded.path}, "
+                "and two copies of NCCL do not work together"
             )
         return loaded
-    if named:
-        return _open(named, f"{_VARIABLE}={named}")
-    for path in installed_libraries():
-        return _open(str(path), str(path))
-    return _open(
-        _SONAME,
-        f"NCCL was not found: neither loaded by torch, nor named by {_VARIABLE}, nor installed as nvidia-nccl-cu13 "
-        f"or nvidia-nccl-cu12, nor as a system library",
-    )
+    path = named or next(map(str, installed_libraries()), _SONAME)
+    try:
+        return Library.open(path)
+    except RuntimeError as error:
+        what = f"{_VARIABLE}={named}" if named else f"NCCL was not found as {path}"
+        raise NotSupported(f"{what} ({error})") from error
 
 
 def installed_libraries() -> list[Path]:
     """The libraries of the installed NCCL packages, that of torch's CUDA version first."""
-    majors = ["13", "12"]
     own = (torch.version.cuda or "").partition(".")[0]
-    majors.sort(key=lambda major: major != own)
     found = []
-    for major in majors:
+    for major in sorted(("13", "12"), key=lambda major: major != own):
         try:
             files = importlib.metadata.files(f"nvidia-nccl-cu{major}") or []
         except importlib.metadata.PackageNotFoundError:
             continue
         found += [path for file in files if file.name == _SONAME and (path := Path(str(file.locate()))).exists()]
     return found
-
-
-def _open(path: str, what: str) -> Library:
-    try:
-        return Library.open(path)
-    except RuntimeError as error:
-        raise NotSupported(f"{what} ({error})") from error

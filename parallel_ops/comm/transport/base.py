@@ -5,8 +5,8 @@ chunk just before it needs it. Nothing is ever enqueued after something that wai
 arrive in the order in which they were sent. Wait for a handle before writing its sent tensor or
 reading its received one.
 
-    nccl        CUDA, over a communicator of the package's own; the default where all ranks of a group can use it
-    c10d        any torch process group, CPU or CUDA, within a node or across nodes; the default elsewhere
+    c10d        any torch process group, CPU or CUDA, within a node or across nodes; the default
+    nccl        CUDA, over a communicator of the package's own; opt-in, see ``use_transport``
     loopback    ranks in one process, deterministic, for tests
     paced       one rank, whose peers are a link of set bandwidth and latency, for measuring
 """
@@ -14,7 +14,6 @@ reading its received one.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -23,21 +22,17 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do.
+    """Properties of a transport.
 
     Args:
         name: the transport's name; part of the key under which measurements are kept.
         device_types: devices of its tensors: ``"cpu"``, ``"cuda"`` or both; a batch has one of them.
-        asynchronous: transfers continue while the caller computes.
         stream_ordered: ``Handle.wait`` of a CUDA tensor returns at once and orders the current stream instead.
-        uses_compute_units: transfers take multiprocessors from the kernels that they overlap with.
     """
 
     name: str
     device_types: tuple[str, ...]
-    asynchronous: bool
     stream_ordered: bool
-    uses_compute_units: bool
 
 
 class Handle(Protocol):
@@ -53,16 +48,10 @@ class Handle(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """``tensor``, contiguous, goes to rank ``peer`` of the group.
-
-    Args:
-        at: where the peer receives it: there the same part of the same lease as this one here. Transports that write
-            into the memory of the peer use it, if ``tensor`` and ``at`` are from a ``Workspace``.
-    """
+    """``tensor``, contiguous, goes to rank ``peer`` of the group."""
 
     tensor: Tensor
     peer: int
-    at: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,29 +60,6 @@ class Receive:
 
     tensor: Tensor
     peer: int
-
-
-class Workspace:
-    """Memory of one op, which ends with the block: on every rank at the same place of the program.
-
-        with transport.workspace("all_gather_linear") as memory:
-            whole = memory.empty((rows, columns), like=x)
-
-    What it returns may be registered with the transport, which then sends from it and receives into it faster, or be
-    memory of torch's. It must not be used after the block. Every rank asks for the same sizes in the same order.
-    """
-
-    __slots__ = ()
-
-    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Contiguous, undefined; dtype and device of ``like``."""
-        return like.new_empty(tuple(shape))
-
-    def __enter__(self) -> "Workspace":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
-        """Gives the memory back, also after an error."""
 
 
 class Transport(Protocol):
@@ -114,10 +80,6 @@ class Transport(Protocol):
         For every send there must be a receive of the same number of bytes in the corresponding batch of its peer.
         ``op`` is named in errors. Raises ValueError or TypeError for a chunk that cannot be sent, before any is.
         """
-        ...
-
-    def workspace(self, op: str) -> Workspace:
-        """Memory for what an op sends and receives."""
         ...
 
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
@@ -150,16 +112,9 @@ class Transport(Protocol):
         """Starts one collective: ``tensor`` becomes the sum of those of all ranks, in the backend's dtype and order."""
         ...
 
-    def barrier(self, op: str) -> None:
-        """Returns once every rank has called it. Raises PeerError."""
-        ...
-
-
-TORCH_MEMORY = Workspace()
-
 
 class Endpoint(abc.ABC):
-    """What the transports have in common."""
+    """Base class of the transports: checks, and no collectives."""
 
     def __init__(self, rank: int, size: int, capabilities: Capabilities) -> None:
         self._rank, self._size, self._capabilities = rank, size, capabilities
@@ -180,10 +135,6 @@ class Endpoint(abc.ABC):
         """As in Transport."""
         check_chunks(op, chunks, self)
         return self._start(op, chunks) if chunks else []
-
-    def workspace(self, op: str) -> Workspace:
-        """As in Transport."""
-        return TORCH_MEMORY
 
     def all_gather(self, op: str, received: Tensor, sent: Tensor) -> Handle | None:
         """As in Transport."""
@@ -206,10 +157,6 @@ class Endpoint(abc.ABC):
     @abc.abstractmethod
     def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         """``post`` of chunks that are right, at least one."""
-
-    @abc.abstractmethod
-    def barrier(self, op: str) -> None:
-        """As in Transport."""
 
 
 _CHUNKS = (Send, Receive)

@@ -51,9 +51,7 @@ class C10dTransport(Endpoint):
                 f"C10dTransport: group must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
             )
         self._group = group
-        capabilities = _capabilities(group_device_types(group))
-        self._on_gpu = capabilities.stream_ordered
-        super().__init__(group.rank(), group.size(), capabilities)
+        super().__init__(group.rank(), group.size(), _capabilities(group_device_types(group)))
 
     def _start(self, op: str, chunks: Sequence[Send | Receive]) -> list[Handle]:
         calls = [
@@ -100,13 +98,6 @@ class C10dTransport(Endpoint):
             work = start(*tensors, group=self._group, async_op=True)
         return _Work(self._group, op, "lost the other ranks", work)
 
-    def barrier(self, op: str) -> None:
-        with translate_backend_errors(op, self._group, "waited in vain at a barrier"):
-            # NCCL takes the device from this argument, and else guesses it with a warning.
-            dist.barrier(group=self._group, device_ids=[torch.cuda.current_device()] if self._on_gpu else None)
-            if self._on_gpu:
-                torch.cuda.current_stream().synchronize()
-
 
 def _flat(tensor: Tensor) -> Tensor:
     # gloo takes these as they are; more steps on the way take the host longer than a small message.
@@ -126,7 +117,4 @@ def _fails(chunk: Send | Receive) -> str:
 
 @functools.cache
 def _capabilities(device_types: tuple[str, ...]) -> Capabilities:
-    on_gpu = "cuda" in device_types
-    return Capabilities(
-        name="c10d", device_types=device_types, asynchronous=True, stream_ordered=on_gpu, uses_compute_units=on_gpu
-    )
+    return Capabilities(name="c10d", device_types=device_types, stream_ordered="cuda" in device_types)

@@ -129,9 +129,9 @@ def _within_documents(
     )
 
 
-def pack_keys(k: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+def pack_keys(k: Tensor, v: Tensor) -> Tensor:
     """k ``[s, b, kv_heads, d]`` and v ``[s, b, kv_heads, d_v]`` in one tensor ``[s, b, kv_heads, d + d_v]``."""
-    return torch.cat([k, v], dim=3, out=out)
+    return torch.cat([k, v], dim=3)
 
 
 def unpack_keys(kv: Tensor, d: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.token_range import TokenRange
-from parallel_ops.comm.transport.base import Receive, Send, Transport, Workspace
+from parallel_ops.comm.transport.base import Receive, Send, Transport
 from parallel_ops.comm.transport.exchange import Exchange, in_flight
 from parallel_ops.context_parallel.schedule.blocks import Gradients, Options, SoftmaxAccumulator, pack_keys
 from parallel_ops.context_parallel.token_ranges import count_tokens, local_slice, merged, visible_keys
@@ -72,13 +72,12 @@ def ring_forward(
         parts, keys = _gather(ring, pack_keys(k, v))
         result.add(keys, parts)
     else:
-        with ring.transport.workspace(ring.op) as memory:
-            kv = pack_keys(k, v, _keys(ring, k, v, memory))
-            prefetcher = KVPrefetcher(ring, kv, memory)
-            result.add(kv, ring.own)
-            for _ in range(1, len(ring.shards)):
-                parts, keys = prefetcher.take()
-                result.add(keys, parts)
+        kv = pack_keys(k, v)
+        prefetcher = KVPrefetcher(ring, kv)
+        result.add(kv, ring.own)
+        for _ in range(1, len(ring.shards)):
+            parts, keys = prefetcher.take()
+            result.add(keys, parts)
     result.finish()
     return result
 
@@ -97,42 +96,25 @@ def ring_backward(
         parts, keys = _gather(ring, pack_keys(k, v))
         total = _scatter(ring, gradients.add(keys, parts), parts)
     else:
-        with ring.transport.workspace(ring.op) as memory:
-            kv = pack_keys(k, v, _keys(ring, k, v, memory))
-            prefetcher = KVPrefetcher(ring, kv, memory)
-            reducer = KVGradReducer(ring, gradients.add(kv, ring.own))
-            for step in range(1, len(ring.shards)):
-                parts, keys = prefetcher.take()
-                reducer.post(step, gradients.add(keys, parts))
-            total = reducer.total()
+        kv = pack_keys(k, v)
+        prefetcher = KVPrefetcher(ring, kv)
+        reducer = KVGradReducer(ring, gradients.add(kv, ring.own))
+        for step in range(1, len(ring.shards)):
+            parts, keys = prefetcher.take()
+            reducer.post(step, gradients.add(keys, parts))
+        total = reducer.total()
     gradients.finish()
     return gradients.dq, total
 
 
-def _most_tokens(ring: Ring) -> int:
-    """Of a rank. What is leased must be as large on every rank."""
-    return max(count_tokens(shard) for shard in ring.shards)
-
-
-def _keys(ring: Ring, k: Tensor, v: Tensor, memory: Workspace) -> Tensor:
-    """Memory for this rank's keys, packed."""
-    return memory.empty((_most_tokens(ring), *k.shape[1:3], k.shape[3] + v.shape[3]), k)[: k.shape[0]]
-
-
-def _adjacent(ring: Ring, source: int, target: int) -> bool:
-    """Whether the keys of ``source`` that ``target`` sees lie together in the memory of ``source``."""
-    places = [local_slice(part, ring.shards[source]) for part in ring.parts(source, target)]
-    return all(a.stop == b.start for a, b in pairwise(places))
-
-
-def _send(ring: Ring, kv: Tensor, to: int, landing: Tensor) -> list[Send]:
+def _send(ring: Ring, kv: Tensor, to: int) -> list[Send]:
     """All keys for the rank in one message, copied together only if they are apart; none if it sees none."""
     places = [local_slice(part, ring.own) for part in ring.parts(ring.at, to)]
     if not places:
         return []
-    if _adjacent(ring, ring.at, to):
-        return [Send(kv[places[0].start : places[-1].stop], ring.ranks[to], landing)]
-    return [Send(torch.cat([kv[place] for place in places]), ring.ranks[to])]
+    adjacent = all(a.stop == b.start for a, b in pairwise(places))
+    keys = kv[places[0].start : places[-1].stop] if adjacent else torch.cat([kv[place] for place in places])
+    return [Send(keys, ring.ranks[to])]
 
 
 def _sends(ring: Ring, kv: Tensor, to: int) -> list[Send]:
@@ -149,19 +131,16 @@ def _receives(
 class KVPrefetcher:
     """Receives the keys of the other ranks one rank after another, and posts the next exchanges ahead.
 
-    Keys land in turns in as many places as are in use at a time: those on their way, and those attended to. A place is
-    as large on every rank, so that a peer can put keys there. Keys that the sender must first copy together do not come
-    from its leased memory: those are received elsewhere.
+    Received keys rotate through ``in_flight + 1`` buffers: those on their way, and those attended to.
 
     Args:
         kv: k and v of this rank, packed.
-        memory: of the keys that are received.
     """
 
-    def __init__(self, ring: Ring, kv: Tensor, memory: Workspace) -> None:
-        self._ring, self._kv = ring, kv
-        ahead, shape = in_flight(ring.transport), (_most_tokens(ring), *kv.shape[1:])
-        self._places = [memory.empty(shape, kv) for _ in range(min(ahead + 1, len(ring.shards) - 1))]
+    def __init__(self, ring: Ring, kv: Tensor) -> None:
+        self._ring, self._kv, ahead = ring, kv, in_flight(ring.transport)
+        most = max(count_tokens(shard) for shard in ring.shards)
+        self._buffers = [kv.new_empty((most, *kv.shape[1:])) for _ in range(min(ahead + 1, len(ring.shards) - 1))]
         self._steps = iter(range(1, len(ring.shards)))
         self._posted: deque[tuple[tuple[TokenRange, ...], Tensor, Exchange]] = deque()
         for _ in range(ahead):
@@ -178,11 +157,9 @@ class KVPrefetcher:
         for step in self._steps:
             ring, size = self._ring, len(self._ring.shards)
             to, source = (ring.at + step) % size, (ring.at - step) % size
-            parts, place = ring.parts(source, ring.at), self._places[step % len(self._places)]
-            keys = place[: count_tokens(parts)]
-            if not _adjacent(ring, source, ring.at):
-                keys = torch.empty_like(keys)
-            sends, receives = _send(ring, self._kv, to, place), [Receive(keys, ring.ranks[source])]
+            parts = ring.parts(source, ring.at)
+            keys = self._buffers[step % len(self._buffers)][: count_tokens(parts)]
+            sends, receives = _send(ring, self._kv, to), [Receive(keys, ring.ranks[source])]
             self._posted.append((parts, keys, Exchange(ring.op, ring.transport, sends, receives)))
             return
 

@@ -16,7 +16,7 @@ from parallel_ops import ops
 from parallel_ops.comm import set_consistency_checks
 from parallel_ops.integrations.megatron.weight_gradient import MainGrad
 from parallel_ops.tensor_parallel import all_gather_linear, linear_reduce_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import Reduction
+from parallel_ops.tensor_parallel.linear.call import Reduction
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):

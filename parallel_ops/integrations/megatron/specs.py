@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from parallel_ops.integrations.megatron import modules
 from parallel_ops.integrations.megatron.attention import CoreAttention
-from parallel_ops.tensor_parallel.linear.overlap_plan import Reduction, is_exact
+from parallel_ops.tensor_parallel.linear.call import Reduction, is_exact
 
 
 class ParallelOpsSpecProvider(LocalSpecProvider):
@@ -19,7 +19,7 @@ class ParallelOpsSpecProvider(LocalSpecProvider):
     Args:
         reduction: how the linears add partial sums of the ranks under sequence parallelism: ``"exact"`` (in rank order
             in fp32: the same bits on every run and over every backend) or ``"backend"`` (by the reduce-scatter that
-            Megatron's own linears call; where they send in pieces, the exact sum).
+            Megatron's own linears call; where they send in chunks, the exact sum).
 
     Raises:
         ValueError: an unknown ``reduction``.

@@ -4,9 +4,9 @@
     dx      = reduce_scatter(sum over i of dy_i W_i)
     dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
 
-Forward: this rank's rows are multiplied first, while the next ones arrive (``overlap.py``). Backward ("bulk"): X is
+Forward: with chunks, this rank's rows are multiplied first, while the next ones arrive (``chunked.py``). Backward: X is
 gathered again, since only x is saved, while dx is computed, and dx is scattered while dW is computed. Whole collectives
-beside whole products do not slow the products, so the backward is never cut into pieces.
+beside whole products do not slow the products, so the backward is never cut into chunks.
 
 Several weights share one gather: queries, keys and values, or the two halves of a gated MLP. Partial sums of dx are
 sent once, in the dtype of x, and added in rank order in fp32 (unless ``reduction="backend"``). So the result has the
@@ -24,17 +24,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import all_gather
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
-from parallel_ops.tensor_parallel.linear.overlap import Span, gather, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
-from parallel_ops.tensor_parallel.linear.products import matrix, multiply
-from parallel_ops.tensor_parallel.linear.pulled import gather_and_multiply
+from parallel_ops.tensor_parallel.linear import symmetric
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.chunked import Span, gather, matrix, multiply, start_gather, start_scatter
 
 _NAME = "all_gather_linear"
 
@@ -89,16 +86,15 @@ def all_gather_linear(
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the sequence and the output features; ``None`` for one rank.
         overlap: how communication overlaps with the products.
-            ``"off"``: gather, then multiply.
-            ``"bulk"``: the same in the forward; in the backward, whole collectives beside whole products.
-            A number: each shard is sent in that many pieces in the forward; bulk in the backward.
-            ``"tapered"``: shards are sent whole and multiplied 1, 2 and 4 at a time, where messages are faster.
-            ``"gated"``: copy engines pull the shards, and one product waits for them tile by tile; ``"fused"``: torch's
-            ``fused_all_gather_matmul``, without bias; bulk in the backward. Both for GPUs of one node, 16 bits, equal
-            shards.
-            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
-            (``overlap_plan.py``); the weights must then have the same shapes on every rank. ``"gated"`` and ``"fused"``
-            are among them in groups that ``allow_pulls`` names.
+            ``"off"``: whole collectives; the backward runs them beside whole products, as Megatron-LM does.
+            A number: each rank's shard is sent in that many chunks in the forward, multiplied as they arrive; the
+            backward is as with ``"off"``.
+            ``"symmetric"``: on GPUs of one node that read each other's memory, one product whose tiles wait for shards
+            that copy engines bring, or torch's ``fused_all_gather_matmul``, the faster one; 16 bits, equal shards; the
+            backward is as with ``"off"``.
+            ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
+            the forward, and ``"off"`` is taken where nothing gains 2 %; the weights must then have the same shapes on
+            every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
         reduction: how the partial sums of the ranks are added.
             ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
@@ -137,7 +133,7 @@ def all_gather_linear(
         group,
         overlap,
         reduction,
-        lambda: check_sizes(_NAME, "sizes", sizes, group, 0, shard=x),
+        sizes,
     )
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
@@ -160,13 +156,9 @@ def column_forward(
     sizes: Sequence[int],
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    pieces: int,
-    group: ProcessGroup | None = None,
+    chunks: int,
 ) -> list[Tensor]:
-    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``pieces`` pieces, with ``OFF`` all before the products.
-
-    ``group``: that of ``transport``, for ``GATED`` and ``FUSED``.
-    """
+    """``y_i = all_gather(x) W_i^T + b_i``; shards arrive in ``chunks`` chunks, with ``OFF`` all before the products."""
     outputs = [x.new_empty((sum(sizes), *x.shape[1:-1], weight.shape[0])) for weight in weights]
     matrices, h, rows = [y.flatten(0, -2) for y in outputs], matrix(x), rows_of(sizes, x)
 
@@ -177,17 +169,12 @@ def column_forward(
 
     if transport is None:
         consume((0, h.shape[0]), h)
-        return outputs
-    if pieces in (GATED, FUSED) and group is not None:
-        gather_and_multiply(pieces, group, h, weights, biases, matrices)
-        return outputs
-    with transport.workspace(_NAME) as memory:
-        if pieces == OFF:
-            whole, arriving = start_gather(_NAME, transport, h, rows, memory)
-            arriving.wait()
-            consume((0, sum(rows)), whole)
-        else:
-            gather(_NAME, transport, h, rows, pieces, consume, memory)
+    elif chunks == OFF:
+        whole, arriving = start_gather(_NAME, transport, h, rows)
+        arriving.wait()
+        consume((0, sum(rows)), whole)
+    else:
+        gather(_NAME, transport, h, rows, chunks, consume)
     return outputs
 
 
@@ -198,14 +185,13 @@ def column_backward(
     sizes: Sequence[int],
     weights: Sequence[Tensor],
     *,
-    bulk: bool,
     exact: bool = True,
     needs_x: bool,
     products: Callable[[Tensor], None] | None,
 ) -> Tensor | None:
     """Returns ``dx = reduce_scatter(sum of dy_i W_i)`` if ``needs_x``; calls ``products(all_gather(x))`` if given.
 
-    With ``bulk``, x is gathered while dx is computed, and dx is scattered while ``products`` runs.
+    x is gathered while dx is computed, and dx is scattered while ``products`` runs.
     """
     if transport is None:
         if products is not None:
@@ -213,21 +199,15 @@ def column_backward(
         return _input_gradient(grads, weights, x.new_empty(x.shape)) if needs_x else None
     gathering = scattering = None
     rows = rows_of(sizes, x)
-    with transport.workspace(_NAME) as memory:
-        if products is not None:
-            gathering = start_gather(_NAME, transport, matrix(x), rows, memory)
-            if not bulk:
-                gathering[1].wait()
-        if needs_x:
-            dx = memory.empty((sum(rows), x.shape[-1]), x)
-            _input_gradient(grads, weights, dx)
-            scattering = start_scatter(_NAME, transport, dx, rows, x.shape, exact=exact, memory=memory)
-            if not bulk:
-                scattering.wait()
-        if gathering is not None and products is not None:
-            gathering[1].wait()
-            products(gathering[0])
-        return None if scattering is None else scattering.total()
+    if products is not None:
+        gathering = start_gather(_NAME, transport, matrix(x), rows)
+    if needs_x:
+        dx = _input_gradient(grads, weights, x.new_empty((sum(rows), x.shape[-1])))
+        scattering = start_scatter(_NAME, transport, dx, rows, x.shape, exact=exact)
+    if gathering is not None and products is not None:
+        gathering[1].wait()
+        products(gathering[0])
+    return None if scattering is None else scattering.total()
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor) -> Tensor:
@@ -238,42 +218,45 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], total: T
     return total
 
 
-@communicates
-def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
-    transport = call.transport(x.device)
+class _AllGatherLinear(LinearOp):
+    def split(self, x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
+        return check_sizes(_NAME, "sizes", sizes, group, 0, shard=x)
 
-    def run(pieces: int) -> list[Tensor]:
-        return column_forward(transport, x, call.sizes, weights, each, pieces, call.process_group())
+    @communicates
+    def forward(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+        transport = call.transport(x.device)
 
-    if transport is None:
-        return run(OFF)
-    call.check_consistency(
-        transport, x, (x.shape[1:], len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
-    )
-    call.check_pulls(x, bias=bool(biases))
-    columns = sum(w.shape[0] for w in weights)
-    return run(call.pieces("gather", transport, x, columns, x.shape[-1], run, bias=bool(biases)))
+        def run(chunks: int) -> list[Tensor]:
+            return column_forward(transport, x, call.sizes, weights, each, chunks)
+
+        if transport is None:
+            return run(OFF)
+        same = x.shape[1:], len(weights), len(biases)
+        call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}", weights)
+        if call.overlap == SYMMETRIC:
+            symmetric.check(_NAME, call.process_group(), x, call.sizes)
+            _, products = symmetric.gather_and_multiply(call.process_group(), matrix(x), weights, each)
+            return [symmetric.owned(y, (sum(call.sizes), *x.shape[1:-1], y.shape[1])) for y in products]
+        return run(call.chunks("gather", transport, x, sum(w.shape[0] for w in weights), x.shape[-1], run))
+
+    def input_gradient(
+        self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], products: WeightGradients
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        dys, transport = [matrix(g) for g in grads], call.transport(x.device)
+        if transport is not None and any(call.needs[: 1 + len(weights)]):
+            call.check_backward(grads)
+        dx = column_backward(
+            transport,
+            dys,
+            x,
+            call.sizes,
+            weights,
+            exact=call.exact,
+            needs_x=call.needs[0],
+            products=(lambda whole: products(dys, whole)) if any(call.needs_weights(len(weights))) else None,
+        )
+        return dx, dys
 
 
-def _gradients(
-    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
-) -> tuple[Tensor | None, list[Tensor]]:
-    dys, transport = [matrix(g) for g in grads], call.transport(x.device)
-    if transport is not None and any(call.needs[: 1 + len(weights)]):
-        call.check_backward(grads)
-    dx = column_backward(
-        transport,
-        dys,
-        x,
-        call.sizes,
-        weights,
-        bulk=call.bulk(x.device),
-        exact=call.exact,
-        needs_x=call.needs[0],
-        products=(lambda whole: factors(dys, whole)) if any(call.needs_weights(len(weights))) else None,
-    )
-    return dx, dys
-
-
-_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=lambda call: sum(call.sizes))
+_op = _AllGatherLinear(_NAME)

@@ -1,7 +1,7 @@
 """Shared by the linears over a group: checks, the torch ops, autograd.
 
-Each op provides two functions of a ``GroupCall``: its forward, and its gradients, which pass the factors of the weight
-gradients to a callback as soon as these are available. The forward is also a registered op, opaque to
+Each op is a subclass with two methods of a ``GroupCall``: its forward, and its gradients, which pass the factors of the
+weight gradients to a callback as soon as these are available. The forward is also a registered op, opaque to
 ``torch.compile``, dispatch modes and tensor subclasses. Eager calls with gradients bypass it and use one autograd
 function: torch's autograd of ops that take lists of tensors costs the host several times as much.
 
@@ -10,10 +10,11 @@ gradients alone, and a backward that a pipeline schedule splits does each half o
 a half, run when its queue is computed.
 """
 
+import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -23,8 +24,6 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from parallel_ops._internal.autograd import once_differentiable
-from parallel_ops._internal.checks import check_floating, check_same_device, check_same_dtype
-from parallel_ops._internal.group_checks import check_tensor
 from parallel_ops._internal.groups import group_name
 from parallel_ops._internal.registration import cast_to_autocast_dtype, register
 from parallel_ops._internal.split_backward import runs
@@ -37,13 +36,12 @@ from parallel_ops._internal.weight_gradients import (
     targets_of,
 )
 from parallel_ops.comm.consistency import propagate_errors
-from parallel_ops.tensor_parallel.linear import overlap_plan as plan
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall
-from parallel_ops.tensor_parallel.linear.products import matrix
+from parallel_ops.tensor_parallel.linear.call import GroupCall, Overlap, Reduction, check_arguments, encode, is_exact
+from parallel_ops.tensor_parallel.linear.chunked import matrix
 
 
-class Factors(Protocol):
-    """Takes the factors of the weight gradients.
+class WeightGradients(Protocol):
+    """Computes weight gradients from their factors.
 
     Args:
         dys, inputs: the output gradients and the input, matrices of the same rows; their products are the gradients.
@@ -64,32 +62,18 @@ def as_list(one_or_several: T | Sequence[T]) -> list[T]:
     return list(one_or_several) if isinstance(one_or_several, list | tuple) else [one_or_several]  # type: ignore[list-item]
 
 
-class LinearOp:
+class LinearOp(abc.ABC):
     """A linear over a group as a torch op.
 
     Args:
         name: of the op and its schema.
-        forward: ``(call, x, weights, biases)`` to outputs, which are not views: a pipeline stage detaches its output.
-        gradients: ``(call, grads, x, weights, factors)`` to the gradient of x, ``None`` if it is not needed, and
-            the output gradients of all rows, as matrices. Calls ``factors`` once for each weight whose gradient
-            is wanted. It reads the weights for the gradient of x alone, and x for those of the weights.
-        rows: the first dimension of the outputs.
-        gathers_gradient: the gradient of x needs the output's gradient of all rows, as those of the weights do.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        forward: Callable[[GroupCall, Tensor, list[Tensor], list[Tensor]], list[Tensor]],
-        gradients: Callable[
-            [GroupCall, list[Tensor], Tensor, list[Tensor], Factors], tuple[Tensor | None, Sequence[Tensor]]
-        ],
-        rows: Callable[[GroupCall], int],
-        gathers_gradient: bool = False,
-    ) -> None:
-        self.name, self._forward, self._gradients, self._rows = name, forward, gradients, rows
-        self.gathers_gradient = gathers_gradient
+    # The gradient of x needs the output's gradient of all rows, as those of the weights do.
+    gathers_gradient = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._backward_op = register(
             f"{name}_backward",
             fake=self._fake_backward,
@@ -108,6 +92,28 @@ class LinearOp:
             flops=self._flops,
         )
 
+    @abc.abstractmethod
+    def forward(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        """The outputs, which are not views: a pipeline stage detaches its output."""
+
+    @abc.abstractmethod
+    def input_gradient(
+        self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], products: WeightGradients
+    ) -> tuple[Tensor | None, Sequence[Tensor]]:
+        """The gradient of x, ``None`` if it is not needed, and the output gradients of all rows, as matrices.
+
+        Calls ``products`` once for each weight whose gradient is wanted. It reads the weights for the gradient of x
+        alone, and x for those of the weights.
+        """
+
+    @abc.abstractmethod
+    def split(self, x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
+        """``GroupCall.sizes`` of a call, checked."""
+
+    def rows(self, call: GroupCall) -> int:
+        """The first dimension of the outputs."""
+        return sum(call.sizes)
+
     def __call__(
         self,
         x: Tensor,
@@ -116,20 +122,21 @@ class LinearOp:
         main_grads: list[Target] | None,
         deferred: DeferredWeightGradients | None,
         group: ProcessGroup | None,
-        overlap: plan.Overlap,
-        reduction: plan.Reduction,
-        split: Callable[[], list[int]],
+        overlap: Overlap,
+        reduction: Reduction,
+        sizes: Sequence[int] | None,
         *more: bool,
     ) -> list[Tensor]:
-        """Checks all arguments and runs. ``split`` returns ``GroupCall.sizes``; ``more`` are its last fields."""
+        """Checks all arguments and runs. ``more`` are the last fields of ``GroupCall``."""
         group_id = group_name(self.name, group)
         with propagate_errors(self.name, group, x, *weights, checked=True):
-            _check(self.name, x, weights, biases, group)
+            check_arguments(self.name, x, weights, biases, group)
             targets = targets_of(self.name, weights, main_grads, deferred)
-            pieces, exact, sizes = plan.encode(self.name, overlap), plan.is_exact(self.name, reduction), split()
+            code, exact = encode(self.name, overlap), is_exact(self.name, reduction)
+            shards = self.split(x, sizes, group)
         grad = torch.is_grad_enabled()
         needs = [grad and t.requires_grad for t in (x, *weights, *biases)]
-        arguments: tuple[Any, ...] = (group_id, sizes, pieces, needs, exact, *more)
+        arguments: tuple[Any, ...] = (group_id, shards, code, needs, exact, *more)
         tensors = x, *weights, *biases
         handled = any(n and t is not None for n, t in zip(needs[1:], targets, strict=False))
         if handled or (any(needs) and _can_bypass_dispatcher(tensors)):
@@ -149,14 +156,14 @@ class LinearOp:
                 dweights[i] = add_to(targets[i], dys[i], inputs) if needed[i] else None
 
         with _autocast_disabled(x):
-            dx, dys = self._gradients(call, grads, x, weights, products)
+            dx, dys = self.input_gradient(call, grads, x, weights, products)
             summed = [matrix(g) for g in grads] if call.partial_bias else dys
             biases = zip(summed, call.needs_biases(len(weights)), strict=False)
             return [dx, *dweights, *(dy.sum(0) if n else None for dy, n in biases)]
 
     def run(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
         with torch.cuda.device_of(x) if x.is_cuda else _NOTHING, _autocast_disabled(x):
-            return self._forward(call, x, weights, biases)
+            return self.forward(call, x, weights, biases)
 
     def dispatched(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
         """``run`` through the dispatcher; outputs are new tensors."""
@@ -165,7 +172,7 @@ class LinearOp:
         return outputs
 
     def _run(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
-        return self._forward(GroupCall(self.name, *arguments), x, weights, biases)
+        return self.forward(GroupCall(self.name, *arguments), x, weights, biases)
 
     def _backward(self, x: Tensor, grads: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
         n = len(weights)
@@ -174,7 +181,7 @@ class LinearOp:
         return dx, others[:n], others[n:]
 
     def _flops(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> int:
-        rows = math.prod(x.shape[1:-1]) * max(x.shape[0], self._rows(GroupCall(self.name, *arguments)))
+        rows = math.prod(x.shape[1:-1]) * max(x.shape[0], self.rows(GroupCall(self.name, *arguments)))
         return 2 * rows * sum(w.numel() for w in weights)
 
     def _flops_of_backward(self, x: Tensor, grads: list[Tensor], weights: list[Tensor], *arguments: Any) -> int:
@@ -184,7 +191,7 @@ class LinearOp:
         return 2 * rows * sum(w.numel() * (needs[0] + need) for w, need in zip(weights, needs[1:], strict=False))
 
     def _fake(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], *arguments: Any) -> list[Tensor]:
-        rows = self._rows(GroupCall(self.name, *arguments))
+        rows = self.rows(GroupCall(self.name, *arguments))
         return [x.new_empty((rows, *x.shape[1:-1], w.shape[0])) for w in weights]
 
     def _fake_backward(self, x: Tensor, _: list[Tensor], weights: list[Tensor], *arguments: Any) -> tuple[Any, ...]:
@@ -211,35 +218,6 @@ class LinearOp:
             [d if needed else None for d, needed in zip(dbiases, call.needs_biases(n), strict=True)],
             *(None,) * len(ctx.arguments),
         )
-
-
-def _check(op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor], group: ProcessGroup | None) -> None:
-    """Raises unless x, weights and biases fit each other and are on a device of the group."""
-    check_floating(op, "x", x)
-    if x.dim() < 2:
-        raise ValueError(f"{op}: x must have at least two dimensions, got {list(x.shape)}")
-    check_tensor(op, x, group)
-    if not weights:
-        raise ValueError(f"{op}: weight must be a tensor or a sequence of at least one")
-    for weight in weights:
-        check_floating(op, "weight", weight)
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"{op}: weight must have shape [N, {x.shape[-1]}], the last dimension of x, got {list(weight.shape)}"
-            )
-        check_same_device(op, "weight", weight, "x", x)
-        check_same_dtype(op, "weight", weight, "x", x)
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"{op}: bias must be None or one for each of the {len(weights)} weights, got {len(biases)}")
-    for weight, bias in zip(weights, biases, strict=False):
-        check_floating(op, "bias", bias)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{op}: bias must have shape [{weight.shape[0]}], one element for each row of weight, "
-                f"got {list(bias.shape)}"
-            )
-        check_same_device(op, "bias", bias, "x", x)
-        check_same_dtype(op, "bias", bias, "x", x)
 
 
 def _autocast_disabled(x: Tensor) -> AbstractContextManager[None]:

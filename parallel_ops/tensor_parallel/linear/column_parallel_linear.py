@@ -4,12 +4,13 @@
     dX      = all_reduce(sum over i of dy_i W_i)
     dW_i    = dy_i^T X,     db_i = sum over rows of dy_i
 
-Forward: no communication. Backward: the all-reduce is a reduce-scatter and an all-gather of rows. The rows of dX that
-another rank sums are sent as soon as they are computed, this rank's own rows are computed last (``overlap.py``). Each
-rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered while dW is computed.
-Without pieces dX is computed first, and its partials are exchanged while dW is computed: of several weights that of the
-first ones, with the others beside the gather. One weight's is not cut: two halves may have other bits than the whole.
-With ``reduction="backend"`` and no pieces it is the backend's one all-reduce, which runs while dW is computed.
+Forward: no communication. Backward: the all-reduce is a reduce-scatter and an all-gather of rows. With chunks, the rows
+of dX that another rank sums are sent as soon as they are computed, this rank's own rows are computed last
+(``chunked.py``). Each rank adds the partials of its rows in rank order in fp32 and rounds once; the sums are gathered
+while dW is computed. Without chunks dX is computed first, and its partials are exchanged while dW is computed: of
+several weights that of the first ones, with the others beside the gather. One weight's is not cut: two halves may have
+other bits than the whole. With ``reduction="backend"`` and no chunks it is the backend's one all-reduce, which runs
+while dW is computed.
 
 Sources: Shoeybi et al., arXiv:1909.08053 (their f, and Megatron-LM's asynchronous all-reduce); Wang et al., ASPLOS
 2023, doi:10.1145/3567955.3567959 (decomposed collectives).
@@ -23,18 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_ops._internal.overlap_schedule import OFF, is_cut
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import copy_to_group
 from parallel_ops.comm.consistency import communicates
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Handle, Transport
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_forward
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp, as_list
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
-from parallel_ops.tensor_parallel.linear.overlap import Span, scatter, split, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
-from parallel_ops.tensor_parallel.linear.products import matrix
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients, as_list
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.chunked import Span, matrix, scatter, split, start_gather, start_scatter
 
 _NAME = "column_parallel_linear"
 
@@ -82,18 +80,19 @@ def column_parallel_linear(
         bias: ``[N]``, or one for each weight; ``None`` for none.
         group: the ranks that share the output features; ``None`` for one rank.
         overlap: how the backward overlaps communication with the products.
-            ``"off"``: one after the other.
-            ``"bulk"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
+            ``"off"``: partial sums are exchanged while dW is computed, of several weights that of the first ones, and
             the sums are gathered beside the others; or the backend's all-reduce runs while dW is computed.
-            A number: each rank's rows of dX are sent in that many pieces while dX is computed, and the sums are
-            gathered while dW is. ``"tapered"``: whole, of 4, 2 and 1 ranks by a product.
-            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first backward
-            (``overlap_plan.py``); the weights must then have the same shapes on every rank.
+            A number: each rank's rows of dX are sent in that many chunks while dX is computed, and the sums are
+            gathered while dW is.
+            ``"symmetric"``: as ``"off"``.
+            ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU, with ``"exact"``, they are timed at the first backward
+            of a kind, 16 runs of dX and its sum, and ``"off"`` is taken where nothing gains 2 %; the weights must then
+            have the same shapes on every rank. In deterministic mode a rule decides (``call.py``), on a CPU ``"off"``.
         reduction: how the partial sums of the gradient of x are added.
             ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
             ``"backend"``: by the all-reduce of the group's backend, in the dtype of ``x`` and in its order, as
-            Megatron-LM does. In pieces the exact sum.
+            Megatron-LM does. In chunks the exact sum.
         main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, H]``,
             float32 (float64 for float64) or the weight's dtype; or one for each weight. Not under ``torch.compile`` or
             in DDP.
@@ -125,8 +124,7 @@ def column_parallel_linear(
         group,
         overlap,
         reduction,
-        # Number of rows of the gradient that each rank sums; some are 0 if there are fewer rows than ranks.
-        lambda: [end - start for start, end in split((0, x.shape[0]), 1 if group is None else group.size())],
+        None,
     )
     return outputs[0] if isinstance(weight, Tensor) else tuple(outputs)
 
@@ -138,44 +136,26 @@ def column_parallel_linear_reference(
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
-@communicates
-def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    transport = call.transport(x.device)
-    if transport is not None and call.needs[0]:  # else the backward sends nothing
-        call.check_consistency(
-            transport, x, (x.shape, len(weights), len(biases)), lambda: f"x of {list(x.shape)}", weights
-        )
-    each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
-    return column_forward(None, x, [x.shape[0]], weights, each, OFF)
-
-
 def _start_sum(
-    call: GroupCall, transport: Transport, x: Tensor, pieces: int, partial: Callable[[Span, Tensor | None], Tensor],
+    call: GroupCall, transport: Transport, x: Tensor, chunks: int, partial: Callable[[Span, Tensor | None], Tensor],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Handle]:  # fmt: skip
     """The sum of ``partial`` of all ranks as a matrix, complete after ``handle.wait()``.
 
-    ``meanwhile`` is called once whole partials are on their way to the ranks that add them; not with pieces, whose
+    ``meanwhile`` is called once whole partials are on their way to the ranks that add them; not with chunks, whose
     messages the products of ``partial`` hide, nor where the backend has an all-reduce.
     """
     rows = rows_of(call.sizes, x)
-    if pieces != OFF:
-        with transport.workspace(_NAME) as memory:
-            parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, x.shape[-1])), partial, memory)
-            own = sum_partials(parts)
+    if chunks != OFF:
+        own = sum_partials(scatter(_NAME, transport, rows, chunks, x.new_empty((0, x.shape[-1])), partial))
         return start_gather(_NAME, transport, own, rows)
-    if not call.exact:
-        dx = partial((0, sum(rows)), None)
-        if (handle := transport.all_reduce(_NAME, dx)) is not None:
-            return dx, handle
-    with transport.workspace(_NAME) as memory:
-        if call.exact:
-            dx = partial((0, sum(rows)), memory.empty((sum(rows), x.shape[-1]), x))
-        shape = (rows[transport.rank], x.shape[-1])
-        exchange = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact, memory=memory)
-        meanwhile()
-        own = exchange.total()
-    return start_gather(_NAME, transport, own, rows)
+    dx = partial((0, sum(rows)), None)
+    if not call.exact and (handle := transport.all_reduce(_NAME, dx)) is not None:
+        return dx, handle
+    shape = (rows[transport.rank], x.shape[-1])
+    exchange = start_scatter(_NAME, transport, dx, rows, shape, exact=call.exact)
+    meanwhile()
+    return start_gather(_NAME, transport, exchange.total(), rows)
 
 
 def _beside_exchange(work: list[int]) -> int:
@@ -187,46 +167,58 @@ def _beside_exchange(work: list[int]) -> int:
     return min(range(1, len(work) + 1), key=lambda n: (abs(2 * sum(work[:n]) - sum(work)), -n))
 
 
-def _gradients(
-    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
-) -> tuple[Tensor | None, list[Tensor]]:
-    dys, transport = [matrix(g) for g in grads], call.transport(x.device)
-    needed, done = call.needs_weights(len(weights)), 0
-    arriving = dx = None
+class _ColumnParallelLinear(LinearOp):
+    def split(self, x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
+        """Number of rows of the gradient that each rank sums; some are 0 if there are fewer rows than ranks."""
+        return [end - start for start, end in split((0, x.shape[0]), 1 if group is None else group.size())]
 
-    def partial(span: Span, out: Tensor | None) -> Tensor:
-        total = x.new_empty((span[1] - span[0], x.shape[-1])) if out is None else out
-        torch.mm(dys[0][slice(*span)], weights[0], out=total)
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            total.addmm_(dy[slice(*span)], weight)
-        return total
+    @communicates
+    def forward(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        transport = call.transport(x.device)
+        if transport is not None and call.needs[0]:  # else the backward sends nothing
+            same = x.shape, len(weights), len(biases)
+            call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}", weights)
+        each: list[Tensor | None] = [*biases] if biases else [None] * len(weights)
+        return column_forward(None, x, [x.shape[0]], weights, each, OFF)
 
-    def first_products() -> None:
-        nonlocal done
-        done = _beside_exchange([w.shape[0] if need else 0 for w, need in zip(weights, needed, strict=True)])
-        factors(dys, matrix(x), slice(done))
+    def input_gradient(
+        self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], products: WeightGradients
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        dys, transport = [matrix(g) for g in grads], call.transport(x.device)
+        needed, done = call.needs_weights(len(weights)), 0
+        arriving = dx = None
 
-    if call.needs[0] and transport is None:
-        dx = partial((0, dys[0].shape[0]), None)
-    elif call.needs[0] and transport is not None:
-        call.check_backward(grads)
+        def partial(span: Span, out: Tensor | None) -> Tensor:
+            total = x.new_empty((span[1] - span[0], x.shape[-1])) if out is None else out
+            torch.mm(dys[0][slice(*span)], weights[0], out=total)
+            for dy, weight in zip(dys[1:], weights[1:], strict=True):
+                total.addmm_(dy[slice(*span)], weight)
+            return total
 
-        def run(pieces: int) -> None:
-            _start_sum(call, transport, x, pieces, partial)[1].wait()
+        def first_products() -> None:
+            nonlocal done
+            if any(needed):
+                done = _beside_exchange([w.shape[0] if need else 0 for w, need in zip(weights, needed, strict=True)])
+                products(dys, matrix(x), slice(done))
 
-        pieces = call.overlap if is_cut(call.overlap) else OFF
-        if call.exact:  # else the backend's all-reduce runs beside dW, which pieces cannot beat by much
-            pieces = call.pieces("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
-        bulk = call.bulk(x.device)
-        beside = (first_products,) if bulk and any(needed) else ()
-        dx, arriving = _start_sum(call, transport, x, pieces, partial, *beside)
-        if not bulk:
+        if call.needs[0] and transport is None:
+            dx = partial((0, dys[0].shape[0]), None)
+        elif call.needs[0] and transport is not None:
+            call.check_backward(grads)
+
+            def run(chunks: int) -> None:
+                _start_sum(call, transport, x, chunks, partial)[1].wait()
+
+            chunks = call.overlap if call.overlap > OFF else OFF
+            if call.exact and call.overlap != SYMMETRIC:
+                # Else the backend's all-reduce runs beside dW, which chunks cannot beat by much.
+                chunks = call.chunks("scatter", transport, x, x.shape[-1], sum(w.shape[0] for w in weights), run)
+            dx, arriving = _start_sum(call, transport, x, chunks, partial, first_products)
+        if any(needed[done:]):
+            products(dys, matrix(x), slice(done, None))
+        if arriving is not None:
             arriving.wait()
-    if any(needed[done:]):
-        factors(dys, matrix(x), slice(done, None))
-    if arriving is not None:
-        arriving.wait()
-    return None if dx is None else dx.view(x.shape), dys
+        return None if dx is None else dx.view(x.shape), dys
 
 
-_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=lambda call: sum(call.sizes))
+_op = _ColumnParallelLinear(_NAME)

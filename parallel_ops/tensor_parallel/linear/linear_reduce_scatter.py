@@ -4,11 +4,11 @@
     dx      = dY W                                   dY = all_gather(dy)
     dW      = dY^T x,       db = sum over rows of dY
 
-Forward: the rows of the output that another rank owns are sent as soon as they are computed; this rank's own rows are
-computed last, while the others are sent (``overlap.py``). Each rank receives the partial sums of its rows, in the dtype
-of x, adds them in rank order in fp32, then the bias, and rounds once. With ``reduction="backend"`` the backend adds.
-Backward: this rank's rows of dY are multiplied
-first, while the next ones arrive; dY is then complete, as dW needs it.
+Forward: with chunks, the rows of the output that another rank owns are sent as soon as they are computed; this rank's
+own rows are computed last, while the others are sent (``chunked.py``). Each rank receives the partial sums of its rows,
+in the dtype of x, adds them in rank order in fp32, then the bias, and rounds once. With ``reduction="backend"`` the
+backend adds. Backward: with chunks, this rank's rows of dY are multiplied first, while the next ones arrive; dY is then
+complete, as dW needs it.
 
 Sources: Korthikanti et al., arXiv:2205.05198 (sequence parallelism); Wang et al., ASPLOS 2023,
 doi:10.1145/3567955.3567959 (decomposed collectives).
@@ -23,19 +23,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_ops._internal.group_checks import check_sizes
-from parallel_ops._internal.groups import group_rank, resolve_group
-from parallel_ops._internal.overlap_schedule import FUSED, GATED, OFF
+from parallel_ops._internal.groups import group_rank
 from parallel_ops._internal.weight_gradients import DeferredWeightGradients, Target
 from parallel_ops.comm import reduce_scatter
-from parallel_ops.comm.consistency import communicates
+from parallel_ops.comm.consistency import communicates, propagate_errors
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.comm.transport.base import Transport
-from parallel_ops.tensor_parallel.linear.autograd import Factors, LinearOp
-from parallel_ops.tensor_parallel.linear.group_call import GroupCall, rows_of
-from parallel_ops.tensor_parallel.linear.overlap import Span, gather, scatter, start_gather, start_scatter
-from parallel_ops.tensor_parallel.linear.overlap_plan import Overlap, Reduction
-from parallel_ops.tensor_parallel.linear.products import matrix, multiply
-from parallel_ops.tensor_parallel.linear.pulled import gather_and_multiply
+from parallel_ops.tensor_parallel.linear import symmetric
+from parallel_ops.tensor_parallel.linear.autograd import LinearOp, WeightGradients
+from parallel_ops.tensor_parallel.linear.call import OFF, SYMMETRIC, GroupCall, Overlap, Reduction, rows_of
+from parallel_ops.tensor_parallel.linear.chunked import (
+    Span,
+    gather,
+    matrix,
+    multiply,
+    scatter,
+    start_gather,
+    start_scatter,
+)
 
 _NAME = "linear_reduce_scatter"
 
@@ -61,17 +66,22 @@ def linear_reduce_scatter(
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: the ranks that share the input features; ``None`` for one rank.
         overlap: how communication overlaps with the products.
-            ``"off"`` and ``"bulk"``: multiply, then reduce (no second product could run beside the collective).
-            A number: each shard is sent in that many pieces, forward and backward. ``"tapered"``: shards are sent
-            whole and multiplied 4, 2 and 1 at a time, backward 1, 2 and 4, where messages are faster.
-            ``"gated"``, ``"fused"``: as ``"bulk"``; the backward gathers as ``all_gather_linear`` does with these.
-            ``"auto"``: the fastest of these by an analytic model and, on a GPU, a measurement at the first call
-            (``overlap_plan.py``); the weight must then have the same shape on every rank.
+            ``"off"``: multiply, then reduce (no second product could run beside the collective); gather, then multiply
+            in the backward.
+            A number: each rank's rows are sent in that many chunks, forward as soon as they are computed, backward
+            multiplied as they arrive.
+            ``"symmetric"``: on GPUs of one node that read each other's memory, torch's ``fused_matmul_reduce_scatter``,
+            whose sum has one rounding in its own order, with the bias added to it; the backward gathers as
+            ``all_gather_linear`` does; 16 bits, equal shards.
+            ``"auto"``: ``"off"`` or 1, 2 or 4 chunks. On a GPU they are timed at the first call of a kind, 16 runs of
+            the forward and 16 of the backward's gather, and ``"off"`` is taken where nothing gains 2 %; the weight must
+            then have the same shape on every rank. In deterministic mode a rule decides (``call.py``), on a CPU
+            ``"off"``.
         reduction: how the partial sums of the ranks are added.
             ``"exact"``: each is sent once, as it is, and added in rank order in fp32 with one rounding: the same bits
             on every run and over every backend.
             ``"backend"``: by the reduce-scatter of the group's backend, in the dtype of ``x`` and in its order, as
-            Megatron-LM does; the bias is added to the rounded sum. In pieces, and where ``sizes`` differ, the exact
+            Megatron-LM does; the bias is added to the rounded sum. In chunks, and where ``sizes`` differ, the exact
             sum.
         sizes: the rows of y on every rank, the same on every rank; ``None`` for equal parts of ``s``.
         main_grad: a tensor to which the weight's gradient is added (autograd gets none for the weight): ``[N, K]``,
@@ -98,12 +108,9 @@ def linear_reduce_scatter(
         >>> linear_reduce_scatter(x, weight, group=None).shape  # group=mesh["tp"].get_group() under torchrun
         torch.Size([128, 2, 64])
     """
-
-    def split() -> list[int]:
-        if bias_gradient not in ("complete", "partial"):
+    if bias_gradient not in ("complete", "partial"):
+        with propagate_errors(_NAME, group, x, weight, checked=True):
             raise ValueError(f"{_NAME}: bias_gradient must be 'complete' or 'partial', got {bias_gradient!r}")
-        return check_sizes(_NAME, "sizes", sizes, group, 0, whole=x)
-
     (y,) = _op(
         x,
         [weight],
@@ -113,7 +120,7 @@ def linear_reduce_scatter(
         group,
         overlap,
         reduction,
-        split,
+        sizes,
         bias_gradient == "partial",
     )
     return y
@@ -133,43 +140,30 @@ def linear_reduce_scatter_reference(
 
 
 def row_forward(
-    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, pieces: int,
+    transport: Transport | None, x: Tensor, sizes: Sequence[int], weight: Tensor, bias: Tensor | None, chunks: int,
     *, exact: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``y = reduce_scatter(x W^T) + b``; shards are sent in ``pieces`` pieces, with ``OFF`` all after the product."""
+    """``y = reduce_scatter(x W^T) + b``; shards are sent in ``chunks`` chunks, with ``OFF`` all after the product."""
     h, rows, inner = matrix(x), rows_of(sizes, x), x.shape[1:-1]
     if transport is None:
         y = x.new_empty((*x.shape[:-1], weight.shape[0]))
         multiply(h, weight, bias, y.flatten(0, -2))
         return y
     shape = (sizes[transport.rank], *inner, weight.shape[0])
-    if pieces == OFF:
-        with transport.workspace(_NAME) as memory:
-            parts = multiply(h, weight, None, memory.empty((sum(rows), weight.shape[0]), x))
-            return start_scatter(_NAME, transport, parts, rows, shape, exact=exact, memory=memory).total(bias)
+    if chunks == OFF:
+        return start_scatter(_NAME, transport, multiply(h, weight, None), rows, shape, exact=exact).total(bias)
 
     def produce(span: Span, out: Tensor | None) -> Tensor:
         return multiply(h[slice(*span)], weight, None, out)
 
-    with transport.workspace(_NAME) as memory:
-        parts = scatter(_NAME, transport, rows, pieces, x.new_empty((0, weight.shape[0])), produce, memory)
-        return sum_partials(parts.view(transport.size, *shape), bias)
+    parts = scatter(_NAME, transport, rows, chunks, x.new_empty((0, weight.shape[0])), produce)
+    return sum_partials(parts.view(transport.size, *shape), bias)
 
 
 def row_backward(
-    transport: Transport | None,
-    grad: Tensor,
-    sizes: Sequence[int],
-    weight: Tensor,
-    pieces: int,
-    *,
-    needs_x: bool,
-    group: ProcessGroup | None = None,
+    transport: Transport | None, grad: Tensor, sizes: Sequence[int], weight: Tensor, chunks: int, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first is ``None`` unless ``needs_x``.
-
-    ``group``: that of ``transport``, for ``GATED`` and ``FUSED``.
-    """
+    """``(dY W, dY)`` with ``dY = all_gather(dy)`` as a matrix; the first is ``None`` unless ``needs_x``."""
     dx = grad.new_empty((sum(sizes), *grad.shape[1:-1], weight.shape[1])) if needs_x else None
     dy, rows = matrix(grad), rows_of(sizes, grad)
 
@@ -180,57 +174,65 @@ def row_backward(
     if transport is None:
         consume((0, sum(rows)), dy)
         return dx, dy
-    if pieces == OFF or dx is None:
+    if chunks == OFF or dx is None:
         whole, arriving = start_gather(_NAME, transport, dy, rows)
         arriving.wait()
         consume((0, sum(rows)), whole)
-    elif pieces in (GATED, FUSED) and group is not None:
-        whole = gather_and_multiply(pieces, group, dy, [weight.t()], [None], [dx.flatten(0, -2)])
-    else:
-        whole = gather(_NAME, transport, dy, rows, pieces, consume)
-    return dx, whole
+        return dx, whole
+    return dx, gather(_NAME, transport, dy, rows, chunks, consume)
 
 
-def _rows(call: GroupCall) -> int:
-    return call.sizes[0 if call.group is None else group_rank(resolve_group(call.group))]
+class _LinearReduceScatter(LinearOp):
+    gathers_gradient = True
 
+    def split(self, x: Tensor, sizes: Sequence[int] | None, group: ProcessGroup | None) -> list[int]:
+        return check_sizes(_NAME, "sizes", sizes, group, 0, whole=x)
 
-@communicates
-def _forward(call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    (weight,), bias, transport = weights, biases[0] if biases else None, call.transport(x.device)
+    def rows(self, call: GroupCall) -> int:
+        return call.sizes[0 if call.group is None else group_rank(call.process_group())]
 
-    def run(pieces: int) -> Tensor:
-        return row_forward(transport, x, call.sizes, weight, bias, pieces, exact=call.exact)
+    @communicates
+    def forward(self, call: GroupCall, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        (weight,), bias, transport = weights, biases[0] if biases else None, call.transport(x.device)
 
-    if transport is None:
-        return [run(OFF)]
-    same = (x.shape[:-1], weight.shape[0], len(biases))
-    call.check_consistency(transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights)
-    call.check_pulls(x.new_empty((0, weight.shape[0])), bias=False)  # gathered in the backward
-    return [run(call.pieces("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
+        def run(chunks: int) -> Tensor:
+            return row_forward(transport, x, call.sizes, weight, bias, chunks, exact=call.exact)
 
-
-def _gradients(
-    call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], factors: Factors
-) -> tuple[Tensor | None, list[Tensor]]:
-    (grad,), (weight,), transport = grads, weights, call.transport(x.device)
-    if not any(call.needs[:2] if call.partial_bias else call.needs):
-        return None, []
-    if transport is not None:
-        call.check_backward(grads)
-
-    def run(pieces: int) -> tuple[Tensor | None, Tensor]:
-        return row_backward(
-            transport, grad, call.sizes, weight, pieces, needs_x=call.needs[0], group=call.process_group()
+        if transport is None:
+            return [run(OFF)]
+        same = (x.shape[:-1], weight.shape[0], len(biases))
+        call.check_consistency(
+            transport, x, same, lambda: f"x of {list(x.shape)}, weight of {list(weight.shape)}", weights
         )
+        if call.overlap == SYMMETRIC:
+            symmetric.check(_NAME, call.process_group(), x.new_empty((0, weight.shape[0])), call.sizes)
+            total = symmetric.multiply_and_scatter(call.process_group(), matrix(x), weight)
+            y = symmetric.owned(total, (call.sizes[transport.rank], *x.shape[1:-1], weight.shape[0]))
+            return [y if bias is None else y.add_(bias)]
+        return [run(call.chunks("scatter", transport, x, weight.shape[0], weight.shape[1], run))]
 
-    pieces = OFF
-    if transport is not None and call.needs[0]:
-        pieces = call.pieces("gather", transport, grad, weight.shape[1], weight.shape[0], run, leased=False)
-    dx, whole = run(pieces)
-    if call.needs[1]:
-        factors([whole], matrix(x))
-    return dx, [whole]
+    def input_gradient(
+        self, call: GroupCall, grads: list[Tensor], x: Tensor, weights: list[Tensor], products: WeightGradients
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        (grad,), (weight,), transport = grads, weights, call.transport(x.device)
+        if not any(call.needs[:2] if call.partial_bias else call.needs):
+            return None, []
+        if transport is not None:
+            call.check_backward(grads)
+
+        def run(chunks: int) -> tuple[Tensor | None, Tensor]:
+            return row_backward(transport, grad, call.sizes, weight, chunks, needs_x=call.needs[0])
+
+        if transport is None or not call.needs[0]:
+            dx, whole = run(OFF)
+        elif call.overlap == SYMMETRIC:
+            whole, (dx,) = symmetric.gather_and_multiply(call.process_group(), matrix(grad), [weight.t()], [None])
+            dx = dx.view(x.shape)
+        else:
+            dx, whole = run(call.chunks("gather", transport, grad, weight.shape[1], weight.shape[0], run))
+        if call.needs[1]:
+            products([whole], matrix(x))
+        return dx, [whole]
 
 
-_op = LinearOp(_NAME, forward=_forward, gradients=_gradients, rows=_rows, gathers_gradient=True)
+_op = _LinearReduceScatter(_NAME)

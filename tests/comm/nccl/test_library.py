@@ -16,7 +16,7 @@ _nccl = pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is no
 
 # All in one process, since importing torch takes seconds. Each step prints what was found.
 ORDER = """
-import ctypes, importlib.metadata, os, sys, warnings
+import importlib.metadata, os, sys
 import torch, parallel_ops
 print("loaded by import:", "libnccl" in open("/proc/self/maps").read(), "parallel_ops._nccl" in sys.modules)
 from parallel_ops.comm.nccl.library import NotSupported, load_nccl
@@ -24,9 +24,7 @@ from parallel_ops.comm.nccl.library import NotSupported, load_nccl
 def found(step):
     load_nccl.cache_clear()
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            print(step + ":", load_nccl().path, *[w.message for w in caught])
+        print(step + ":", load_nccl().path)
     except NotSupported as error:
         print(step + ":", error)
 
@@ -78,9 +76,9 @@ def test_order(tmp_path):
     assert steps["package"] == str(packages["nvidia_nccl_cu13"])
     assert steps["package of torch"] == str(packages["nvidia_nccl_cu12"])
     assert steps["system"] == system
-    path, _, warning = steps["loaded"].partition(" ")
-    assert path == system
-    assert warning.startswith(f"PARALLEL_OPS_NCCL={named} is ignored: this process has already loaded {system}")
+    assert steps["loaded"].startswith(
+        f"PARALLEL_OPS_NCCL={named} cannot be used: this process has already loaded {system}, and two copies"
+    )
 
 
 @pytest.fixture
@@ -93,12 +91,8 @@ def test_the_real_library(library):
     assert library.unique_id() != library.unique_id()
     assert len(library.unique_id()) == 128
     real = ctypes.CDLL(library.path)
-    table = re.findall(r"F\((\w+), version\(([\d, ]+)\)", (support.ROOT / "csrc/nccl/api.h").read_text())
-    assert len(table) > 20
-    for name, since in table:
-        major, minor, *patch = map(int, since.split(","))
-        if 10000 * major + 100 * minor + sum(patch) <= library.version_code:
-            assert hasattr(real, f"nccl{name}")
+    table = re.findall(r"F\((\w+), ", (support.ROOT / "csrc/nccl/api.h").read_text())
+    assert len(table) > 14 and all(hasattr(real, f"nccl{name}") for name in table)
 
 
 # In a process of its own, as that of other tests has a driver that stands in.
@@ -109,7 +103,7 @@ nccl = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(nccl)
 library = nccl.Library.open(sys.argv[2])
 try:
-    nccl.Communicator(library, library.unique_id(), 1, 0, 0, 0, 16, 5.0, 5.0)
+    nccl.Communicator(library, library.unique_id(), 1, 0, 0, 16, 5.0)
 except nccl.NotSupported as error:
     print(error)
 """

@@ -3,7 +3,7 @@
 import pytest
 
 from support import nccl as support
-from support.distributed import ranks
+from support.distributed import Raised, ranks
 
 pytest.importorskip("parallel_ops._nccl", reason="the NCCL binding is not built")
 
@@ -12,17 +12,9 @@ from support import nccl_ranks
 fake = support.fake
 
 
-@pytest.mark.parametrize(
-    ("version", "called", "never"),
-    [
-        (22907, {"AllGather", "AlltoAll", "PutSignal", "WaitSignal", "CommWindowRegister"}, set()),
-        (22809, {"AllGather", "AlltoAll", "Send", "Recv", "CommWindowRegister"}, {"PutSignal", "Signal"}),
-        (22203, {"AllGather", "Send", "Recv"}, {"PutSignal", "AlltoAll", "CommWindowRegister", "MemAlloc"}),
-    ],
-)
-def test_ops_have_the_bits_of_the_groups_backend(fake, version, called, never):
-    for wrong, calls in ranks(4).run(nccl_ranks.same_bits, fake.path, version):
-        assert wrong == [] and calls >= called and not calls & never
+def test_ops_have_the_bits_of_the_groups_backend(fake):
+    for wrong, calls in ranks(4).run(nccl_ranks.same_bits, fake.path):
+        assert wrong == [] and calls >= {"AllGather", "Send", "Recv"}
 
 
 def test_sums_of_the_backend_are_those_of_nccl(fake):
@@ -30,51 +22,53 @@ def test_sums_of_the_backend_are_those_of_nccl(fake):
         assert all(equal)
 
 
-@pytest.mark.parametrize("version", [22907, 22809, 22203])
-def test_each_exchange_has_the_bits_of_the_groups_backend(fake, version):
-    assert ranks(4).run(nccl_ranks.differing, fake.path, version) == [[]] * 4
+def test_each_exchange_has_the_bits_of_the_groups_backend(fake):
+    assert ranks(4).run(nccl_ranks.differing, fake.path) == [[]] * 4
 
 
-def test_no_rank_leases_what_one_has_no_memory_for(fake):
-    assert ranks(2).run(nccl_ranks.limited, fake.path) == [[True, True, False]] * 2
-
-
-def test_all_take_the_groups_backend_if_one_cannot_connect(fake):
+def test_a_rank_that_cannot_connect_is_named_on_all(fake):
     first, second = ranks(2).run(nccl_ranks.outcomes, fake.path)
-    both = {
+    shared = {
         "works": "",
-        "another version": "the ranks have different versions of NCCL: [22907, 22809]",
-        "shared GPU": "ranks 0 and 1 share a GPU",
-        "unwanted": "rank 1: PARALLEL_OPS_TRANSPORT=c10d",
-        "misspelt": "transport: rank 1: PARALLEL_OPS_TRANSPORT must be nccl or c10d",
-        "puts": "False",
+        "another version": "ValueError: transport: the ranks of the group make different calls: rank 0: "
+        "PARALLEL_OPS_TRANSPORT=nccl over NCCL 2.29.7; rank 1: PARALLEL_OPS_TRANSPORT=nccl over NCCL 2.28.9",
+        "shared GPU": "ValueError: transport: PARALLEL_OPS_TRANSPORT=nccl cannot be: ranks share a GPU",
+        "no library": "ValueError: transport: the ranks of the group make different calls: rank 0: "
+        "PARALLEL_OPS_TRANSPORT=nccl over NCCL 2.29.7; rank 1: PARALLEL_OPS_TRANSPORT=nccl cannot be: "
+        "NCCL was not found",
+        "none": "ValueError: transport: PARALLEL_OPS_TRANSPORT=nccl cannot be: the NCCL binding could not be loaded",
     }
-    for name, reason in both.items():
+    for name, reason in shared.items():
         assert (first[name], second[name]) == (reason, reason)
-    assert first["no library"] == "rank 1: it found no NCCL"
-    assert second["no library"] == "rank 1: it found no NCCL: neither loaded nor installed"
-    assert first["broken"] == "rank 1: it could not look for NCCL"
-    assert second["broken"] == "rank 1: it could not look for NCCL: no such device"
-    assert "rank 0 could not make its communicator: " in first["fails"] and "had no answer" in first["fails"]
-    assert "rank 1 could not make its communicator: connect: rank 1 of 2: NCCL 2.29.7 reported" in second["fails"]
-    assert first["no id"].startswith("rank 0 could not make its communicator: unique_id: NCCL 2.29.7 reported")
-    assert second["no id"] == "rank 1 could not make its communicator: rank 0 has no unique id"
+    assert "PeerError: transport: connect: rank 0 of 2" in first["fails"] and "had no answer" in first["fails"]
+    assert "PeerError: transport: connect: rank 1 of 2: NCCL 2.29.7 reported" in second["fails"]
+    assert first["no id"].startswith("NcclError: unique_id: NCCL 2.29.7 reported")
+    assert second["no id"] == "PeerError: transport: rank 0 has no unique id"
 
 
-def test_groups_send_from_cuda_over_what_connects_once(monkeypatch):
-    monkeypatch.delenv("PARALLEL_OPS_TRANSPORT", raising=False)
-    for found in ranks(2).run(nccl_ranks.chosen, ""):
-        assert found == {
-            "before": None, "cpu": "c10d", "names": ["nccl", "nccl"], "calls": ["nccl"], "why": "", "log": []
-        }  # fmt: skip
-    for found in ranks(2).run(nccl_ranks.chosen, "ranks 0 and 1 share a GPU"):
-        assert found["names"] == ["c10d", "c10d"] and found["calls"] == ["nccl"]
-        assert found["why"] == "ranks 0 and 1 share a GPU" and len(found["log"]) == 1
-        assert "sends over its backend: ranks 0 and 1 share a GPU" in found["log"][0]
+def test_an_id_of_an_earlier_life_is_not_read_again(fake):
+    assert ranks(2).run(nccl_ranks.two_lives, fake.path) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("version", [22907, 22203])
-def test_exchanges_are_captured_in_graphs(fake, version):
-    leased = version >= 22700
-    for found in ranks(2).run(nccl_ranks.captured, fake.path, version):
-        assert found == {"steps": True, "early": False, "leased": leased, "right": True}
+@pytest.mark.parametrize(
+    ("variable", "argument", "name"),
+    [(None, None, "c10d"), ("c10d", None, "c10d"), ("nccl", None, "nccl"), (None, "nccl", "nccl"),
+     ("nccl", "c10d", "c10d")],
+)  # fmt: skip
+def test_groups_send_over_torch_unless_asked_otherwise(variable, argument, name):
+    own = int(name == "nccl")
+    for rank, found in enumerate(ranks(2).run(nccl_ranks.chosen, variable, argument)):
+        order = found.pop("order")
+        assert found == {"cpu": "c10d", "names": [name, name], "calls": own, "log": own * int(rank == 0)}
+        assert argument != "nccl" or order == "1"
+
+
+def test_a_misspelt_transport_raises_on_every_rank():
+    for outcome in ranks(2).outcomes(nccl_ranks.misspelt):
+        assert isinstance(outcome, Raised) and outcome.type == "ValueError"
+        assert "rank 1: transport (PARALLEL_OPS_TRANSPORT must be nccl or c10d, got 'ncll')" in outcome.message
+
+
+def test_exchanges_are_captured_in_graphs(fake):
+    for found in ranks(2).run(nccl_ranks.captured, fake.path):
+        assert found == {"steps": True, "early": False, "right": True}

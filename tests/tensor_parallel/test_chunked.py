@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_ops._internal import overlap_schedule as schedule
-from parallel_ops._internal.overlap_schedule import OFF, TAPERED
+from parallel_ops.comm import device_rates
 from parallel_ops.comm.sum_partials import sum_partials
-from parallel_ops.tensor_parallel.linear import overlap_plan as plan
+from parallel_ops.planner import presets
+from parallel_ops.tensor_parallel.linear import call
 from parallel_ops.tensor_parallel.linear.all_gather_linear import column_backward, column_forward
-from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
-from parallel_ops.tensor_parallel.linear.overlap import (
+from parallel_ops.tensor_parallel.linear.call import OFF
+from parallel_ops.tensor_parallel.linear.chunked import (
     gather,
     gather_order,
     scatter,
@@ -22,11 +22,12 @@ from parallel_ops.tensor_parallel.linear.overlap import (
     start_gather,
     start_scatter,
 )
+from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import row_backward, row_forward
 from support.loopback import LoopbackGroup
 from support.parallel_linear import integers
 
 groups = st.lists(st.integers(0, 4), min_size=1, max_size=16)
-cuts = st.sampled_from([TAPERED, 1, 2, 3, 4])
+cuts = st.integers(1, 4)
 
 
 class Recorded:
@@ -44,21 +45,21 @@ class Recorded:
 
 
 @settings(max_examples=30)
-@given(sizes=groups, pieces=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
-def test_gather_hands_out_every_row_once_own_rows_first(sizes, pieces, seed, credits):
+@given(sizes=groups, chunks=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+def test_gather_hands_out_every_row_once_own_rows_first(sizes, chunks, seed, credits):
     whole = torch.arange(sum(sizes) * 3).view(-1, 3)
 
     def run(transport):
         handed = []
         shard = whole.split(sizes)[transport.rank].clone()
         recorded = Recorded(transport)
-        got = gather("test", recorded, shard, sizes, pieces, lambda span, rows: handed.append((span, rows.clone())))
+        got = gather("test", recorded, shard, sizes, chunks, lambda span, rows: handed.append((span, rows.clone())))
         assert torch.equal(got, whole)
-        assert [span for span, _ in handed] == list(gather_order(transport.rank, sizes, pieces))
+        assert [span for span, _ in handed] == list(gather_order(transport.rank, sizes, chunks))
         assert all(torch.equal(rows, whole[slice(*span)]) for span, rows in handed)
         assert sum(n for kind, _, n in recorded.log if kind == "send") == sizes[transport.rank] * (len(sizes) - 1)
         first = sum(sizes[: transport.rank])
-        mine = split((first, first + sizes[transport.rank]), max(1, pieces))
+        mine = split((first, first + sizes[transport.rank]), chunks)
         assert [span for span, _ in handed[: len(mine)]] == mine
         return True
 
@@ -66,8 +67,8 @@ def test_gather_hands_out_every_row_once_own_rows_first(sizes, pieces, seed, cre
 
 
 @settings(max_examples=30)
-@given(sizes=groups, pieces=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
-def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, seed, credits):
+@given(sizes=groups, chunks=cuts, seed=st.integers(0, 10**6), credits=st.integers(0, 2))
+def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, chunks, seed, credits):
     size = len(sizes)
 
     def part(rank):
@@ -82,8 +83,8 @@ def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, see
             return rows if out is None else out.copy_(rows)
 
         recorded = Recorded(transport)
-        parts = scatter("test", recorded, sizes, pieces, torch.empty(0, 3), produce)
-        assert asked == list(scatter_order(transport.rank, sizes, pieces))
+        parts = scatter("test", recorded, sizes, chunks, torch.empty(0, 3), produce)
+        assert asked == list(scatter_order(transport.rank, sizes, chunks))
         sent = [n for kind, _, n in recorded.log if kind == "send"]
         assert sum(sent) == sum(sizes) - sizes[transport.rank]
         return sum_partials(parts)
@@ -96,32 +97,6 @@ def test_scatter_sends_every_part_once_and_sums_in_rank_order(sizes, pieces, see
         assert torch.equal(total, want)
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "gathers", "scatters"),
-    [
-        (0, 8, [1, 2, 4], [4, 2, 1]),
-        (5, 8, [1, 1, 3, 2], [2, 2, 2, 1]),
-        (6, 8, [1, 2, 4], [1, 3, 2, 1]),
-        (7, 8, [1, 2, 4], [4, 2, 1]),
-        (1, 2, [1], [1]),
-        (0, 1, [], []),
-    ],
-)
-def test_tapered_products_take_what_lies_side_by_side(rank, size, gathers, scatters):
-    sizes = [2] * size
-    for phase, spans, own, counts in (
-        ("gather", list(gather_order(rank, sizes, TAPERED)), 0, gathers),
-        ("scatter", list(scatter_order(rank, sizes, TAPERED)), -1, scatters),
-    ):
-        assert schedule.order(phase, size, rank, TAPERED) == tuple(counts)
-        assert tuple(counts) in schedule.orders(phase, size, TAPERED)
-        assert spans.pop(own) == (2 * rank, 2 * rank + 2)
-        assert [(stop - start) // 2 for start, stop in spans] == counts
-        assert [n for span in spans for n in range(*span)] == [
-            n for k in range(1, size) for n in range(2 * ((rank + k) % size), 2 * ((rank + k) % size) + 2)
-        ]
-
-
 @settings(max_examples=20)
 @given(sizes=groups, seed=st.integers(0, 10**6))
 def test_whole_exchanges(sizes, seed):
@@ -132,8 +107,6 @@ def test_whole_exchanges(sizes, seed):
         arriving.wait()
         parts, shape = whole * (transport.rank + 1), (sizes[transport.rank], 2)
         scattered = start_scatter("test", transport, parts, sizes, shape, exact=True)
-        scattered.wait()
-        scattered.wait()  # again, for nothing
         return got, scattered.total()
 
     scale = len(sizes) * (len(sizes) + 1) / 2
@@ -145,13 +118,12 @@ def test_whole_exchanges(sizes, seed):
 @settings(max_examples=20)
 @given(
     sizes=groups,
-    pieces=st.sampled_from([OFF, TAPERED, 1, 2, 3]),
-    bulk=st.booleans(),
+    chunks=st.sampled_from([OFF, 1, 2, 3]),
     needs_x=st.booleans(),
     needs_weight=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_both_linears_at_any_size(sizes, pieces, bulk, needs_x, needs_weight, seed):
+def test_both_linears_at_any_size(sizes, chunks, needs_x, needs_weight, seed):
     """On integers, so that the sums are exact: every rank gets its part of the linear of one process."""
     size, s = len(sizes), sum(sizes)
     x, dy = integers(s, 4, seed=seed), integers(s, 3, seed=seed + 1)
@@ -160,19 +132,19 @@ def test_both_linears_at_any_size(sizes, pieces, bulk, needs_x, needs_weight, se
     def run(transport):
         rank, weight = transport.rank, weights[transport.rank]
         shard, kept = x.split(sizes)[rank].clone(), []
-        (y,) = column_forward(transport, shard, sizes, [weight], [None], pieces)
+        (y,) = column_forward(transport, shard, sizes, [weight], [None], chunks)
         assert torch.equal(y, x @ weight.t())
         dx = column_backward(
             transport, [dy], shard, sizes, [weight],
-            bulk=bulk, needs_x=needs_x, products=kept.append if needs_weight else None,
+            needs_x=needs_x, products=kept.append if needs_weight else None,
         )  # fmt: skip
         assert all(torch.equal(whole, x) for whole in kept) and len(kept) == needs_weight
         want = sum(dy @ w for w in weights).split(sizes)[rank]
         assert torch.equal(dx, want) if needs_x else dx is None
 
-        z = row_forward(transport, x, sizes, weight, integers(3, seed=9), pieces)
+        z = row_forward(transport, x, sizes, weight, integers(3, seed=9), chunks)
         assert torch.equal(z, sum(x @ w.t() for w in weights).split(sizes)[rank] + integers(3, seed=9))
-        dx, whole = row_backward(transport, dy.split(sizes)[rank].clone(), sizes, weight, pieces, needs_x=needs_x)
+        dx, whole = row_backward(transport, dy.split(sizes)[rank].clone(), sizes, weight, chunks, needs_x=needs_x)
         assert torch.equal(whole, dy)
         assert torch.equal(dx, dy @ weight) if needs_x else dx is None
         return True
@@ -217,6 +189,47 @@ def test_16_bit_partial_sums_are_added_in_fp32_and_rounded_once():
 
 
 def test_cpu_tensors_are_not_timed():
-    assert not plan.may_measure(torch.device("cpu"))
-    assert [plan.encode("op", word) for word in ("off", "bulk", "auto", 3)] == [plan.OFF, plan.BULK, plan.AUTO, 3]
-    assert [plan.decode(plan.encode("op", word)) for word in ("off", "bulk", "auto", 3)] == ["off", "bulk", "auto", 3]
+    assert not call.may_measure(torch.device("cpu"))
+    words = ["off", "auto", "symmetric", 3]
+    assert [call.encode("op", word) for word in words] == [call.OFF, call.AUTO, call.SYMMETRIC, 3]
+    assert [call.decode(call.encode("op", word)) for word in words] == words
+
+
+H100 = device_rates.rates_of_sheet(989.5e12, 450e9)
+FC1 = call.Product("gather", 8192, 7168, 8192, 7 * 8192 * 1024 * 2, 8, True, torch.bfloat16, "c10d")
+
+
+class TestRule:
+    """What decides in deterministic mode: bytes and the time of the product."""
+
+    @pytest.mark.parametrize("phase", ["gather", "scatter"])
+    def test_cuts_where_messages_and_products_hide_each_other(self, phase):
+        assert call.by_rule(dataclasses.replace(FC1, phase=phase), H100) > OFF
+
+    def test_leaves_whole_what_has_little_to_hide(self):
+        assert call.by_rule(dataclasses.replace(FC1, sent=FC1.sent // 20), H100) == OFF  # less than chunks cost
+        assert call.by_rule(dataclasses.replace(FC1, rows=64, sent=FC1.sent // 128), H100) == OFF  # latencies
+        assert call.by_rule(dataclasses.replace(FC1, columns=8), H100) == OFF  # hardly a product
+        assert call.by_rule(FC1, None) == OFF  # an unknown device, or a CPU
+
+    @given(
+        rows=st.integers(1, 10**5), columns=st.integers(1, 10**5), sent=st.integers(1, 10**9), size=st.integers(2, 64),
+        phase=st.sampled_from(["gather", "scatter"]),
+    )  # fmt: skip
+    def test_is_one_of_the_candidates(self, rows, columns, sent, size, phase):
+        product = dataclasses.replace(FC1, rows=rows, columns=columns, sent=sent, size=size, phase=phase)
+        assert call.by_rule(product, H100) in call.CANDIDATES
+
+    def test_data_sheets_are_those_of_the_planner(self):
+        for major, gpu in ((8, "a100-80"), (9, "h100"), (10, "b200")):
+            assert device_rates._SHEETS[major] == (presets.gpu(gpu).bf16, presets.cluster(gpu).intra.bandwidth)
+
+
+def test_the_measured_choice_wants_a_margin():
+    assert call.pick([1.0, 1.1, 0.99, 0.985]) == OFF
+    assert call.pick([1.0, 1.1, 0.9, 0.99]) == 2
+    assert call.pick([1.0, 1.5, 1.5, 1.5]) == OFF
+
+
+def test_sequences_of_about_one_length_share_a_choice():
+    assert [call._roughly(n) for n in (0, 1, 5, 7, 8, 9, 100, 1023)] == [0, 1, 5, 7, 8, 8, 96, 896]

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from parallel_ops import all_gather_linear, linear_reduce_scatter
-from parallel_ops._internal import overlap_model as model
-from parallel_ops._internal.overlap_schedule import GATED, OFF
-from parallel_ops.comm import pulls
-from parallel_ops.tensor_parallel import allow_pulls
-from parallel_ops.tensor_parallel.linear import pulled
+from parallel_ops.comm import symmetric_memory as pulls
+from parallel_ops.tensor_parallel.linear import call as calls
+from parallel_ops.tensor_parallel.linear import symmetric
 from support.distributed import Raised, ranks
 
 BF16 = torch.bfloat16
@@ -38,7 +36,7 @@ class Node:
 
 
 class Rank:
-    """One rank of a ``Node`` as ``pulls.Device``."""
+    """One rank of a ``Node`` in the place of ``Peers``."""
 
     def __init__(self, node, rank):
         self.node, self.rank, self.size = node, rank, len(node.lanes)
@@ -116,8 +114,8 @@ def test_a_workspace_that_is_written_before_all_have_pulled_is_found():
     assert not all(torch.equal(got, want) for seed in range(10) for got, want in steps(3, seed, lax=True))
 
 
-class Here:
-    """``pulls.Device`` of a gloo rank: all that is enqueued runs at once, and peers are read at the first barrier."""
+class Here(pulls.Peers):
+    """``Peers`` of a gloo rank: all that is enqueued runs at once, and peers are read at the first barrier."""
 
     def __init__(self, group):
         self.group, self.rank, self.size, self.calls = group, group.rank(), group.size(), []
@@ -151,47 +149,56 @@ def product(rows, weight, bias, out, flags, ready, own, shards):
     out.copy_(rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t()))
 
 
-def linears(rank, overlap):
-    """Outputs and gradients of both linears, gathers by ``overlap`` and whole: 16 bits, several weights, biases."""
+def linears(rank, biased, fastest):
+    """Outputs and gradients of both linears, symmetric and whole: 16 bits, several weights."""
     results = []
     group = dist.group.WORLD
-    device = Here(group)
-    for how in ("off", overlap):
+    peers = Here(group)
+    for how in ("off", "symmetric"):
         generator = torch.Generator().manual_seed(0)
 
         def leaf(*shape, generator=generator):
-            return torch.randn(shape, generator=generator).to(BF16).requires_grad_()
+            return torch.randint(-2, 3, shape, generator=generator).to(BF16).requires_grad_()
 
-        weights, biases = [leaf(16, 8), leaf(24, 8)], [leaf(16), leaf(24)] if overlap == "gated" else None
-        back, bias = leaf(8, 40), leaf(8)
-        x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1 + rank)).to(BF16).requires_grad_()
+        weights, biases = [leaf(16, 8), leaf(24, 8)], [leaf(16), leaf(24)] if biased else None
+        back, bias = leaf(8, 40), leaf(8) if biased else None
+        x = torch.randint(-2, 3, (4, 2, 8), generator=torch.Generator().manual_seed(1 + rank)).to(BF16).requires_grad_()
         with (
-            mock.patch.object(pulled, "device_of", return_value=device),
+            mock.patch.object(pulls, "_peers", {group: peers}),
             mock.patch("parallel_ops.triton_kernels.gated_product.gated_product", product),
+            mock.patch.multiple(symmetric, may_measure=lambda device: fastest is not None),
+            mock.patch.object(calls, "_fastest", lambda run, way, device: run(way) is None or float(way != fastest)),
             torch.library._scoped_library("symm_mem", "IMPL") as library,
         ):
-            # torch's op for GPUs, by its own reference: what is passed to it, and what is done with its results.
+            # torch's ops for GPUs, by their references: what is passed to them, and what is done with their results.
             library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
-            hidden = torch.cat(all_gather_linear(x, weights, biases, group=group, overlap=how), dim=-1)
-            y = linear_reduce_scatter(hidden, back, bias, group=group, overlap=how)
-            y.float().square().sum().backward()
-        results.append([y.detach(), x.grad, *(t.grad for t in (*weights, *(biases or []), back, bias))])
-    return results, len(device.calls)
+            library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+            outputs = all_gather_linear(x, weights, biases, group=group, overlap=how)
+            assert not any(y._is_view() for y in outputs)
+            y = linear_reduce_scatter(torch.cat(outputs, dim=-1).clamp(-4, 4), back, bias, group=group, overlap=how)
+            y.float().sum().backward()
+        leaves = [x, *weights, *(biases or []), back, *([bias] if biased else [])]
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    calls.measured(group).clear()
+    return results, len(peers.calls)
 
 
-@pytest.mark.parametrize("overlap", ["gated", "fused"])
-def test_linears_compute_what_they_do_with_collectives(overlap):
-    for (plain, pulled_ones), copies in ranks(2).run(linears, overlap):
-        assert all(torch.equal(a, b) for a, b in zip(plain, pulled_ones, strict=True))
-        assert copies == (2 * 3 if overlap == "gated" else 0)  # forward, and the gather of a row-parallel backward
+@pytest.mark.parametrize(
+    ("biased", "fastest"), [(False, None), (False, symmetric.FUSED), (False, symmetric.GATED), (True, None)]
+)
+def test_linears_compute_what_they_do_with_collectives(biased, fastest):
+    """On integers, so that sums are exact; ours takes calls with a bias, and where it was measured to be the faster."""
+    for (plain, symmetric_ones), pulled in ranks(2).run(linears, biased, fastest):
+        assert all(torch.equal(a, b) for a, b in zip(plain, symmetric_ones, strict=True))
+        gathers = {None: 1 if biased else 0, symmetric.FUSED: 2, symmetric.GATED: 4}[fastest]
+        assert pulled == 3 * gathers
 
 
 def refused(rank, what):
     x = torch.randn(4 + (what == "sizes") * rank, 8 if what != "width" else 6)
     x = x if what == "dtype" else x.to(BF16)
-    sizes, bias = [4, 5] if what == "sizes" else None, x.new_zeros(4) if what == "bias" else None
-    overlap = "fused" if what == "bias" else "gated"
-    all_gather_linear(x, x.new_zeros(4, x.shape[1]), bias, group=dist.group.WORLD, sizes=sizes, overlap=overlap)
+    sizes = [4, 5] if what == "sizes" else None
+    all_gather_linear(x, x.new_zeros(4, x.shape[1]), group=dist.group.WORLD, sizes=sizes, overlap="symmetric")
 
 
 @pytest.mark.parametrize(
@@ -201,13 +208,14 @@ def refused(rank, what):
         ("dtype", "it takes float16 and bfloat16, got torch.float32"),
         ("width", "the last dimension must be a multiple of 8, got 6"),
         ("sizes", r"shards must be equal, got sizes=\[4, 5\]"),
-        ("bias", "it has no bias"),
     ],
 )
 def test_what_cannot_be_pulled_is_refused_on_every_rank(what, message):
     for outcome in ranks(2).outcomes(refused, what):
         assert isinstance(outcome, Raised) and outcome.type == "ValueError"
-        with pytest.raises(AssertionError, match=r"all_gather_linear: overlap=.* cannot do this call: " + message):
+        with pytest.raises(
+            AssertionError, match=r"all_gather_linear: overlap=\"symmetric\" cannot do this call: " + message
+        ):
             raise AssertionError(outcome.message)
 
 
@@ -224,20 +232,5 @@ def test_what_is_called_of_torch_is_there():
     assert list(inspect.signature(symmetric_memory.get_symm_mem_workspace).parameters) == ["group_name", "min_size"]
     schema = torch.ops.symm_mem.fused_all_gather_matmul.default._schema
     assert [a.name for a in schema.arguments] == ["A", "Bs", "gather_dim", "group_name", "return_A"]
-
-
-def test_allow_pulls_takes_groups():
-    with pytest.raises(TypeError, match=r"allow_pulls: group must be a torch.distributed.ProcessGroup, got str"):
-        allow_pulls("tp")
-
-
-def test_the_model_pulls_where_waves_would_be_cut():
-    rates = model.rates_of_sheet(989.5e12, 132, 450e9, 3350e9)
-    work = model.Work("gather", 8192, 1280, 8192, 8192 * 7 // 8 * 8192 * 2, 8, pulled=True)
-    assert GATED in model.candidates(work)
-    way = model.times(work, rates, GATED)
-    assert way.products == 1 and way.waves == model.times(work, rates, OFF).waves
-    assert model.choose(work, rates) == GATED  # pieces take longer there
-    slow = model.Rates(**{**vars(rates), "gated_share": 0.3})
-    assert model.choose(work, slow) == 1
-    assert GATED not in model.candidates(model.Work("scatter", 8, 8, 8, 8, 2, pulled=True))
+    schema = torch.ops.symm_mem.fused_matmul_reduce_scatter.default._schema
+    assert [a.name for a in schema.arguments] == ["A", "B", "reduce_op", "scatter_dim", "group_name"]

@@ -1,4 +1,4 @@
-"""Rows of all ranks of a node, pulled by copy engines, each shard followed by a flag. Not yet run on GPUs.
+"""Rows of all ranks of a node, pulled by copy engines, each shard followed by a flag. Not yet run on several GPUs.
 
     current stream   copy own rows to the workspace | barrier | own flag | product that waits for flags | join
     side stream                                       pull, flag, pull, flag, ... (next rank first) | barrier
@@ -14,7 +14,7 @@ Flags are zeros of each call, so a call can be captured in a CUDA graph, once th
 import dataclasses
 import socket
 import weakref
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,37 +28,63 @@ READY = 1
 _BARRIER_MS = 600_000
 
 
-class Device(Protocol):
-    """This rank's streams and the workspaces of all ranks. Nothing here waits for the device."""
+class Peers:
+    """This rank's streams on the current CUDA device and the workspaces of all ranks. Never waits for the device."""
 
-    rank: int
-    size: int
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._side = torch.cuda.Stream(self._device, priority=-1)
+        self._bytes, self._memory = 0, None
 
     def reserve(self, nbytes: int) -> None:
         """Makes workspaces of at least that size. All ranks call it with the same size."""
-        ...
+        if self._memory is not None and nbytes <= self._bytes:
+            return
+        # The old one is unmapped: this rank's barriers behind all pulls must have passed.
+        torch.cuda.current_stream(self._device).synchronize()
+        self._memory = _symmetric_memory().get_symm_mem_workspace(self._name, nbytes)
+        self._bytes = nbytes
 
     def workspace(self, rank: int, like: Tensor) -> Tensor:
         """The workspace of a rank, as a tensor like this one."""
-        ...
+        assert self._memory is not None
+        found: Tensor = self._memory.get_buffer(rank, like.shape, like.dtype)
+        return found
 
     def flags(self) -> Tensor:
         """int32 ``[size]``, zeros."""
-        ...
+        return torch.zeros(self.size, dtype=torch.int32, device=self._device)
 
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None: ...
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream(lane)):
+            target.copy_(source)
+        if lane == "side":
+            target.record_stream(self._side)
 
     def set_flag(self, lane: Lane, flags: Tensor, index: int) -> None:
         """``flags[index] = READY`` after all that the lane has copied."""
-        ...
+        memory = _symmetric_memory()._SymmetricMemory
+        with torch.cuda.stream(self._stream(lane)):
+            if torch.cuda.is_current_stream_capturing():
+                memory.memset32(flags, index, READY, 1)
+            else:
+                memory.stream_write_value32(flags, index, READY)  # after a fence of the system
+        if lane == "side":
+            flags.record_stream(self._side)
 
     def barrier(self, lane: Lane) -> None:
         """What follows in the lane runs when all ranks have reached the same barrier."""
-        ...
+        assert self._memory is not None
+        with torch.cuda.stream(self._stream(lane)):
+            self._memory.barrier(int(lane == "side"), _BARRIER_MS)
 
     def follow(self, lane: Lane, other: Lane) -> None:
         """What follows in ``lane`` runs after what ``other`` has been given so far."""
-        ...
+        self._stream(lane).wait_stream(self._stream(other))
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._side if lane == "side" else torch.cuda.current_stream(self._device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,90 +98,36 @@ class Pulls:
 
     whole: Tensor
     flags: Tensor
-    device: Device
+    peers: Peers
 
     def multiply(self, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """``out = whole weight^T + bias``, each tile as soon as its rows are there; 16 bits, ``weight`` ``[N, K]``."""
         from parallel_ops.triton_kernels.gated_product import gated_product
 
-        device = self.device
-        gated_product(self.whole, weight, bias, out, self.flags, READY, device.rank, device.size)
+        gated_product(self.whole, weight, bias, out, self.flags, READY, self.peers.rank, self.peers.size)
 
     def wait(self) -> None:
         """The current stream waits for all rows. Call it once, after what waits for flags has been enqueued."""
-        self.device.follow("current", "side")
+        self.peers.follow("current", "side")
 
 
-def start_pulls(device: Device, shard: Tensor) -> Pulls:
+def start_pulls(peers: Peers, shard: Tensor) -> Pulls:
     """Starts the gather of ``shard`` ``[s, K]``, contiguous, of equal size on all ranks."""
-    rank, size = device.rank, device.size
-    device.reserve(shard.nbytes)
-    whole, flags = shard.new_empty((size * shard.shape[0], *shard.shape[1:])), device.flags()
+    rank, size = peers.rank, peers.size
+    peers.reserve(shard.nbytes)
+    whole, flags = shard.new_empty((size * shard.shape[0], *shard.shape[1:])), peers.flags()
     parts = whole.chunk(size) if shard.shape[0] else [whole] * size
-    device.copy("current", device.workspace(rank, shard), shard)
-    device.copy("current", parts[rank], shard)
-    device.barrier("current")
-    device.set_flag("current", flags, rank)
-    device.follow("side", "current")
+    peers.copy("current", peers.workspace(rank, shard), shard)
+    peers.copy("current", parts[rank], shard)
+    peers.barrier("current")
+    peers.set_flag("current", flags, rank)
+    peers.follow("side", "current")
     for step in range(1, size):
         source = (rank + step) % size
-        device.copy("side", parts[source], device.workspace(source, shard))
-        device.set_flag("side", flags, source)
-    device.barrier("side")
-    return Pulls(whole, flags, device)
-
-
-class CudaDevice:
-    """The current CUDA device of a rank of ``group``, with torch's symmetric memory."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.rank, self.size, self._name = group.rank(), group.size(), group.group_name
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._side = torch.cuda.Stream(self._device, priority=-1)
-        self._bytes, self._memory = 0, None
-
-    def reserve(self, nbytes: int) -> None:
-        if self._memory is not None and nbytes <= self._bytes:
-            return
-        # The old one is unmapped: this rank's barriers behind all pulls must have passed.
-        torch.cuda.current_stream(self._device).synchronize()
-        self._memory = _symmetric_memory().get_symm_mem_workspace(self._name, nbytes)
-        self._bytes = nbytes
-
-    def workspace(self, rank: int, like: Tensor) -> Tensor:
-        assert self._memory is not None
-        found: Tensor = self._memory.get_buffer(rank, like.shape, like.dtype)
-        return found
-
-    def flags(self) -> Tensor:
-        return torch.zeros(self.size, dtype=torch.int32, device=self._device)
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream(lane)):
-            target.copy_(source)
-        if lane == "side":
-            target.record_stream(self._side)
-
-    def set_flag(self, lane: Lane, flags: Tensor, index: int) -> None:
-        memory = _symmetric_memory()._SymmetricMemory
-        with torch.cuda.stream(self._stream(lane)):
-            if torch.cuda.is_current_stream_capturing():
-                memory.memset32(flags, index, READY, 1)
-            else:
-                memory.stream_write_value32(flags, index, READY)  # after a fence of the system
-        if lane == "side":
-            flags.record_stream(self._side)
-
-    def barrier(self, lane: Lane) -> None:
-        assert self._memory is not None
-        with torch.cuda.stream(self._stream(lane)):
-            self._memory.barrier(int(lane == "side"), _BARRIER_MS)
-
-    def follow(self, lane: Lane, other: Lane) -> None:
-        self._stream(lane).wait_stream(self._stream(other))
-
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._side if lane == "side" else torch.cuda.current_stream(self._device)
+        peers.copy("side", parts[source], peers.workspace(source, shard))
+        peers.set_flag("side", flags, source)
+    peers.barrier("side")
+    return Pulls(whole, flags, peers)
 
 
 def _symmetric_memory() -> Any:
@@ -164,23 +136,23 @@ def _symmetric_memory() -> Any:
     return _symmetric_memory
 
 
-_devices: weakref.WeakKeyDictionary[ProcessGroup, Device | str] = weakref.WeakKeyDictionary()
+_peers: weakref.WeakKeyDictionary[ProcessGroup, Peers | str] = weakref.WeakKeyDictionary()
 
 
-def device_of(group: ProcessGroup, tensor: Tensor) -> Device | str:
-    """The device of this rank in ``group``, or why its ranks cannot pull each other's rows, the same on all ranks.
+def peers_of(group: ProcessGroup, tensor: Tensor) -> Peers | str:
+    """The ranks of ``group``, or why they cannot read each other's memory, the same on all ranks.
 
     Every rank calls it at the same time; the first call of a group asks all ranks.
     """
-    if group not in _devices:
+    if group not in _peers:
         mine = _problem(tensor)
         everyone: list[tuple[str | None, str]] = [(None, "")] * group.size()
         dist.all_gather_object(everyone, (mine, socket.gethostname()), group=group)
         reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
         if len({host for _, host in everyone}) > 1:
             reasons.append("its ranks are on several nodes")
-        _devices[group] = reasons[0] if reasons else CudaDevice(group)
-    return _devices[group]
+        _peers[group] = reasons[0] if reasons else Peers(group)
+    return _peers[group]
 
 
 def _problem(tensor: Tensor) -> str | None:
