@@ -31,11 +31,10 @@ from parallel_ops.train.data import vocabulary
 from parallel_ops.train.data.tokens import TokenStream
 from parallel_ops.train.launch import cli as command
 from parallel_ops.train.launch import start as launch
-from parallel_ops.train.launch import worker
 from parallel_ops.train.launch.options import Start
 from parallel_ops.train.launch.rendezvous import check_environment, name_of_start
 from parallel_ops.train.launch.start import fitted
-from parallel_ops.train.launch.worker import backend_of
+from parallel_ops.train.launch.worker import backend_of, gpu_of_rank
 from parallel_ops.train.planner_bridge import Device, memory_problem, replan
 from support import trainer as runs
 from support.distributed import ranks
@@ -265,6 +264,7 @@ def test_gradients_that_are_offloaded_from_gpus_are_summed_over_gloo():
     assert [backend_of(gpu, offload=on) for gpu, on in ((False, True), (True, False))] == ["gloo", "nccl"]
     both = backend_of(True, offload=True)
     assert device_types_of(str(BackendConfig(Backend(both)))) == ("cpu", "cuda")
+    assert [device_types_of(f"cpu:gloo,cuda:{name}") for name in ("nccl2", "nccl-lazy")] == [("cpu", "cuda")] * 2
 
 
 RANK_OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -315,7 +315,7 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch, local_rank, message):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=message):
-        worker._select_gpu()
+        gpu_of_rank()
 
 
 def test_ranks_find_a_name_that_no_start_before_them_had():
@@ -354,3 +354,23 @@ def test_ctrl_c_saves_and_the_run_goes_on_with_fewer_processes(folder):
     assert more.returncode == 0, more.stdout
     assert f"resumes from checkpoints/step-{done:08}" in more.stdout
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == done + 2
+
+
+@pytest.mark.parametrize(
+    ("local", "visible", "index"),
+    [("0", 8, 0), ("7", 8, 7), (None, 8, 0), ("5", 1, 0)],
+)
+def test_a_rank_takes_its_own_gpu(local, visible, index, monkeypatch):
+    """Also where the launcher lets each process see its own alone, as SLURM does with one GPU a task."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert gpu_of_rank() == index
+
+
+def test_more_ranks_on_a_node_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="LOCAL_RANK is 4, but this process sees 4 GPUs; start at most as many ranks"):
+        gpu_of_rank()

@@ -53,6 +53,24 @@ def run_rank(
         return trainer.train(stopping)
 
 
+def gpu_of_rank() -> int:
+    """Index of this rank's GPU: ``LOCAL_RANK``, or 0 if the launcher lets each process see its own GPU alone.
+
+    Raises:
+        ValueError: The variable is missing where there are several GPUs, or the node has more ranks than GPUs.
+    """
+    given, visible = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if not given and visible > 1 and under_torchrun():
+        raise ValueError(f"LOCAL_RANK is not set, and this torch sees {visible} GPUs: each process needs its own")
+    local = int(given or 0)
+    if local >= visible > 1:
+        raise ValueError(
+            f"LOCAL_RANK is {local}, but this process sees {visible} GPUs; start at most as many ranks on a node as it "
+            "has GPUs, or let each process see its own alone (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
+    return 0 if visible == 1 else local
+
+
 @contextlib.contextmanager
 def joined(
     settings: Settings, start: Start, report: Callable[[str], None], note: Callable[[str], None] | None = None
@@ -65,7 +83,7 @@ def joined(
     on_gpu = uses_cuda(settings)
     if plan.gpus == 1 and not under_torchrun():
         if on_gpu:
-            _select_gpu()
+            torch.cuda.set_device(gpu_of_rank())
         yield None, Activity()
         return
     hide_hint()
@@ -74,7 +92,7 @@ def joined(
     store, rank, ranks = meet(seconds)
     with Comparison(store, rank, ranks, seconds) as compare:
         if on_gpu:
-            _select_gpu()
+            torch.cuda.set_device(gpu_of_rank())
         source = resuming.source_of(settings, start) if start.resume else None
         started = {
             "--resume": start.resume,
@@ -103,21 +121,6 @@ def joined(
         watch.failed(error)
         raise
     watch.close()
-
-
-def _select_gpu() -> None:
-    """Makes the GPU of ``LOCAL_RANK`` the current one.
-
-    Raises:
-        ValueError: The variable is missing where there are several GPUs, or there is no such GPU.
-    """
-    given, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
-    if not given and count > 1 and under_torchrun():
-        raise ValueError(f"LOCAL_RANK is not set, and this torch sees {count} GPUs: each process needs its own")
-    number = int(given or 0)
-    if number >= count:
-        raise ValueError(f"LOCAL_RANK is {number}, but this torch sees {count} GPUs")
-    torch.cuda.set_device(number)
 
 
 def propagate(error: BaseException) -> None:
