@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # each from its own file, since the op and its file share a n
     from parallel_ops.tensor_parallel.linear.all_gather_linear import all_gather_linear
     from parallel_ops.tensor_parallel.linear.column_parallel_linear import column_parallel_linear
     from parallel_ops.tensor_parallel.linear.linear_reduce_scatter import linear_reduce_scatter
+    from parallel_ops.triton_kernels.experimental import enable_experimental
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "bias_swiglu",
     "column_parallel_linear",
     "cross_entropy",
+    "enable_experimental",
     "flash_attention",
     "gelu_mul",
     "grouped_linear",
@@ -69,6 +71,7 @@ _HOMES = {
     "ParallelMesh": "comm",
     "all_gather_linear": "tensor_parallel",
     "column_parallel_linear": "tensor_parallel",
+    "enable_experimental": "triton_kernels.experimental",
     "linear_reduce_scatter": "tensor_parallel",
     "ring_attention": "context_parallel",
     "vocab_parallel_cross_entropy": "tensor_parallel",

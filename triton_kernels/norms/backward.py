@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_ops.triton_kernels import experimental
 from parallel_ops.triton_kernels._common import (
     aligned,
     as_rows,
@@ -187,7 +188,8 @@ def backward(
     count = counter(x.device) if sums else None
 
     staged = (
-        dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
+        experimental.is_enabled("staged_norm")
+        and dx is not None and x.dtype.itemsize == 2 and cols > MAX_BACKWARD_BIAS and narrow_dx is None
         and fits(cols, flags["UNIT"], x, grad, grad_sum)
     )  # fmt: skip
     if staged:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_ops._internal.registration import register
+from parallel_ops.triton_kernels import experimental
 
 _MOST = 2**31 - 1  # rows and slots are int32, as the offsets of torch._grouped_mm are
 
@@ -87,7 +88,10 @@ def sort_by_expert_reference(
     ids = experts.flatten().long()
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     sorted_ids, slots = ids.sort(stable=True)
-    counts = torch.bincount(ids, minlength=num_experts + 1)
+    # Without bincount and boolean indices, for which the host would wait on a GPU.
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device).scatter_add_(
+        0, ids, torch.ones_like(ids)
+    )
     first = counts.cumsum(0) - counts
     if capacity is None:
         padded = (counts[:num_experts] + multiple - 1) // multiple * multiple
@@ -102,11 +106,11 @@ def sort_by_expert_reference(
     if capacity is not None:
         kept &= rank < capacity
     place = torch.where(kept, starts[sorted_ids] + rank, -1)
-    rows = torch.full((total,), -1, dtype=torch.int32, device=ids.device)
-    rows[place[kept]] = slots[kept].int()
+    rows = torch.full((total + 1,), -1, dtype=torch.int32, device=ids.device)
+    rows.scatter_(0, torch.where(kept, place, total), slots.int())  # slots that are left out share the last row
     places = torch.empty(t * k, dtype=torch.int32, device=ids.device)
     places[slots] = place.int()
-    return ExpertOrder(rows, places.view(t, k), ends.int())
+    return ExpertOrder(rows[:-1], places.view(t, k), ends.int())
 
 
 def row_count(slots: int, num_experts: int, capacity: int | None, multiple: int) -> int:
@@ -155,6 +159,8 @@ def _fake(experts: Tensor, num_experts: int, capacity: int | None, multiple: int
 
 
 def _cuda(experts: Tensor, num_experts: int, capacity: int | None, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not experimental.is_enabled("expert_kernels"):
+        return sort_by_expert_reference(experts, num_experts, capacity=capacity, multiple=multiple)
     from parallel_ops.triton_kernels.experts import order as kernels
 
     rows, places, ends = _fake(experts, num_experts, capacity, multiple)

@@ -19,6 +19,7 @@ from parallel_ops._internal.checks import check_floating, check_same_device
 from parallel_ops._internal.registration import register
 from parallel_ops._internal.split_backward import requested
 from parallel_ops.ops.experts.order import ExpertOrder
+from parallel_ops.triton_kernels import experimental
 
 
 def permute(x: Tensor, order: ExpertOrder) -> Tensor:
@@ -144,6 +145,8 @@ def _fake_unpermute_backward(
 
 
 def _cuda_permute(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    if not experimental.is_enabled("expert_kernels"):
+        return permute_reference(x, ExpertOrder(rows, places, rows))
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     out = _fake_permute(x, rows, places)
@@ -152,6 +155,10 @@ def _cuda_permute(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def _cuda_unpermute(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    if not experimental.is_enabled("expert_kernels"):
+        wide = torch.promote_types(y.dtype, torch.float32)
+        wide_weights = None if weights is None else weights.to(wide)
+        return unpermute_reference(y.to(wide), ExpertOrder(rows, places, rows), wide_weights).to(y.dtype)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     out = _fake_unpermute(y, rows, places, weights)
@@ -162,6 +169,8 @@ def _cuda_unpermute(y: Tensor, rows: Tensor, places: Tensor, weights: Tensor | N
 def _cuda_unpermute_backward(
     grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
 ) -> tuple[Tensor, Tensor]:
+    if not experimental.is_enabled("expert_kernels"):
+        return _composed_backward(grad, y, rows, places, weights, needs_y)
     from parallel_ops.triton_kernels.experts import permute as kernels
 
     dy, dweights = _fake_unpermute_backward(grad, y, rows, places, weights, needs_y)
@@ -170,6 +179,24 @@ def _cuda_unpermute_backward(
         grad, y if needs_weights else None, rows, places, weights, dy if needs_y else None,
         dweights if needs_weights else None,
     )  # fmt: skip
+    return dy, dweights
+
+
+def _composed_backward(
+    grad: Tensor, y: Tensor | None, rows: Tensor, places: Tensor, weights: Tensor | None, needs_y: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``unpermute`` by PyTorch's ops."""
+    dy, dweights = _fake_unpermute_backward(grad, y, rows, places, weights, needs_y)
+    order, wide = ExpertOrder(rows, places, rows), torch.promote_types(grad.dtype, torch.float32)
+    if needs_y:
+        dy = permute_reference(grad, order)
+        if weights is not None:
+            of_slots = torch.cat([weights.flatten().to(wide), weights.new_zeros(1, dtype=wide)])  # -1 is the last
+            dy = (dy * of_slots[rows.long()].unsqueeze(1)).to(grad.dtype)
+    if y is not None and weights is not None:
+        slots = places.long()
+        chosen = torch.cat([y, y.new_zeros(1, y.shape[1])])[slots].to(wide)
+        dweights = (grad.to(wide).unsqueeze(1) * chosen).sum(-1).to(weights.dtype)
     return dy, dweights
 
 

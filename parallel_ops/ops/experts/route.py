@@ -26,6 +26,7 @@ from torch import Tensor
 
 from parallel_ops._internal.checks import check_floating, check_same_device
 from parallel_ops._internal.registration import register
+from parallel_ops.triton_kernels import experimental
 
 # Added to sums that are divided by, so that rows whose scores are all zero are defined, as DeepSeek-V3 has it.
 TINY = 1e-20
@@ -148,7 +149,8 @@ def route_reference(
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     if score == "sigmoid":
         probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
-    load = torch.bincount(experts.flatten(), minlength=n).int()
+    chosen = experts.flatten()  # counted without bincount, for which the host would wait on a GPU
+    load = torch.zeros(n, dtype=torch.int32, device=x.device).scatter_add_(0, chosen, torch.ones_like(chosen).int())
     return Routing(weights * scale, experts, load, probabilities.sum(0), x.logsumexp(-1).square().sum())
 
 
@@ -195,7 +197,7 @@ def load_balancing_loss(load: Tensor, score_sums: Tensor, tokens: int | Tensor, 
 def _largest(scores: Tensor, k: int) -> Tensor:
     """The ``k`` largest of each row, by descending score, ties by lower index; NaN counts as infinity."""
     ordered = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return ordered.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return ordered.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 def _check(logits: Tensor, top_k: int, bias: Tensor | None, groups: int, top_groups: int, scale: float) -> None:
@@ -243,6 +245,12 @@ def _cuda(
     logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, groups: int, top_groups: int, top_k_first: bool,
     normalize: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if not experimental.is_enabled("expert_kernels"):
+        weights, experts, load, score_sums, z_sum = route_reference(
+            logits, top_k, score="sigmoid" if sigmoid else "softmax", bias=bias, groups=groups, top_groups=top_groups,
+            top_k_first=top_k_first, normalize=normalize, scale=scale,
+        )  # fmt: skip
+        return weights, score_sums, z_sum, experts, load
     from parallel_ops.triton_kernels.experts import route as kernels
 
     outputs = _fake(logits, bias, top_k)
@@ -257,6 +265,9 @@ def _cuda_backward(
     logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
     grad_z_sum: Tensor | None, sigmoid: bool, top_k_first: bool, normalize: bool, scale: float,
 ) -> Tensor:  # fmt: skip
+    if not experimental.is_enabled("expert_kernels"):
+        grads = (grad_weights, grad_score_sums, grad_z_sum)
+        return _composed_backward(logits, experts, *grads, sigmoid, top_k_first, normalize, scale)
     from parallel_ops.triton_kernels.experts import route as kernels
 
     dlogits = _fake_backward(logits)
@@ -265,6 +276,41 @@ def _cuda_backward(
         sigmoid=sigmoid, top_k_first=top_k_first, normalize=normalize, scale=scale,
     )  # fmt: skip
     return dlogits
+
+
+def _composed_backward(
+    logits: Tensor, experts: Tensor, grad_weights: Tensor | None, grad_score_sums: Tensor | None,
+    grad_z_sum: Tensor | None, sigmoid: bool, top_k_first: bool, normalize: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits by PyTorch's ops."""
+
+    def centred(grad: Tensor, shares: Tensor) -> Tensor:  # through a division by the sum
+        return grad - (grad * shares).sum(-1, keepdim=True)
+
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = x.sigmoid() if sigmoid else x.softmax(-1)
+    dscores, dx = torch.zeros_like(x), torch.zeros_like(x)
+    if grad_weights is not None:
+        grad = grad_weights * scale
+        if top_k_first and not sigmoid:
+            shares = x.gather(1, experts).softmax(-1)
+            dx.scatter_(1, experts, shares * centred(grad, shares))
+        else:
+            chosen = scores.gather(1, experts)
+            if normalize:
+                total = chosen.sum(-1, keepdim=True) + TINY
+                grad = centred(grad, chosen / total) / total
+            dscores.scatter_(1, experts, grad)
+    if grad_score_sums is not None:
+        if sigmoid:
+            total = scores.sum(-1, keepdim=True) + TINY
+            dscores += centred(grad_score_sums, scores / total) / total
+        else:
+            dscores += grad_score_sums
+    dx += dscores * scores * (1 - scores) if sigmoid else scores * centred(dscores, scores)
+    if grad_z_sum is not None:
+        dx += 2 * grad_z_sum * x.logsumexp(-1, keepdim=True) * x.softmax(-1)
+    return dx.to(logits.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

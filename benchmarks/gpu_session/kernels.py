@@ -1,0 +1,112 @@
+"""Kernels on one GPU against fp64, a captured step and repeated launches; functions as in ``ranks``."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks import attention_choice
+from benchmarks.gpu_session import capture
+from benchmarks.gpu_session.ranks import device_of
+from parallel_ops import grouped_linear, rms_norm
+from parallel_ops._internal.weight_gradients import add_product
+from parallel_ops.ops import rms_norm_reference
+from parallel_ops.ops.float8_linear import float8_linear
+
+# Half a unit in the last place of bfloat16, and of the two kinds of float8: output gradients are rounded to e5m2.
+_BF16, _E4M3, _E5M2 = 2.0**-9, 2.0**-4, 2.0**-3
+
+
+def _drawn(*shape: int, seed: int, kind: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device_of(kind), dtype)
+
+
+def _check(name: str, found: Tensor, true: Tensor, bound: float) -> None:
+    """Raises if the largest error, as a share of the largest value, is above ``bound``."""
+    error = ((found.double() - true.double()).abs().max() / true.double().abs().max()).item()
+    if not error <= bound:
+        raise ValueError(f"{name}: error {error:.2e}, at most {bound:.2e} was expected")
+
+
+def attention(rank: int, size: int, kind: str, store: str) -> None:
+    """Every backend that takes a call, forward and backward."""
+    if attention_choice.main(kind):
+        raise ValueError("a backend is wrong; its errors are in the log")
+
+
+def float8(rank: int, size: int, kind: str, store: str) -> None:
+    """A linear's output and gradients, within the rounding of their factors."""
+    x, weight = (_drawn(*s, seed=i, kind=kind).requires_grad_() for i, s in enumerate(((512, 1024), (768, 1024))))
+    grad = _drawn(512, 768, seed=2, kind=kind)
+    y = float8_linear(x, [weight], [None], emulated=kind == "cpu")[0]
+    y.backward(grad)
+    assert x.grad is not None and weight.grad is not None
+    wide_x, wide_weight, wide_grad = (t.detach().double() for t in (x, weight, grad))
+    _check("y", y.detach(), wide_x @ wide_weight.t(), _E4M3)
+    _check("the gradient of x", x.grad, wide_grad @ wide_weight, _E5M2)
+    _check("the gradient of weight", weight.grad, wide_grad.t() @ wide_x, _E5M2)
+
+
+def experts(rank: int, size: int, kind: str, store: str) -> None:
+    """Grouped products with experts that have no rows, whose gradients are zero, in memory that held NaN."""
+    ends = torch.tensor([0, 96, 96, 100, 256, 256], dtype=torch.int64, device=device_of(kind))
+    x, weight = _drawn(256, 64, seed=0, kind=kind), _drawn(6, 128, 64, seed=1, kind=kind)
+    # Freed memory is what the results are allocated from.
+    poison = [torch.full((6, 128, 64), torch.nan, device=x.device, dtype=x.dtype) for _ in range(8)]
+    del poison
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+        y = grouped_linear(*leaves, ends)
+        y.sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    for name, found, true in zip(("y", "the gradient of x", "the gradient of weight"), *results, strict=True):
+        _check(name, found, true, 4 * _BF16)
+    if results[0][2][[0, 2, 5]].count_nonzero():
+        raise ValueError("experts without rows have a gradient")
+
+
+def weight_gradients(rank: int, size: int, kind: str, store: str) -> None:
+    """bfloat16 factors added to an fp32 main gradient without rounding the product."""
+    dz, h = _drawn(512, 96, seed=0, kind=kind), _drawn(512, 160, seed=1, kind=kind)
+    total = _drawn(96, 160, seed=2, kind=kind, dtype=torch.float32)
+    true = total.double() + dz.double().t() @ h.double()
+    add_product(total, dz, h)
+    _check("the main gradient", total, true, 2.0**-18)
+
+
+def captured_step(rank: int, size: int, kind: str, store: str) -> None:
+    """A training step in a CUDA graph has the losses of eager mode, bit by bit."""
+    if kind == "cuda" and capture.main():
+        raise ValueError("replayed losses differ")
+
+
+def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
+    """Launches after the first are not Triton's: other streams, addresses of other alignment, another size, a graph."""
+    weight = _drawn(256, seed=0, kind=kind)
+    memory = _drawn(64 * 256 + 8, seed=1, kind=kind)
+    cuda = kind == "cuda"
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream()] if cuda else [None]
+    for turn in range(3):
+        for stream in streams:
+            for offset, rows in ((0, 64), (1, 64), (8, 32), (0, 1)):
+                x = memory[offset : offset + rows * 256].view(rows, 256)
+                if stream is not None:
+                    stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    y = rms_norm(x, weight)
+                if stream is not None:
+                    torch.cuda.current_stream().wait_stream(stream)
+                true = rms_norm_reference(x.double(), weight.double())
+                _check(f"turn {turn}, {rows} rows at {offset}", y, true, 2 * _BF16)
+
+
+PROOFS: dict[str, Callable[[int, int, str, str], None]] = {
+    "attention backends": attention,
+    "float8 linear": float8,
+    "grouped products": experts,
+    "fp32 weight gradients": weight_gradients,
+    "captured step": captured_step,
+    "repeated launches": repeated_launches,
+}

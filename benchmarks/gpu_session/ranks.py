@@ -1,0 +1,98 @@
+"""What each rank of a proof runs: training over ranks that share a GPU, against one process.
+
+Each function takes the rank, the number of ranks, ``"cuda"`` or ``"cpu"``, and the path of a new store; it raises where
+a result is wrong.
+"""
+
+import contextlib
+import datetime
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel_ops import ParallelMesh
+
+# Sums over ranks, and attention in blocks, round otherwise than one process does.
+TOLERANCE = 2e-4
+_SIZES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+_TIMEOUT = datetime.timedelta(seconds=30)
+
+Sections = Mapping[str, Any]
+
+
+def device_of(kind: str) -> torch.device:
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def group(rank: int, size: int, kind: str, store: str, *, eager: bool = False) -> Iterator[None]:
+    """Joins a process group: gloo on CPUs, NCCL on the GPU that all ranks share.
+
+    Args:
+        eager: Binds the group to the device, with which torch forms its communicators at once.
+    """
+    bound: dict[str, Any] = {}
+    if kind == "cuda":
+        torch.cuda.set_device(device_of(kind))
+        bound = {"device_id": device_of(kind)} if eager else {}
+    backend = "nccl" if kind == "cuda" else "gloo"
+    files = dist.FileStore(store, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=files, rank=rank, world_size=size, timeout=_TIMEOUT, **bound)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def losses(kind: str, model: Sections, plan: Sections, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a run over the ranks of the default group, or of this process alone."""
+    from parallel_ops.train import Trainer  # needs pydantic
+    from parallel_ops.train.config import Settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokens.bin")
+        np.random.default_rng(0).integers(1, model["vocab_size"], 100_000).astype("uint16").tofile(path)
+        settings = Settings.model_validate(
+            {
+                "run": {"steps": steps, "device": kind, "seed": 3},
+                "model": model,
+                "data": {"paths": [str(path)]},
+                "optimizer": {"lr": 1e-3, "eps": 1e-4, "grad_clip": 0.5, "warmup": 0},
+                "parallel": {"global_batch": 8, "micro_batch": 1, **plan},
+                "precision": {"dtype": "fp32"},
+            }
+        )
+        mesh = None
+        if dist.is_initialized():
+            mesh = ParallelMesh(**{name: getattr(settings.plan, name) for name in _SIZES})
+        trainer = Trainer(settings, mesh)
+        found = [trainer.step() for _ in range(steps)]
+        trainer.loader.close()
+        return [(step.loss, step.grad_norm) for step in found]
+
+
+def trains_alike(
+    rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, eager: bool = False
+) -> None:
+    """Four steps over the ranks have the losses and gradient norms of one process."""
+    expected = losses(kind, model, {}, 4) if rank == 0 else []
+    with group(rank, size, kind, store, eager=eager):
+        found = losses(kind, model, plan, 4)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=False), 1):
+        for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+            if not math.isclose(a, b, rel_tol=TOLERANCE):
+                raise ValueError(f"step {number}: {what} {a!r}, of one process {b!r}")
+
+
+def keeps_training(rank: int, size: int, kind: str, store: str, model: Sections, plan: Sections, steps: int) -> None:
+    """Many steps end, and bring the loss down."""
+    with group(rank, size, kind, store):
+        found = losses(kind, model, plan, steps if kind == "cuda" else 3)
+    if not all(math.isfinite(x) for pair in found for x in pair) or found[-1][0] >= found[0][0]:
+        raise ValueError(f"the loss went from {found[0][0]} to {found[-1][0]}")

@@ -1,0 +1,29 @@
+"""Kernels and launches that no GPU has run yet: off until they are enabled.
+
+    expert_kernels        the kernels of ``route``, ``sort_by_expert``, ``permute`` and ``unpermute``; PyTorch's own
+                          ops compute them otherwise
+    remembered_launches   a launcher that saw tensors of the same shapes, strides and alignment repeats its launches
+    staged_norm           the norms' backward of 16-bit rows of 12,289 to 16,384 columns that reads them once
+
+Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu_status.md`` says of every path what has run
+where.
+"""
+
+FEATURES = ("expert_kernels", "remembered_launches", "staged_norm")
+_enabled: set[str] = set()
+
+
+def enable_experimental(*features: str) -> None:
+    """Switches features of ``FEATURES`` on, and all others off; without arguments all are off.
+
+    Raises:
+        ValueError: An unknown feature.
+    """
+    if unknown := [name for name in features if name not in FEATURES]:
+        raise ValueError(f"enable_experimental: unknown feature {unknown[0]!r}; there are {', '.join(FEATURES)}")
+    _enabled.clear()
+    _enabled.update(features)
+
+
+def is_enabled(feature: str) -> bool:
+    return feature in _enabled
