@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
 # Builds, checks and measures this tree on a machine with an NVIDIA GPU, without a package registry.
 #
-#   [CALL=1 | STEPS="correct attention"] benchmarks/gpu_session.sh OUTPUT_FOLDER
+#   [CALL=1 | STEPS="kernels memory"] [NCCL_SOURCE=nccl.tar.gz] benchmarks/gpu_session.sh OUTPUT_FOLDER
 #
 # CALL=1, 2 or 3 are the steps in three calls, none of which takes more than nine minutes on 16 cores:
 #
-#   1  machine build correct attention memory   what is there; is every op right; attention in TFLOP/s; the others beside clone
-#   2  machine build tests host_time capture counters    the test suite; the host's time; a step in a CUDA graph; ncu
-#   3  machine build compile models overlap one_stream symmetric    beside torch.compile; a Llama; what overlaps, with
-#      several hardware queues and with one; symmetric memory
+#   1  machine build nccl pipelines     every schedule over two and four ranks, groups formed lazily and eagerly
+#   2  machine build nccl parallel beside kernels     tensor, context, expert and data parallelism over torch's
+#      communicators and the package's; FSDP2 beside them for 500 steps; attention, float8, grouped products, graphs
+#   3  machine build tests sanitizer attention memory host_time     every op on this GPU; speed
 #
-# Any of these steps can be named in STEPS instead, and NAME_LIMIT sets the seconds of one (MACHINE_LIMIT, ...). A step that
-# fails or exceeds its limit does not keep the next from running; the exit status is then 1.
+# Other steps: counters (ncu), compile, models, overlap. Any can be named in STEPS instead, and NAME_LIMIT sets the seconds
+# of one (MACHINE_LIMIT, ...). A step that fails or exceeds its limit does not keep the next from running; the exit status
+# is then 1.
 #
-# Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, rich, typer, matplotlib
-# and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a later call
-# finds it as long as the sources are the same; the Python installation stays as it is.
+# Ranks of the first two calls are processes on one GPU, which NCCL allows from 2.30 on. Where torch has an older one,
+# NCCL_SOURCE names an archive of its sources (github.com/NVIDIA/nccl, 1.4 MB), which the step nccl builds for this GPU
+# alone, or NCCL_LIBRARY a libnccl.so.2. Without either these proofs fail and say so.
+#
+# Needs python3 (3.10 or later) with torch, triton, setuptools, pytest, pytest-xdist, hypothesis, pydantic, rich, typer,
+# matplotlib and transformers, and a C++ compiler. The package is installed into BUILD_FOLDER (build/gpu_session), where a
+# later call finds it as long as the sources are the same; the Python installation stays as it is. With DEVICE=cpu all
+# steps but those of the GPU alone run over gloo.
 #
 # OUTPUT_FOLDER gets summary.txt, which ends with a table of how each step ended, and results.tar.gz, of at most 8 MB, with
-# one log a step and the CSV files. `python -m benchmarks.gpu_model --measured FOLDER` shows those beside its predictions.
-# Where the tree is not a git checkout, set PARALLEL_OPS_COMMIT to the commit that the results should carry. PYTHON, and
-# PROCESSES (14) of the steps that run cases beside each other, can be set too.
+# one log a step and the CSV files. `python -m benchmarks.gpu_session.status proofs.csv` enters what was proven into
+# docs/gpu_status.md. Where the tree is not a git checkout, set PARALLEL_OPS_COMMIT to the commit that the results should
+# carry. PYTHON, and PROCESSES (14) of the tests, can be set too.
 set -uo pipefail
 
 if [[ $# -ne 1 ]]; then
@@ -33,11 +39,12 @@ tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 processes=${PROCESSES:-14}
 cd "$tree" || exit 2
+device=${DEVICE:-cuda}
 case ${CALL-} in
-  "") steps=${STEPS-machine build correct attention memory tests host_time capture counters compile models overlap one_stream symmetric} ;;
-  1) steps="machine build correct attention memory" ;;
-  2) steps="machine build tests host_time capture counters" ;;
-  3) steps="machine build compile models overlap one_stream symmetric" ;;
+  "") steps=${STEPS-machine build nccl pipelines parallel beside kernels tests sanitizer attention memory host_time} ;;
+  1) steps="machine build nccl pipelines" ;;
+  2) steps="machine build nccl parallel beside kernels" ;;
+  3) steps="machine build tests sanitizer attention memory host_time" ;;
   *)
     echo "CALL must be 1, 2 or 3, got $CALL" >&2
     exit 2
@@ -45,9 +52,10 @@ case ${CALL-} in
 esac
 # Seconds of a step. With ten more for one that has to be killed, those of a call add up to at most 540.
 declare -A limits=(
-  [machine]=30 [build]=110 [correct]=120 [attention]=110 [memory]=110
-  [tests]=210 [host_time]=30 [capture]=30 [counters]=60
-  [compile]=100 [models]=110 [overlap]=50 [one_stream]=30 [symmetric]=40
+  [machine]=20 [build]=90 [nccl]=150 [pipelines]=240
+  [parallel]=90 [beside]=70 [kernels]=60
+  [tests]=150 [sanitizer]=40 [attention]=80 [memory]=60 [host_time]=30
+  [counters]=60 [compile]=100 [models]=110 [overlap]=50
 )
 failed=0
 verdicts=()
@@ -92,8 +100,33 @@ install_package() {
       --target "$site" .) &&
     echo "$digest" >"$site.digest"
 }
-export -f install_package sources
-export python tree build site MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+
+nccl_library="$build/nccl/lib/libnccl.so.2"
+build_nccl() {
+  # Only what torch and this package call, by rings, for the GPU of this machine: a tenth of the whole.
+  local source="$build/nccl/source" functions
+  if [[ -e $nccl_library ]]; then
+    echo "as built before"
+    return
+  fi
+  mkdir -p "$source" "${nccl_library%/*}" || return
+  if [[ -n ${NCCL_LIBRARY-} ]]; then
+    cp "$NCCL_LIBRARY" "$nccl_library"
+    return
+  fi
+  if [[ -z ${NCCL_SOURCE-} ]]; then
+    "$python" -c 'import sys, torch; v = torch.cuda.nccl.version(); print(v); sys.exit(v < (2, 30))' ||
+      { echo "this NCCL has no several ranks on a GPU: set NCCL_SOURCE or NCCL_LIBRARY" && return 1; }
+    return
+  fi
+  functions="SendRecv|(AllGather|Broadcast) RING *|ReduceScatter (Sum|PreMulSum) (f32|bf16) RING *"
+  functions+="|AllReduce (Sum|MinMax|PreMulSum) (f32|bf16|f64|i32|i64|u8) RING *"
+  tar -xzf "$NCCL_SOURCE" -C "$source" &&
+    make -C "$source" -j "$MAX_JOBS" src.build BUILDDIR="$build/nccl" ONLY_FUNCS="$functions" \
+      NVCC_GENCODE="-gencode=arch=compute_${NCCL_ARCH:-90},code=sm_${NCCL_ARCH:-90}"
+}
+export -f install_package sources build_nccl
+export python tree build site nccl_library MAX_JOBS="${MAX_JOBS:-$(nproc)}"
 
 # The installed package comes first: the source tree has no compiled extension, and must not hide the one that has.
 export PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
@@ -103,16 +136,27 @@ export PYTHONPATH="$site:$tree${PYTHONPATH:+:$PYTHONPATH}"
 memory_ops=(rms_norm layer_norm bias_gelu bias_swiglu silu_mul bias_dropout_add rotary_embedding vocab_parallel_cross_entropy
   scaled_causal_softmax scaled_masked_softmax route permute)
 compiled_ops=(rms_norm bias_swiglu vocab_parallel_cross_entropy bias_dropout_add layer_norm scaled_causal_softmax)
-# Of the tests over process groups those that a single GPU can run.
-device_tests=(tests/ops tests/tensor_parallel/test_linear_cross_entropy.py tests/tensor_parallel/test_parallel_linears.py
-  tests/comm/nccl/test_gpu.py tests/benchmarks/test_simulated_link.py
-  tests/kernels/test_launch.py tests/kernels/test_finish.py)
+# proofs PART: its proofs, over several ranks that share the GPU
+proofs() {
+  local preload=()
+  [[ ! -e $nccl_library ]] || preload=(LD_PRELOAD="$nccl_library" NCCL_ALGO=RING)
+  step "$1" env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 "${preload[@]}" \
+    "$python" -m benchmarks.gpu_session.prove "$1" --device "$device" --output "$output"
+}
 
 for name in $steps; do
   case $name in
     machine) step machine bash -c 'nvidia-smi; PYTHONPATH=$tree "$python" -m benchmarks.gpu_session.machine' ;;
     build) step build bash -c install_package ;;
-    correct) step correct "$python" -m benchmarks.gpu_session.correct --processes "$processes" --sanitizer-limit 40 ;;
+    nccl) step nccl bash -c build_nccl ;;
+    pipelines | parallel | beside | kernels | tests) proofs "$name" ;;
+    sanitizer)  # accesses out of bounds; races in shared memory
+      step sanitizer bash -c '
+        check="compute-sanitizer --error-exitcode 9 --tool" test="-m pytest -q -x -p no:cacheprovider -n 0"
+        $check memcheck "$python" $test -k "cuda and large_tensor" tests/ops/activations/test_bias_gelu.py
+        bounds=$?
+        $check racecheck "$python" $test -k "cuda and merge" tests/ops/attention/test_block.py && exit $bounds'
+      ;;
     attention)
       step attention bash -c '"$python" -m benchmarks.attention_choice; status=$?
         "$python" -m benchmarks.gpu_session.attention "$0" && exit $status' "$output"
@@ -121,13 +165,7 @@ for name in $steps; do
       step memory "$python" -m benchmarks "${memory_ops[@]}" --device cuda --dtype bfloat16 --shapes 2 --no-composites \
         --replay --output "$output"
       ;;
-    tests)
-      # Processes beside each other: most of the time goes into compiling kernels.
-      step tests "$python" -m pytest -q -p no:cacheprovider -n "$processes" --tb=short -k "cuda or gpu or bounds or named" \
-        "${device_tests[@]}"
-      ;;
     host_time) step host_time "$python" -m benchmarks host_time --device cuda --rounds 50 --output "$output" ;;
-    capture) step capture "$python" -m benchmarks.gpu_session.capture ;;
     counters) step counters "$python" -m benchmarks.gpu_session.counters "$output" ;;
     compile)
       step compile "$python" -m benchmarks "${compiled_ops[@]}" --device cuda --dtype bfloat16 --shapes 2 \
@@ -137,11 +175,6 @@ for name in $steps; do
       step models "$python" -m benchmarks huggingface --large --dtype bfloat16 --batch 2 --compiled --liger
       ;;
     overlap) step overlap "$python" -m benchmarks overlap --device cuda --model llama-70b --output "$output" ;;
-    one_stream)  # its table is in the log; two streams need several hardware queues
-      CUDA_DEVICE_MAX_CONNECTIONS=1 step one_stream "$python" -m benchmarks overlap --device cuda --model llama-70b \
-        --link 370 --quick --output "$(mktemp -d)"
-      ;;
-    symmetric) step symmetric "$python" -m benchmarks.gpu_session.pulls ;;  # two processes on one GPU
     *)
       echo "unknown step $name" >&2
       failed=1

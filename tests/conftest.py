@@ -37,8 +37,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compile-wheels", action="store_true", help="tests of the wheel compile its extensions anew, twice"
     )
+    parser.addoption(
+        "--experimental", action="store_true", help="on a GPU with the kernels that are off until one has run them"
+    )
     parser.addoption("--trials", type=int, default=None, help="random cases of each search; a small number by default")
     parser.addoption("--plans", type=int, default=None, help="random settings that are trained; a few by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--experimental"):
+        from parallel_ops.triton_kernels import experimental
+
+        experimental.enable_experimental(*experimental.FEATURES)
 
 
 @pytest.fixture

@@ -4,12 +4,13 @@
                           ops compute them otherwise
     remembered_launches   a launcher that saw tensors of the same shapes, strides and alignment repeats its launches
     staged_norm           the norms' backward of 16-bit rows of 12,289 to 16,384 columns that reads them once
+    sum_partials          the sum of what ranks computed, in one kernel instead of an addition a rank
 
 Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu_status.md`` says of every path what has run
 where.
 """
 
-FEATURES = ("expert_kernels", "remembered_launches", "staged_norm")
+FEATURES = ("expert_kernels", "remembered_launches", "staged_norm", "sum_partials")
 _enabled: set[str] = set()
 
 

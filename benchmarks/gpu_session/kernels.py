@@ -1,6 +1,10 @@
 """Kernels on one GPU against fp64, a captured step and repeated launches; functions as in ``ranks``."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -100,6 +104,15 @@ def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
                     torch.cuda.current_stream().wait_stream(stream)
                 true = rms_norm_reference(x.double(), weight.double())
                 _check(f"turn {turn}, {rows} rows at {offset}", y, true, 2 * _BF16)
+
+
+def tests(rank: int, size: int, kind: str, store: str, folder: str) -> None:
+    """The tests of a folder on the GPU, in several processes, since most of their time compiles kernels."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", folder, "--experimental"]
+    command += ["-n", os.environ.get("PROCESSES", "14"), "-k", kind] if kind == "cuda" else ["--collect-only"]
+    ran = subprocess.run(command, check=False, cwd=Path(__file__).resolve().parents[2])
+    if ran.returncode:
+        raise ValueError(f"pytest exited with {ran.returncode}; the log has its failures")
 
 
 PROOFS: dict[str, Callable[[int, int, str, str], None]] = {

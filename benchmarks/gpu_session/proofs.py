@@ -101,6 +101,14 @@ def _kernels() -> Iterator[Proof]:
         yield Proof(name, "kernels", 1, function)
 
 
+def _tests() -> Iterator[Proof]:
+    for family in ("activations", "norms", "softmaxes", "cross_entropy", "attention", "experts"):
+        yield Proof(f"tests of {family}", "tests", 1, kernels.tests, (f"tests/ops/{family}",), seconds=90.0)
+    for name in ("bias_dropout_add", "rotary_embedding"):
+        yield Proof(f"tests of {name}", "tests", 1, kernels.tests, (f"tests/ops/test_{name}.py",), seconds=60.0)
+    yield Proof("tests of launches", "tests", 1, kernels.tests, ("tests/kernels/test_launch.py",), seconds=60.0)
+
+
 def proofs() -> dict[str, Proof]:
     """All proofs by name; within a part those of most worth come first."""
-    return {proof.name: proof for proof in (*_pipelines(), *_parallel(), *_beside(), *_kernels())}
+    return {proof.name: proof for proof in (*_pipelines(), *_parallel(), *_beside(), *_kernels(), *_tests())}

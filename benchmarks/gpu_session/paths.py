@@ -1,0 +1,158 @@
+"""Every path that a call can take on a GPU: what chooses it, whose code it is, and what shows that it works."""
+
+from dataclasses import dataclass
+
+EXECUTED = "its machine code for sm_90 is executed in the tests"
+STRICT = "gloo under NCCL's blocking rules, lazy and eager"
+SAME = "the same code over gloo on CPUs"
+
+
+@dataclass(frozen=True)
+class GpuPath:
+    """One path.
+
+    Attributes:
+        chosen_by: The call, argument or setting that takes it.
+        default: True if some call takes it unasked.
+        library: Whose code computes or carries it, if that is not this package.
+        ops: The registered ops that it is the CUDA kernel of.
+        benchmark: The op of ``benchmarks/results/*.csv`` that measures it; a row of a GPU shows that it has run.
+        proofs: Names of proofs of a GPU session, or their beginnings.
+        recorded: A run from before sessions kept rows: machine, commit and place of the record.
+        evidence: What else speaks for it.
+    """
+
+    area: str
+    name: str
+    chosen_by: str
+    default: bool
+    library: str = ""
+    ops: tuple[str, ...] = ()
+    benchmark: str = ""
+    proofs: tuple[str, ...] = ()
+    recorded: str = ""
+    evidence: str = ""
+
+
+# The last commit whose kernels an H100 ran, of attention and of a whole model.
+_ATTENTION = "H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"
+_MODEL = "H100 80GB HBM3, b81ca1f42e, 2026-11-23, in a Llama of Transformers (docs/performance.md)"
+
+
+def _op(family: str, name: str, *more: str, backward: bool = True, benchmark: str = "", recorded: str = "") -> GpuPath:
+    ops = (name, f"{name}_backward", *more) if backward else (name, *more)
+    return GpuPath(
+        "ops", f"`{name}`", f"`{name}` of CUDA tensors", True, ops=ops, benchmark=benchmark or name, recorded=recorded,
+        proofs=(f"tests of {family}",), evidence=EXECUTED,
+    )  # fmt: skip
+
+
+def _experts(name: str, *ops: str) -> tuple[GpuPath, GpuPath]:
+    return (
+        GpuPath("experts", f"`{name}`, PyTorch's ops", f"`{name}` of CUDA tensors", True, "torch", ops=(name, *ops),
+                evidence="compared with the kernels on CPUs"),
+        GpuPath("experts", f"`{name}`, Triton", '`enable_experimental("expert_kernels")`', False, ops=(name, *ops),
+                proofs=("tests of experts",), evidence=EXECUTED),
+    )  # fmt: skip
+
+
+def _schedule(name: str) -> GpuPath:
+    return GpuPath(
+        "pipelines", f"`{name}`", f'`parallel.schedule = "{name}"`', name == "1f1b", "torch's NCCL process group",
+        proofs=(f"pipeline {name},",), evidence=STRICT,
+    )  # fmt: skip
+
+
+def _parallel(name: str, chosen_by: str, proof: str, *ops: str) -> GpuPath:
+    return GpuPath(
+        "parallelism", name, chosen_by, True, "torch's NCCL process group",
+        ops=(*ops, *(f"{op}_backward" for op in ops)), proofs=(f"{proof}, c10d",), evidence=STRICT,
+    )  # fmt: skip
+
+
+PATHS: tuple[GpuPath, ...] = (
+    _op("activations", "bias_gelu"),
+    _op("activations", "bias_swiglu", benchmark="bias_swiglu"),
+    _op("activations", "silu_mul"),
+    _op("activations", "gelu_mul", benchmark="silu_mul"),
+    _op("bias_dropout_add", "bias_dropout_add", "bias_dropout_add_"),
+    _op("norms", "layer_norm"),
+    _op("norms", "rms_norm"),
+    _op("rotary_embedding", "rotary_embedding", "rotary_embedding_"),
+    _op("softmaxes", "scaled_causal_softmax"),
+    _op("softmaxes", "scaled_masked_softmax"),
+    _op(
+        "cross_entropy", "cross_entropy", "cross_entropy_backward_", "cross_entropy_combine", "cross_entropy_scale_",
+        "cross_entropy_statistics", "cross_entropy_with_gradient", "cross_entropy_with_gradient_",
+        "vocab_parallel_cross_entropy", benchmark="vocab_parallel_cross_entropy",
+    ),
+    GpuPath(
+        "ops", "`vocab_parallel_linear_cross_entropy`", "the op, of CUDA tensors", True,
+        ops=("vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_cross_entropy_backward"), recorded=_MODEL,
+        evidence="cuBLAS and the kernels of `cross_entropy`",
+    ),
+    GpuPath(
+        "ops", "launches repeated by launchers", '`enable_experimental("remembered_launches")`', False,
+        proofs=("repeated launches",), evidence="Triton's driver replaced by one that notes every argument",
+    ),
+    GpuPath(
+        "ops", "norms' backward that stages rows in shared memory", '`enable_experimental("staged_norm")`', False,
+        evidence=EXECUTED,
+    ),
+    GpuPath(
+        "attention", '`backend="cudnn"`', "`flash_attention`, where torch's SDPA would take it", True, "torch (cuDNN)",
+        proofs=("attention backends",), evidence="schemas compared with torch's",
+    ),
+    GpuPath(
+        "attention", '`backend="flash"`', "`flash_attention`, where torch's SDPA would take it", True,
+        "torch (FlashAttention-2)", proofs=("attention backends",), evidence="schemas compared with torch's",
+    ),
+    GpuPath(
+        "attention", '`backend="triton"`',
+        "`flash_attention` with windows, documents, soft caps, dropout, fp32, or in deterministic mode", True,
+        ops=("flash_attention", "flash_attention_backward"), proofs=("attention backends",), recorded=_ATTENTION,
+        evidence=EXECUTED,
+    ),
+    *_experts("route", "route_backward"),
+    *_experts("sort_by_expert"),
+    *_experts("permute"),
+    *_experts("unpermute", "unpermute_backward"),
+    GpuPath(
+        "experts", "`grouped_linear`", "bfloat16 on compute capabilities 9 and 10; elsewhere a matmul an expert", True,
+        "torch (`grouped_mm`)", ops=("grouped_linear", "grouped_linear_backward"), proofs=("grouped products",),
+        evidence="a stand-in of `grouped_mm` that leaves NaN where there are no rows",
+    ),
+    GpuPath(
+        "precision", "float8 linears", '`precision.fp8 = "current"`', False, "torch (`_scaled_mm`)",
+        proofs=("float8 linear",), evidence="emulated on CPUs",
+    ),
+    GpuPath(
+        "precision", "fp32 main gradients", "`main_grad`, split backward", True, "torch (cuBLAS)",
+        proofs=("fp32 weight gradients",), evidence="the same call on CPUs",
+    ),
+    GpuPath("graphs", "a step in a CUDA graph", "`torch.cuda.graph` of one's own", False, proofs=("captured step",),
+            recorded="H100 80GB HBM3, b81ca1f42e, 2026-11-23 (docs/performance.md); changed since"),
+    *(_schedule(name) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v")),
+    _parallel(
+        "tensor and sequence parallelism", "`tp`", "tensor parallelism", "all_gather_linear", "column_parallel_linear",
+        "linear_reduce_scatter",
+    ),
+    _parallel("context parallelism, ring", '`cp`, `cp_kind = "ring"`', "context parallelism, ring", "ring_attention"),
+    _parallel("context parallelism, all-to-all", '`cp_kind = "all-to-all"`', "context parallelism, all-to-all"),
+    _parallel("expert parallelism", "`ep`", "expert parallelism"),
+    GpuPath("parallelism", "sums of what ranks computed, an addition a rank", "`tp`", True, "torch",
+            ops=("sum_partials",), evidence="compared with the kernel on CPUs"),
+    GpuPath("parallelism", "sums of what ranks computed, Triton", '`enable_experimental("sum_partials")`', False,
+            ops=("sum_partials",), evidence=EXECUTED),
+    GpuPath("parallelism", "data parallelism", "`dp`, `zero`", True, "torch (FSDP2, DDP)",
+            proofs=("data parallelism",), evidence=SAME),
+    GpuPath("parallelism", "FSDP2 beside tensor parallelism", "`tp` with `zero = 3`", True,
+            "torch's NCCL process group", proofs=("500 steps of FSDP2 beside tensor parallelism, c10d",),
+            evidence=SAME),
+    GpuPath("transport", "c10d", "CUDA tensors over a group", True, "torch's NCCL process group",
+            proofs=("tensor parallelism, c10d",), evidence=STRICT),
+    GpuPath("transport", "nccl", "`PARALLEL_OPS_TRANSPORT=nccl`", False,
+            proofs=("tensor parallelism, nccl", "context parallelism, ring, nccl", "expert parallelism, nccl",
+                    "500 steps of FSDP2 beside tensor parallelism, nccl"),
+            evidence="a stand-in of NCCL that moves the bytes"),
+)  # fmt: skip

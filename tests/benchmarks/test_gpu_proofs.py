@@ -1,0 +1,132 @@
+"""Proofs of a GPU session, run on the CPU, and the page that says what has run."""
+
+import os
+import time
+
+import pytest
+
+import parallel_ops.context_parallel
+import parallel_ops.expert_parallel
+import parallel_ops.tensor_parallel  # noqa: F401 - registers its ops
+from benchmarks import results
+from benchmarks.gpu_session import kernels, prove, status
+from benchmarks.gpu_session.paths import PATHS
+from benchmarks.gpu_session.processes import Processes
+from benchmarks.gpu_session.proofs import proofs
+from parallel_ops._internal.registration import cuda_kernels
+from parallel_ops.ops.attention.backends import NAMES
+from parallel_ops.planner.plan import SCHEDULES
+from parallel_ops.triton_kernels import experimental
+
+
+def answers(rank, size, what):
+    if what == "raise" and rank == 1:
+        raise ValueError("wrong on rank 1")
+    if what == "exit" and rank == 0:
+        os._exit(3)
+    if what == "hang" and rank == 1:
+        time.sleep(600)
+    if what == "variable" and os.environ.get("PROOF") != "set":
+        raise ValueError("the variable is not set")
+
+
+@pytest.fixture(scope="module")
+def two():
+    processes = Processes(2, {"PROOF": "set", "OMP_NUM_THREADS": "1"})
+    yield processes
+    processes.close()
+
+
+def test_processes_go_on_after_what_one_of_them_did(two):
+    assert two.run(answers, ("variable",), 60) == []
+    assert "PROOF" not in os.environ
+    assert two.run(answers, ("raise",), 60) == ["rank 1: ValueError: wrong on rank 1"]
+    assert two.run(answers, ("exit",), 60) == ["rank 0: its process is gone"]
+    two.run(answers, ("variable",), 60)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not answer within 2 s"):
+        two.run(answers, ("hang",), 2)
+    assert two.run(answers, ("variable",), 60) == []
+    assert two.serve(2, {"PROOF": "set", "OMP_NUM_THREADS": "1"}) and not two.serve(2, {}) and not two.serve(4, {})
+
+
+# One proof of each function over ranks.
+NAMES_OF_RANKS = (
+    "pipeline zb-v, 2 stages, llama, eager", "context parallelism, ring, c10d", "expert parallelism, c10d",
+    "data parallelism, zero 3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_RANKS)
+def test_proofs_over_ranks(two, tmp_path, name):
+    proof = proofs()[name]
+    assert two.run(proof.run, ("cpu", str(tmp_path / "store"), *proof.arguments), 120) == []
+
+
+def test_a_wrong_loss_is_found(two, tmp_path, monkeypatch):
+    proof = proofs()["data parallelism, zero 0"]
+    model, plan = proof.arguments
+    wrong = two.run(
+        proof.run, ("cpu", str(tmp_path / "store"), model, plan | {"micro_batch": 2, "global_batch": 4}), 120
+    )
+    assert len(wrong) == 1 and "step 1: loss" in wrong[0]
+
+
+def test_rows_are_kept(tmp_path, monkeypatch, capsys):
+    given = ["kernels", "--device", "cpu", "--only", "fp32 weight", "--output", str(tmp_path)]
+    assert prove.main(given) == 0
+    (row,) = results.read_as(prove.Proven, tmp_path / "proofs.csv")
+    assert (row.proof, row.result, row.nccl) == ("fp32 weight gradients", prove.PASSED, "") and row.commit
+    assert "1 of 1 proofs passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.PROOFS if name != "attention backends"])
+def test_proofs_of_kernels(name):
+    kernels.PROOFS[name](0, 1, "cpu", "")
+
+
+def test_errors_of_kernels_are_found(monkeypatch):
+    monkeypatch.setattr(kernels, "rms_norm", lambda x, weight: x)
+    with pytest.raises(ValueError, match="turn 0, 64 rows at 0: error"):
+        kernels.repeated_launches(0, 1, "cpu", "")
+
+
+def test_the_page_says_what_the_rows_say():
+    """``python -m benchmarks.gpu_session.status`` writes it."""
+    assert status.PAGE.read_text(encoding="utf-8") == status.page()
+
+
+def test_defaults_have_run_or_are_a_librarys():
+    proven, measured = status.read()
+    unproven = [
+        path.name for path in PATHS if path.default and not path.library and not status.runs(path, proven, measured)
+    ]
+    assert unproven == []
+
+
+def test_a_passed_row_counts_and_a_failed_one_is_shown():
+    path = next(path for path in PATHS if path.name == "float8 linears")
+    environment = dict.fromkeys(("driver", "torch", "triton", "version"), "") | {"threads": 1}
+    rows = [
+        prove.Proven(proof="float8 linear", result=result, seconds=1.0, nccl="", detail="", device=f"gpu-{result[0]}",
+                     commit="abc", date="2026-12-01", **environment)
+        for result in (prove.PASSED, prove.FAILED)
+    ]  # fmt: skip
+    assert status.runs(path, rows, []) == ["gpu p, abc, 2026-12-01"]
+    assert status.failures(path, rows) == ["FAILED: float8 linear (gpu f, abc, 2026-12-01)"]
+
+
+def test_the_page_has_every_path_of_the_code():
+    named = {op for path in PATHS for op in path.ops}
+    assert named == set(cuda_kernels)
+    text = " ".join(f"{path.name} {path.chosen_by}" for path in PATHS)
+    assert all(f'backend="{name}"' in text for name in NAMES if name != "auto")
+    assert all(f"`{name}`" in text for name in SCHEDULES)
+    assert all(f'enable_experimental("{name}")' in text for name in experimental.FEATURES)
+    every = proofs()
+    assert all(any(proof.startswith(name) for proof in every) for path in PATHS for name in path.proofs)
+
+
+def test_what_is_off_is_not_a_default():
+    off = [path for path in PATHS if "enable_experimental" in path.chosen_by]
+    assert len(off) >= len(experimental.FEATURES) and not any(path.default for path in off)
+    assert not any(experimental.is_enabled(name) for name in experimental.FEATURES)
