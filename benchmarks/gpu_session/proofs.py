@@ -72,6 +72,12 @@ def _parallel() -> Iterator[Proof]:
                 f"{name}, {transport}", "parallel", 2, ranks.trains_alike, (model, plan),
                 {"PARALLEL_OPS_TRANSPORT": transport},
             )  # fmt: skip
+    tp = {"tp": 2, "sequence_parallel": True}
+    for overlap in ("off", 2):
+        yield Proof(f"overlap {overlap}", "parallel", 2, ranks.trains_alike, (_WIDE, {**tp, "overlap": overlap}))
+    # torch maps the memory of another rank on the same GPU only with it.
+    shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    yield Proof("overlap symmetric", "parallel", 2, ranks.symmetric_linears, (), shared)
     for zero in (0, 1, 2, 3):
         yield Proof(
             f"data parallelism, zero {zero}", "parallel", 2, ranks.trains_alike, (_SMALL, {"dp": 2, "zero": zero})

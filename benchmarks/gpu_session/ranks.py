@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel_ops import ParallelMesh
+from parallel_ops import ParallelMesh, all_gather_linear, linear_reduce_scatter
 
 # Sums over ranks, and attention in blocks, round otherwise than one process does.
 TOLERANCE = 2e-4
@@ -96,3 +96,34 @@ def keeps_training(rank: int, size: int, kind: str, store: str, model: Sections,
         found = losses(kind, model, plan, steps if kind == "cuda" else 3)
     if not all(math.isfinite(x) for pair in found for x in pair) or found[-1][0] >= found[0][0]:
         raise ValueError(f"the loss went from {found[0][0]} to {found[-1][0]}")
+
+
+def symmetric_linears(rank: int, size: int, kind: str, store: str) -> None:
+    """Linears over memory that ranks read from each other, several times, so that it is used again.
+
+    On a CPU chunks are sent in its place. Shapes fill whole tiles, and none.
+    """
+    overlap: Any = "symmetric" if kind == "cuda" else 2
+    with group(rank, size, kind, store):
+        world = dist.group.WORLD
+        for rows, inner, features in ((512, 1024, 1536), (200, 264, 520)):
+            for number in range(5):
+                drawn = torch.Generator().manual_seed(number)
+                x, weight = (
+                    torch.randn(size * rows, inner, generator=drawn),
+                    torch.randn(features, inner, generator=drawn),
+                )
+                own = x[rank * rows : (rank + 1) * rows].to(device_of(kind), torch.bfloat16)
+                w = weight.to(device_of(kind), torch.bfloat16)
+                everyone = x.bfloat16().double() @ weight.bfloat16().double().t()
+                y = all_gather_linear(own, w, group=world, overlap=overlap)
+                _check(f"gather {rows} x {inner} x {features}", y, everyone)
+                parts = x.to(device_of(kind), torch.bfloat16)  # the same on every rank, so sums are multiples
+                z = linear_reduce_scatter(parts, w, group=world, overlap=overlap)
+                _check(f"scatter {rows} x {inner} x {features}", z, size * everyone[rank * rows : (rank + 1) * rows])
+
+
+def _check(name: str, found: torch.Tensor, true: torch.Tensor) -> None:
+    error = ((found.cpu().double() - true).abs().max() / true.abs().max()).item()
+    if not error < 2.0**-7:
+        raise ValueError(f"{name}: error {error:.2e}, as a share of the largest value")

@@ -52,7 +52,7 @@ def test_processes_go_on_after_what_one_of_them_did(two):
 # One proof of each function over ranks.
 NAMES_OF_RANKS = (
     "pipeline zb-v, 2 stages, llama, eager", "context parallelism, ring, c10d", "expert parallelism, c10d",
-    "data parallelism, zero 3",
+    "data parallelism, zero 3", "overlap symmetric",
 )  # fmt: skip
 
 
@@ -119,6 +119,7 @@ def test_the_page_has_every_path_of_the_code():
     named = {op for path in PATHS for op in path.ops}
     assert named == set(cuda_kernels)
     text = " ".join(f"{path.name} {path.chosen_by}" for path in PATHS)
+    assert all(f'overlap="{name}"' in text for name in ("off", "symmetric"))
     assert all(f'backend="{name}"' in text for name in NAMES if name != "auto")
     assert all(f"`{name}`" in text for name in SCHEDULES)
     assert all(f'enable_experimental("{name}")' in text for name in experimental.FEATURES)
