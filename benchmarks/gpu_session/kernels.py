@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import attention_choice
 from benchmarks.gpu_session import capture
 from benchmarks.gpu_session.ranks import device_of
-from parallel_ops import grouped_linear, rms_norm
+from parallel_ops import enable_experimental, grouped_linear, rms_norm
 from parallel_ops._internal.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
@@ -61,10 +61,9 @@ def experts(rank: int, size: int, kind: str, store: str) -> None:
     del poison
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-        y = grouped_linear(*leaves, ends)
-        y.sum().backward()
-        results.append([y.detach(), *(t.grad for t in leaves)])
+        rows, matrices = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
+        y = grouped_linear(rows, matrices, ends)
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), (rows, matrices))])
     for name, found, true in zip(("y", "the gradient of x", "the gradient of weight"), *results, strict=True):
         _check(name, found, true, 4 * _BF16)
     if results[0][2][[0, 2, 5]].count_nonzero():
@@ -87,7 +86,15 @@ def captured_step(rank: int, size: int, kind: str, store: str) -> None:
 
 
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
-    """Launches after the first are not Triton's: other streams, addresses of other alignment, another size, a graph."""
+    """Launches that are repeated: on other streams, with addresses of other alignment and with other sizes."""
+    enable_experimental("remembered_launches")
+    try:
+        _repeat(kind)
+    finally:
+        enable_experimental()
+
+
+def _repeat(kind: str) -> None:
     weight = _drawn(256, seed=0, kind=kind)
     memory = _drawn(64 * 256 + 8, seed=1, kind=kind)
     cuda = kind == "cuda"
@@ -103,6 +110,7 @@ def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
                 if stream is not None:
                     torch.cuda.current_stream().wait_stream(stream)
                 true = rms_norm_reference(x.double(), weight.double())
+                assert isinstance(y, Tensor) and isinstance(true, Tensor)  # without a residual
                 _check(f"turn {turn}, {rows} rows at {offset}", y, true, 2 * _BF16)
 
 

@@ -41,8 +41,8 @@ class Processes:
         errors: dict[int, str | None] = {}
         end = time.monotonic() + seconds
         while len(errors) < self.size:
-            silent = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in errors}
-            ready = wait(list(silent), max(0.0, end - time.monotonic()))
+            silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in errors}
+            ready: list[Any] = wait(list(silent), max(0.0, end - time.monotonic()))
             if not ready:
                 self.close()
                 known = [f"; rank {rank}: {error}" for rank, error in sorted(errors.items()) if error]
@@ -50,9 +50,9 @@ class Processes:
                     f"ranks {sorted(silent.values())} did not answer within {seconds:.0f} s{''.join(known)}"
                 )
             for pipe in ready:
-                rank = silent[pipe]  # type: ignore[index]
+                rank = silent[pipe]
                 try:
-                    errors[rank] = pipe.recv()  # type: ignore[union-attr]
+                    errors[rank] = pipe.recv()
                 except EOFError:
                     errors[rank] = "its process is gone"
         found = [f"rank {rank}: {error}" for rank, error in sorted(errors.items()) if error]

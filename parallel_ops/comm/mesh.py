@@ -194,10 +194,9 @@ class ParallelMesh:
 
     def close(self) -> None:
         """Destroys the groups of the mesh, but not the default one; all ranks call it, after the last use."""
-        groups = {mesh.get_group() for mesh in self._meshes.values()} | {self._reverse_pp}
-        for group in groups - {None, dist.group.WORLD}:
+        for group in {mesh.get_group() for mesh in self._meshes.values()} - {dist.group.WORLD}:
             dist.destroy_process_group(group)
-        self._meshes, self._root, self._reverse_pp = {}, None, None
+        self._meshes, self._root = {}, None
 
     @property
     def expert_shards(self) -> DeviceMesh | None:

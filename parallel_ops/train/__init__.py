@@ -1,6 +1,6 @@
 """Training of one model over the ranks of a mesh: ``Trainer``, configured by ``config.Settings``."""
 
-from parallel_ops.layers.expert_shards import shard_experts
+from parallel_ops.layers.experts import shard_experts
 from parallel_ops.train.checkpoint.checkpoints import CheckpointError
 from parallel_ops.train.checkpoint.planners import LoadPlanner, SavePlanner
 from parallel_ops.train.parallelize_model import parallelize

@@ -24,8 +24,7 @@ from parallel_ops._internal.compat import replicate
 from parallel_ops._internal.module_names import matching
 from parallel_ops.comm import ParallelMesh
 from parallel_ops.context_parallel.algorithm import AlgorithmName, Layout
-from parallel_ops.layers.expert_shards import divide, experts_of, shard_experts
-from parallel_ops.layers.experts import Experts
+from parallel_ops.layers.experts import Experts, divide, experts_of, shard_experts
 from parallel_ops.layers.linear_base import Float8, ParallelLinear
 from parallel_ops.models import Transformer
 from parallel_ops.models.lora import add_adapters

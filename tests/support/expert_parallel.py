@@ -13,8 +13,7 @@ from parallel_ops import ParallelMesh
 from parallel_ops.expert_parallel import AuxiliaryLosses, Dispatch
 from parallel_ops.expert_parallel.exchange import Exchange
 from parallel_ops.layers import ParallelMoE
-from parallel_ops.layers.expert_shards import shard_experts
-from parallel_ops.layers.experts import Experts
+from parallel_ops.layers.experts import Experts, shard_experts
 from parallel_ops.models import Transformer, TransformerConfig, config_from_pretrained
 from parallel_ops.models.experts import ExpertsConfig
 from parallel_ops.planner import Plan
