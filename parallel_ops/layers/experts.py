@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -169,14 +170,14 @@ class Experts(ShardedModule):
         self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
-        # fully_shard of a module around these experts looks for the state of one of their own. Over its mesh it cannot
-        # shard them: the ranks of ``ep`` are among its ranks. So they are sharded now, over those that have the same.
-        if name.startswith("__composable_api_state_key") and not self.copies:
-            own = getattr(self.mesh, "parallel_mesh", None)
-            if own is not None:
-                shard_experts(self, own)
-                return self.__dict__[name]
-        return super().__getattr__(name)
+        # fully_shard of a module around these experts looks for a state of their own. Over its mesh it cannot shard
+        # them: the ranks of ``ep`` are among its ranks. So they are sharded now, over those that have the same. Others
+        # who look for a state, such as get_state_dict, must change nothing.
+        own = getattr(self.mesh, "parallel_mesh", None) if name.startswith("__composable_api_state_key") else None
+        if own is None or self.copies or sys._getframe(2).f_code.co_name != "_is_composable_with_fsdp":
+            return super().__getattr__(name)
+        shard_experts(self, own)
+        return self.__dict__[name]
 
     def reset_parameters(self) -> None:
         """Initialises each expert as ``nn.Linear`` does by default, independently of the mesh."""
