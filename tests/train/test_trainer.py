@@ -179,7 +179,7 @@ def test_files_that_are_not_read_are_named_at_the_start(data, tmp_path, capsys):
     (tmp_path / "words.txt").write_text("words")
     Trainer(runs.settings_of(tmp_path)).train()
     said = capsys.readouterr().err
-    assert f"warning: not read: {tmp_path}/words.txt; of a folder .bin and .npy files alone are." in said
+    assert f"warning: data: not read: {tmp_path}/words.txt (of a folder .bin and .npy files are read)" in said
     assert 'name its file in data.paths, with data.dtype = "uint8"' in said
 
 
