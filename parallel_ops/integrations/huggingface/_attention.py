@@ -12,6 +12,8 @@ from parallel_ops.integrations.huggingface._fused import is_own, with_globals
 from parallel_ops.integrations.huggingface._use import is_compiling, went_to_stock
 from parallel_ops.ops import flash_attention, rotary_embedding_qk
 
+PAIRS = ("half", "interleaved_by_half_tables", "interleaved")  # which dimensions make a pair, and how tables lie
+
 # Options of some models and caches that only Transformers' own function supports.
 _SPECIAL = ("softcap", "position_bias", "cache", "head_mask")
 
@@ -21,7 +23,7 @@ def attention(stock: type[nn.Module], pairs: str | None, core: bool) -> dict[str
     forward: Any = inspect.unwrap(stock.forward)
     home = sys.modules[forward.__module__]
     expected = {name: home.__dict__[name] for name in forward.__code__.co_names if name in home.__dict__}
-    names: dict[str, Any] = {"apply_rotary_pos_emb": _rotation(home, pairs)} if pairs else {}
+    names: dict[str, Any] = {"apply_rotary_pos_emb": _rotation(home.apply_rotary_pos_emb, pairs)} if pairs else {}
     if core:
         names["ALL_ATTENTION_FUNCTIONS"] = _Functions(ALL_ATTENTION_FUNCTIONS)
     given = tuple(expected.items())
@@ -67,7 +69,7 @@ class _Functions:
 
     def __init__(self, registry: Any) -> None:
         self._registry, self._stock = registry, registry["sdpa"]
-        self._core = _with_core(self._stock)
+        self._core = with_core(self._stock)
 
     def __getitem__(self, name: str) -> Any:
         return self._replaced(self._registry[name])
@@ -79,7 +81,7 @@ class _Functions:
         return self._core if function is self._stock else function
 
 
-def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
+def with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **options: Any,
@@ -103,22 +105,21 @@ def _with_core(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _rotation(home: Any, pairs: str) -> Callable[..., Any]:
-    interleaved = pairs != "half"
-    stock_rotation = home.apply_rotary_pos_emb
-    by_half_tables = pairs == "interleaved_by_half_tables"
-
+def _rotation(stock: Callable[..., Any], pairs: str) -> Callable[..., Any]:
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
-        """``query``, ``key`` ``[b, h, s, d]``; tables ``[b, s, r]`` or, for all sequences, ``[1, s, r]``."""
         known = is_compiling() or (hasattr(cos, "_parallel_ops_tables") and hasattr(sin, "_parallel_ops_tables"))
         if args or options or not known:  # other dimensions, tables that somebody else has made or changed
-            return stock_rotation(query, key, cos, sin, *args, **options)
-        if cos.shape[0] == 1:
-            cos, sin = cos[0], sin[0]
-        if by_half_tables:
-            cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
-        return rotary_embedding_qk(
-            query, key, cos, sin, doubled=not by_half_tables, interleaved=interleaved, layout="bhsd"
-        )
+            return stock(query, key, cos, sin, *args, **options)
+        return rotated(query, key, cos, sin, pairs)
 
     return rotate
+
+
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> tuple[Tensor, Tensor]:
+    """``query``, ``key`` ``[b, h, s, d]``; tables ``[b, s, r]`` or, for all sequences, ``[1, s, r]``."""
+    if cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    half = pairs == "interleaved_by_half_tables"
+    if half:
+        cos, sin = (t[..., : t.shape[-1] // 2] for t in (cos, sin))
+    return rotary_embedding_qk(query, key, cos, sin, doubled=not half, interleaved=pairs != "half", layout="bhsd")

@@ -31,9 +31,25 @@ _HOMES = tuple(str(Path(inspect.getfile(package)).parent) for package in (torch,
 _MARK, _OPS, _CHANGED, _UNUSED = (f"_parallel_ops_{name}" for name in ("stock", "ops", "changed", "unused"))
 
 
-@functools.cache
+_latest: dict[Any, type[nn.Module]] = {}
+
+
 def fused_class(stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any) -> type[nn.Module]:
-    """The subclass of the module class ``stock`` with the attributes of ``recipe(stock, *options)``.
+    """The subclass of the module class ``stock``, as it is now, with the attributes of ``recipe(stock, *options)``."""
+    key = (stock, ops, recipe, *options)
+    _latest[key] = made = _fused_class(_surroundings(stock), *key)
+    return made
+
+
+def _surroundings(stock: Any) -> tuple[Any, ...]:
+    """The forward of ``stock`` and the global names that it reads, which libraries replace."""
+    inner: Any = inspect.unwrap(stock.forward)
+    return stock.forward, *(id(inner.__globals__.get(name)) for name in inner.__code__.co_names)
+
+
+@functools.cache
+def _fused_class(surroundings: Any, stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any) -> type[nn.Module]:
+    """Makes ``fused_class``.
 
     Calling it makes a ``stock``, so that ``type(model)(config)`` and ``type(model).from_pretrained`` do: a new model is
     whole or not replaced at all. ``ops`` are those that it calls.
@@ -75,7 +91,7 @@ def fused_class(stock: Any, ops: tuple[str, ...], recipe: Recipe, *options: Any)
 
 
 def _new(stock: Any, *recipe: Any) -> nn.Module:
-    made: nn.Module = object.__new__(fused_class(stock, *recipe))
+    made: nn.Module = object.__new__(_latest.get((stock, *recipe)) or fused_class(stock, *recipe))
     return made
 
 

@@ -21,6 +21,7 @@ from parallel_ops.tensor_parallel import vocab_parallel_linear_cross_entropy
 # Arguments of a causal language model that its base model does not take.
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
 _OF_THE_HEAD = ("logits_to_keep", "num_logits_to_keep", "return_dict")
+KINDS = ("plain", "divided", "multiplied", "softcapped", "mixture")  # what is done to the logits
 OTHER_REGISTERED_LOSS = "the loss that transformers.loss.loss_utils has for causal language models was replaced"
 
 
@@ -38,8 +39,8 @@ def head(stock: type[nn.Module]) -> dict[str, Any]:
 def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -> dict[str, Any]:
     """A causal language model.
 
-    ``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: a formula of
-    ``_known.py``. ``base``: the name of the base model in it.
+    ``skip_logits``: whether calls in training with labels return no logits by default. ``kind``: one
+    of ``KINDS``. ``base``: the name of the base model in it.
     """
     names = [*inspect.signature(stock.forward).parameters][1:]
     skip_default, registered = skip_logits, registered_loss()
@@ -55,7 +56,7 @@ def causal_lm(stock: type[nn.Module], skip_logits: bool, kind: str, base: str) -
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         wanted = skip_default and self.training if skip_logits is None else skip_logits
         if wanted and _can_skip(self, given) and changed_loss(self) is None and _other_head(self) is None:
-            return _without_logits(self, given, kind, base)
+            return without_logits(self, given, stock, kind, base)
         if self.training and given.get("labels") is not None:
             went_to_stock(self, "vocab_parallel_linear_cross_entropy", "made logits")
         return stock.forward(self, **given)
@@ -110,7 +111,8 @@ def _can_skip(model: Any, given: dict[str, Any]) -> bool:
     return given.get("labels") is not None and not tuples
 
 
-def _without_logits(model: Any, given: dict[str, Any], kind: str, base: str) -> Any:
+def without_logits(model: Any, given: dict[str, Any], stock: Any, kind: str, base: str) -> Any:
+    """A call of ``model``, a ``stock``, with labels."""
     of_the_loss = {name: given.pop(name, None) for name in _OF_THE_LOSS}
     for name in _OF_THE_HEAD:
         given.pop(name, None)
@@ -130,14 +132,13 @@ def _without_logits(model: Any, given: dict[str, Any], kind: str, base: str) -> 
     if not mixture:
         return CausalLMOutputWithoutLogits(loss=loss, **outputs)
     if given["output_router_logits"]:
-        outputs["aux_loss"] = _auxiliary_loss(model, outputs["router_logits"], given.get("attention_mask"))
+        outputs["aux_loss"] = _auxiliary_loss(model, stock, outputs["router_logits"], given.get("attention_mask"))
         loss = loss + model.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
     return MoeCausalLMOutputWithoutLogits(loss=loss, **outputs)
 
 
-def _auxiliary_loss(model: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+def _auxiliary_loss(model: Any, stock: Any, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
     """By the function of the model's own family, which skips padding and rounds as Transformers does."""
-    stock: Any = stock_class(model)
     function = inspect.unwrap(stock.forward).__globals__["load_balancing_loss_func"]
     loss: Tensor = function(router_logits, model.num_experts, model.num_experts_per_tok, mask)
     return loss

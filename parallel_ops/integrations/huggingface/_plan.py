@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from parallel_ops.integrations.huggingface import _trial
 from parallel_ops.integrations.huggingface._families import contains_base, is_base, is_composite, stock_of
 from parallel_ops.integrations.huggingface._fused import described, stock_class
 from parallel_ops.integrations.huggingface._steps import (
@@ -15,7 +16,6 @@ from parallel_ops.integrations.huggingface._steps import (
     attention,
     experts,
     gpt2_block,
-    layer_norm,
     loss,
     mlp,
     norm,
@@ -27,8 +27,8 @@ from parallel_ops.integrations.huggingface._steps import (
 
 OPS = ("norm", "activation", "rotary", "attention", "residual", "router", "experts", "loss")
 
-# The role of a module by the end of its class's name, the op that it is for, and its steps. What its forward computes
-# is then compared with the known ones.
+# The role of a module by the end of its class's name, the op that it is for, and its steps, which try what its forward
+# computes.
 _ROLES = {
     "RMSNorm": ("norm", norm),
     "LayerNorm": ("norm", norm),
@@ -46,6 +46,7 @@ def plan(model: nn.Module, ops: Collection[str], skip_logits: bool) -> list[Step
 
     Raises TypeError if it is, or contains, a model of another family.
     """
+    _trial.forget()
     models = [(name, m) for name, m in model.named_modules() if isinstance(m, PreTrainedModel)]
     _check(model, models)
     steps: list[Step] = []
@@ -90,7 +91,7 @@ def _is_in_a_base(module: nn.Module, models: list[tuple[str, PreTrainedModel]]) 
 
 
 def _layouts_of_tables(base: nn.Module) -> set[str | None]:
-    """How the rotary tables of a model lie; ``None`` for those of a forward that is not known."""
+    """How the rotary tables of a model lie; ``None`` for those that are not recognized."""
     return {table_layout(m) for m in base.modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
 
@@ -109,7 +110,7 @@ def _steps(name: str, module: nn.Module, config: Any, layouts: set[str | None], 
     stock = stock_of(module)
     if stock is None:
         if type(module) is nn.LayerNorm and "norm" in ops:
-            yield layer_norm(name, module)
+            yield from norm(name, module, nn.LayerNorm)
         return
     kind = stock.__name__
     if kind.endswith(("Block", "DecoderLayer")):

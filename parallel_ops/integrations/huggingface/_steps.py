@@ -1,14 +1,15 @@
 """What is done with a module in its role: the steps for one that is replaced, or the reason why it is not."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from parallel_ops.integrations.huggingface import _attention, _experts, _layers, _loss
+from parallel_ops.integrations.huggingface import _attention, _experts, _formulas, _layers, _loss
 from parallel_ops.integrations.huggingface._families import base_of, stock_of
 from parallel_ops.integrations.huggingface._fused import (
     Recipe,
@@ -20,8 +21,6 @@ from parallel_ops.integrations.huggingface._fused import (
     obstacle,
     uses,
 )
-from parallel_ops.integrations.huggingface._known import formula
-from parallel_ops.integrations.huggingface._source import digest
 
 LOSS = "vocab_parallel_linear_cross_entropy"
 
@@ -50,55 +49,46 @@ Step = Swap | Skipped
 
 
 def norm(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
-    kind = formula("norm", stock.forward, stock)
-    op = "rms_norm" if stock.__name__.endswith("RMSNorm") else "layer_norm"
-    reason = obstacle(module, stock) or _unknown(kind, stock.forward, stock)
-    if reason is None and kind != "olmo" and module.weight.dim() != 1:
-        reason = "its weight differs between heads"
-    if reason or kind is None:
-        yield Skipped(name, module, op, reason or "")
+    kind: str | None = None
+    reason = obstacle(module, stock)
+    if any(weight.dim() != 1 for weight in module.parameters()):
+        reason = reason or "its weight differs between heads"
+    if reason is None:
+        kind, reason = _formulas.norm(module)
+    op = "rms_norm" if kind in ("rms", "zero_centred_rms") else "layer_norm"
+    if kind is None:
+        op = "rms_norm" if stock.__name__.endswith("RMSNorm") else "layer_norm"
+        yield Skipped(name, module, op, str(reason))
         return
     yield _swap(name, module, (op,), _layers.norm, kind)
 
 
-def layer_norm(name: str, module: nn.LayerNorm) -> Step:
-    reason = obstacle(module, nn.LayerNorm)
-    if len(module.normalized_shape) != 1:
-        reason = "it normalises several dimensions"
-    if reason:
-        return Skipped(name, module, "layer_norm", reason)
-    return _swap(name, module, ("layer_norm",), _layers.norm, "torch")
-
-
 def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
-    kind = formula("mlp", stock.forward, stock)
     name_of_act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), "")
     act = getattr(module, name_of_act, None)
-    reason = obstacle(module, stock, {} if act is None else {"its activation": act})
-    reason = reason or _unknown(kind, stock.forward, stock)
     activation = None if act is None else _layers.activation_of(act)
     gelu = activation in ("tanh", "none")
-    if kind in ("gelu", "gelu_dropout"):
-        op = "bias_gelu"
-    elif kind == "gate_and_up" and not gelu:
-        op = "bias_swiglu"
-    else:
-        op = "gelu_mul" if gelu else "silu_mul"
-    if reason is None and (activation is None or (op == "bias_gelu" and not gelu)):
-        reason = _no_op(act)
-    if reason or kind is None:
-        yield Skipped(name, module, op, reason or "")
-        return
-    recipe = {"gate_and_up": _layers.gate_and_up_mlp, "gated": _layers.gated_mlp, "gated_dropout": _layers.gated_mlp}
-    yield _swap(
-        name,
-        module,
-        (op,),
-        recipe.get(kind, _layers.gelu_mlp),
-        activation,
-        (name_of_act, type(act)),
-        kind.endswith("dropout"),
+    one = "c_fc" in module._modules
+    op = (
+        "bias_gelu"
+        if one
+        else "gelu_mul"
+        if gelu
+        else "bias_swiglu"
+        if "gate_up_proj" in module._modules
+        else "silu_mul"
     )
+    kind: str | None = None
+    reason = obstacle(module, stock, {} if act is None else {"its activation": act})
+    if reason is None and (activation is None or (one and not gelu)):
+        reason = _no_op(act)
+    if reason is None and activation is not None:
+        kind, reason = _formulas.mlp(module, name_of_act, activation)
+    if kind is None:
+        yield Skipped(name, module, op, str(reason))
+        return
+    watch = (name_of_act, type(act))
+    yield _swap(name, module, (op,), _formulas.MLPS[kind], activation, watch, kind.endswith("dropout"))
     linear = getattr(module, "c_fc", None)
     known = {Conv1D: _layers.transposed_linear, nn.Linear: _layers.linear}
     if linear is not None and type(linear) in known and obstacle(linear, type(linear), {"it": linear}) is None:
@@ -112,7 +102,7 @@ def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]
         path: getattr(getattr(module, path.split(".")[0]), path.split(".")[1], None)
         for path in ("attn.resid_dropout", "mlp.dropout")
     }
-    reason = obstacle(module, stock) or _unknown(formula("block", stock.forward, stock), stock.forward, stock)
+    reason = obstacle(module, stock) or _formulas.block(module)[1]
     if hasattr(module, "crossattention"):
         reason = "it has cross-attention"
     for path, dropout in dropouts.items():
@@ -131,8 +121,7 @@ def gpt2_block(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]
 
 
 def router(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
-    known = formula("router", stock.forward, stock)
-    reason = obstacle(module, stock) or _unknown(known, stock.forward, stock)
+    reason = obstacle(module, stock) or _formulas.router(module)[1]
     yield Skipped(name, module, "route", reason) if reason else _swap(name, module, ("route",), _experts.router)
 
 
@@ -140,9 +129,8 @@ def experts(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
     activation = _layers.activation_of(module.act_fn)
     gated = "gelu_mul" if activation in ("tanh", "none") else "bias_swiglu"
     reason = obstacle(module, stock, {"its activation": module.act_fn})
-    reason = reason or _unknown(formula("experts", stock.forward, stock), stock.forward, stock)
-    reason = reason or (None if activation else _no_op(module.act_fn))
     reason = reason or _experts.obstacle(module.config._experts_implementation)
+    reason = reason or (_formulas.experts(module, activation)[1] if activation else _no_op(module.act_fn))
     if reason:
         yield Skipped(name, module, "grouped_linear", reason)
         return
@@ -171,6 +159,7 @@ def attention(
         why = _attention.obstacle(config._attn_implementation)
         if getattr(module, "attn_logit_softcapping", None) is not None:
             why = why or "its scores are softly capped, which only 'eager' attention does"
+        why = why or _formulas.core(ALL_ATTENTION_FUNCTIONS["sdpa"])[1]
         core = not (reason or why)
         if not core:
             yield Skipped(name, module, "flash_attention", reason or why or "")
@@ -180,28 +169,27 @@ def attention(
 
 
 def rotary_tables(name: str, module: nn.Module, stock: type[nn.Module]) -> Iterator[Step]:
-    if table_layout(module) is not None and obstacle(module, stock) is None:
+    if obstacle(module, stock) is None and table_layout(module) is not None:
         yield _swap(name, module, (), _attention.tables)
 
 
 def table_layout(module: nn.Module) -> str | None:
     """How the tables of a rotary embedding lie; ``None`` if its forward is not known."""
-    return None if is_wrapped(module) else formula("rotary_embedding", type(module).forward, type(module))
+    return None if is_wrapped(module) else _formulas.tables(module)
 
 
 def _rotation(stock: Any, name: str, layouts: set[str | None]) -> tuple[str | None, str | None]:
     """(which dimensions make a pair, and how tables lie; why that is not known)"""
-    function = inspect.unwrap(stock.forward).__globals__[name]
-    pairs = formula("rotary", function)
-    if pairs is None:
-        return None, _unknown(None, function)
+    pairs, why = _formulas.rotation(inspect.unwrap(stock.forward).__globals__[name])
+    if pairs is None or name != "apply_rotary_pos_emb":
+        return None, why or f"it rotates by {name}"
     needed = "interleaved" if pairs == "interleaved" else "half"
-    return (pairs, None) if layouts == {needed} else (None, "its rotary embedding's forward is not known")
+    return (pairs, None) if layouts == {needed} else (None, "its rotary tables are not recognized")
 
 
 def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> Iterator[Step]:
     head = module.lm_head
-    kind = formula("head", stock.forward, stock)
+    kind: str | None = None
     reason = obstacle(module, stock)
     if not stock.__name__.endswith(("ForCausalLM", "LMHeadModel")):
         reason = "its loss is not that of a causal language model alone"
@@ -211,12 +199,14 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
         reason = _loss.OTHER_REGISTERED_LOSS
     elif type(head) is not nn.Linear:
         reason = f"its lm_head is a {described(head)}"
-    elif kind in ("divided", "multiplied") and head.bias is not None:
-        reason = "its lm_head has a bias, and its logits are scaled"
     else:
-        reason = reason or obstacle(head, nn.Linear, {"it": head}) or _unknown(kind, stock.forward, stock)
-    if reason or kind is None:
-        yield Skipped(name or type(module).__name__, module, LOSS, reason or "")
+        reason = reason or obstacle(head, nn.Linear, {"it": head})
+    if reason is None:
+        kind, reason = _formulas.head(module)
+    if kind in ("divided", "multiplied") and head.bias is not None:
+        kind, reason = None, "its lm_head has a bias, and its logits are scaled"
+    if kind is None:
+        yield Skipped(name or type(module).__name__, module, LOSS, str(reason))
         return
     yield _swap(name or type(module).__name__, module, (LOSS,), _loss.causal_lm, skip_logits, kind, base_of(module))
     yield _swap(f"{name}.lm_head".lstrip("."), head, (), _loss.head)
@@ -225,13 +215,6 @@ def loss(name: str, module: Any, stock: type[nn.Module], skip_logits: bool) -> I
 def _swap(name: str, module: nn.Module, ops: tuple[str, ...], recipe: Recipe, *options: Any) -> Swap:
     stock: Any = type(module)
     return Swap(name, module, fused_class(stock, ops, recipe, *options), ops)
-
-
-def _unknown(kind: str | None, function: Callable[..., Any], owner: type | None = None) -> str | None:
-    if kind is not None:
-        return None
-    inner: Any = inspect.unwrap(function)
-    return f"{inner.__qualname__} is none that it was written for (digest {digest(function, owner)})"
 
 
 def _no_op(activation: Any) -> str:
