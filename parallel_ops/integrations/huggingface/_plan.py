@@ -33,10 +33,10 @@ _ROLES = {
     "RMSNorm": ("norm", norm),
     "LayerNorm": ("norm", norm),
     "MLP": ("activation", mlp),
+    "SparseMoeBlock": ("experts", separate_experts),  # before "Block", GPT-2's
     "Block": ("residual", gpt2_block),
     "TopKRouter": ("router", router),
     "Experts": ("experts", experts),
-    "SparseMoeBlock": ("experts", separate_experts),
     "RotaryEmbedding": ("rotary", rotary_tables),
 }
 

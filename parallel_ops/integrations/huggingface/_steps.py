@@ -64,6 +64,8 @@ def norm(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
 
 
 def mlp(name: str, module: Any, stock: type[nn.Module]) -> Iterator[Step]:
+    if "w1" in module._modules:  # an expert of Mixtral before Transformers 5, reported with its block
+        return
     name_of_act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), "")
     act = getattr(module, name_of_act, None)
     activation = None if act is None else _layers.activation_of(act)
@@ -147,6 +149,8 @@ def attention(
     name: str, module: nn.Module, stock: type[nn.Module], config: Any, layouts: set[str | None], ops: Collection[str]
 ) -> Iterator[Step]:
     reason = obstacle(module, stock)
+    if hasattr(stock.forward, "__wrapped__") and not is_own(stock.forward):
+        reason = reason or f"something has wrapped the forward of {stock.__name__}, of which a copy would be called"
     pairs: str | None = None
     core = False
     rotations = [n for n in inspect.unwrap(stock.forward).__code__.co_names if n.endswith("rotary_pos_emb")]
