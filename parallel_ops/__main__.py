@@ -15,7 +15,6 @@ COMMANDS = {
     "presets": "Lists the models, clusters and GPUs that have a name, and the eras of --software.",
     "schedule": "Simulates a pipeline schedule and draws it.",
     "validate": "Compares the planner with published tables.",
-    "config": "Writes a plan as the configuration of a training system.",
     "tokenize": "Tokenizes text in parallel, for data.paths of `train`.",
     "train": "Trains a model as a TOML file says.",
     "calibrate": "Measures products, attention, a layer, updates and collectives here.",

@@ -198,7 +198,7 @@ def test_help_has_an_example_that_is_a_command(name):
     ("words", "expected"),
     [
         (["ins"], ["inspect"]), (["train", "--dry"], ["--dry-run"]), (["plan", "--model", "llama3-4"], ["llama3-405b"]),
-        (["config", "--format", "mega"], ["megatron"]), (["schedule", "--kind", "dual"], ["dualpipe-v"]),
+        (["estimate", "--for", "mega"], ["megatron"]), (["schedule", "--kind", "dual"], ["dualpipe-v"]),
     ],
     ids=str,
 )  # fmt: skip

@@ -51,7 +51,7 @@ class Plan:
         offload: what is kept in host memory, one of ``OFFLOAD`` or, with ZeRO-3, ``"optimizer+parameters"``: the
             shards of parameters too (arXiv:2104.07857).
         dtype: of parameters and activations, one of ``DTYPES``.
-        grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``.
+        grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``; with fp8 ``"bf16"``, which ``"fp8"`` means too.
         activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
             each, "" for that of other activations.
         moment_dtype: of the two Adam moments, ``"fp32"`` or ``"bf16"``.
@@ -129,7 +129,7 @@ class Plan:
         check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
         check_choice(self, "offload", (*OFFLOAD, "optimizer+parameters"))
         check_choice(self, "dtype", DTYPES)
-        check_choice(self, "grad_dtype", ("fp32", self.dtype))
+        check_choice(self, "grad_dtype", ("fp32", self.dtype, *(("bf16",) if self.dtype == "fp8" else ())))
         check_choice(self, "activation_dtype", ("", "fp8"))
         check_choice(self, "moment_dtype", ("fp32", "bf16"))
         check_choice(self, "master_bytes", (4, 2, 0))
@@ -225,6 +225,7 @@ class Plan:
         parts += [f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
+        parts += [self.dtype] if self.dtype != "bf16" else []
         if self.pp > 1:
             parts += [self.schedule + (f" v{self.virtual_stages}" if self.schedule == "interleaved" else "")]
         parts += [self.cp_kind] if self.cp > 1 else []

@@ -259,8 +259,6 @@ class SearchResult:
         rejected: the plans that cannot run.
         sensitivity: dependence of the choice on each constant.
         ranking: every plan that runs, with its seconds per step from a simulation of a smaller pipeline.
-        fp8: the fastest plans again with the linears of layers in fp8, those that a known system runs so, the fastest
-            first. Empty if the GPU has no fp8 products, or the dtype was given.
         misses: rejected plans that are faster than the best and need little more memory, the least excess first.
         smallest: if no plan runs, the fewest GPUs of this kind that suffice; 0 if none do, or if a plan runs.
     """
@@ -271,7 +269,6 @@ class SearchResult:
     rejected: tuple[Rejection, ...]
     sensitivity: tuple[Sensitivity, ...] = ()
     ranking: tuple[tuple[Plan, float], ...] = ()
-    fp8: tuple[Estimate, ...] = ()
     misses: tuple[NearMiss, ...] = ()
     smallest: int = 0
 

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from parallel_ops.pipeline_parallel.trace import simulation_of, times_of
-from parallel_ops.planner.pictures.trace import chrome_trace, trace_html, trace_svg
+from parallel_ops.planner.pictures.trace import chrome_trace, trace_svg
 from parallel_ops.planner.schedules.schedule import simulate
 from parallel_ops.train.passes import StagePasses
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from parallel_ops.train.run_state import RunState
 
 # The files in ``logging.trace``.
-SVG, PAGE, EVENTS = "pipeline.svg", "pipeline.html", "pipeline.json"
+SVG, EVENTS = "pipeline.svg", "pipeline.json"
 
 
 class Trace:
     """Records the second step of a run (the first compiles and allocates), or its only one, in ``logging.trace``.
 
     The picture has the measured pipeline under the simulated one: the same actions with the median time of each pass
-    and no time for messages. The third file has the events of Chrome's and Perfetto's trace viewers.
+    and no time for messages. The other file has the events of Chrome's and Perfetto's trace viewers.
     """
 
     def __init__(self, trainer: "RunState") -> None:
@@ -46,10 +46,6 @@ class Trace:
         planned = simulate(ran.schedule, times_of(timed))
         plan = self._trainer.settings.plan
         title = f"Step {self._step + 1}: {plan.schedule} on {plan.pp} ranks, {plan.micro_batches} micro-batches"
-        texts = {
-            SVG: trace_svg(planned, ran, title=title),
-            PAGE: trace_html(planned, ran, title=title),
-            EVENTS: json.dumps(chrome_trace(ran)),
-        }
+        texts = {SVG: trace_svg(planned, ran, title=title), EVENTS: json.dumps(chrome_trace(ran))}
         for name, text in texts.items():
             (self.folder / name).write_text(text)

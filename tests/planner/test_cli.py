@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 from parallel_ops import __main__
 from parallel_ops.planner import RULES, presets
-from parallel_ops.planner.compute.software import eras
+from parallel_ops.planner.compute.software import CURRENT, eras
 from support.planner_cli import PLAN, SMALL
 
 
@@ -39,9 +39,8 @@ class TestPlan:
         assert heading in out and "Times are of megatron-bridge-2025" in out
         lines = out.splitlines()
         rows = [line for line in lines if line.strip()[:1].isdigit() and "GiB   " in line]
-        # In bf16, and the same number in fp8.
-        assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"] * 2
-        assert out.index("With the linears of layers in fp8") > out.index(rows[2])
+        assert [row.split()[0].rstrip("=") for row in rows] == ["1", "2", "3"]
+        assert "--only dtype=bf16:fp8" in out
         assert "Plans that cannot run" in out and "memory" in out
         assert "matmul: " in out and "of the step time between -20 % and +20 %" in out
 
@@ -52,13 +51,13 @@ class TestPlan:
         band, steps = data["plans"][0]["error_band"], [plan["step"] for plan in data["plans"]]
         assert data["ties"] == sum(step <= steps[0] * (1 + band["time"] / 2) for step in steps) > 1
         rows = [line for line in out.splitlines() if line.strip()[:1].isdigit() and " s " in line]
-        # Those in fp8 have a band of their own.
-        rows, in_fp8 = rows[: len(steps)], rows[len(steps) :]
-        own = data["fp8"][0]["error_band"]
-        assert in_fp8 and all(f"{own['time']:.0%}" in row for row in in_fp8)
         assert [row.split()[0].endswith("=") for row in rows] == [n < data["ties"] for n in range(len(rows))]
         assert all(f"{band['time']:.0%}" in row and f"{band['memory']:.0%}" in row for row in rows)
         assert f"The {data['ties']} plans marked =" in " ".join(out.split())
+        few[-1] += ",dtype=bf16:fp8"
+        first = json.loads(run(*few, "--json", "--top", 1)[1])["plans"][0]
+        assert first["plan"]["dtype"] == "fp8" and first["step"] < steps[0]
+        assert "fp8, " in run(*few)[1] and "--only dtype" not in run(*few)[1]
         estimated = run("estimate", *SMALL, *PLAN)[1]
         assert f"{band['time']:.0%}" in next(line for line in estimated.splitlines() if "tokens per second" in line)
 
@@ -92,7 +91,9 @@ class TestPlan:
         given = ["--model", "gpt3-175b", "--cluster", "a100-80x8", "--batch", 64]
         code, out, err = run("plan", *given)
         assert (code, out) == (1, "")
-        assert run("estimate", *given) == run("config", *given, "--format", "torchrun") == (code, out, err)
+        assert (
+            run("estimate", *given) == run("estimate", *given, "--for", "torchrun", "--output", "-") == (code, out, err)
+        )
         assert err.startswith("error: no plan of gpt3-175b fits on a100-80x8; ")
         smallest = int(err.split("; ")[1].split()[0])
         assert smallest > 8
@@ -115,9 +116,9 @@ def test_the_names_that_commands_take_are_listed(run):
     assert all(name in shown for names in found.values() for name in names)
 
 
-def test_only_a_search_has_software_by_its_system(run):
-    assert "that of --for" in " ".join(run("plan", "--help")[1].split())
-    assert "that of --for" not in run("estimate", "--help")[1]
+def test_software_is_that_of_the_system(run):
+    for given, software in ((["--for", "torchtitan"], "torchtitan-2025"), (["--for", "torchrun"], CURRENT)):
+        assert json.loads(run("estimate", *SMALL, *given, "--plan", "zero=3", "--json")[1])["software"] == software
 
 
 class TestEstimate:
@@ -180,7 +181,7 @@ def test_without_a_plan_the_fastest_is_taken(run):
     best = json.loads(run("plan", *SMALL, "--top", 1, "--json")[1])["plans"][0]
     assert json.loads(run("estimate", *SMALL, "--json")[1])["plan"] == best["plan"]
     sizes = ", ".join(f"{name}={best['plan'][name]}" for name in ("cp", "tp", "ep"))
-    assert f"{sizes})" in run("config", *SMALL, "--format", "torchrun")[1]
+    assert f"{sizes})" in run("estimate", *SMALL, "--for", "torchrun", "--output", "-")[1]
 
 
 @pytest.mark.parametrize(
@@ -216,11 +217,15 @@ def test_without_a_plan_the_fastest_is_taken(run):
         (["estimate", *SMALL, "--plan", "no.json"], "no.json: No such file or directory"),
         (["estimate", *SMALL, "--seq", "-1"], "seq_length must be at least 1, got -1"),
         (["estimate", *SMALL, "--price", "-1"], "price must be finite and zero or more, got -1"),
-        (["estimate", *SMALL, "--html", "no/page.html"], "no/page.html: No such file or directory"),
+        (
+            ["estimate", *SMALL, *PLAN, "--for", "torchrun", "--output", "no/run.sh"],
+            "no/run.sh: No such file or directory",
+        ),
         (["plan", *SMALL, "--top", "0"], "'--top'"),
         (["plan", *SMALL, "--top", "many"], "'--top'"),
         (["plan", *SMALL[:4]], "Missing option '--batch'"),
-        (["config", *SMALL, "--format", "jax"], "unknown system 'jax'; known: deepspeed, megatron"),
+        (["estimate", *SMALL, *PLAN, "--for", "jax"], "unknown system 'jax'; known: deepspeed, megatron"),
+        (["config", *SMALL, "--format", "megatron"], "estimate --plan FIELDS --for SYSTEM --output FILE"),
         (["plane"], "No such command 'plane'"),
         (["plan", "--nope"], "No such option"),
     ],

@@ -1,4 +1,4 @@
-"""``parallel-ops config``: the configuration of each system, and the plans that it cannot run."""
+"""``--output`` of ``plan`` and ``estimate``: the configuration of each system, and the plans that it cannot run."""
 
 import json
 
@@ -11,18 +11,20 @@ from support.planner_cli import PLAN, SMALL
 
 
 def exported(run, format, *plan, model="llama3-70b"):
-    given = ["--model", model, "--cluster", "h100x64", "--batch", "4M", "--format", format]
-    code, out, err = run("config", *given, *(["--plan", ",".join(plan)] if plan else []))
+    given = ["--model", model, "--cluster", "h100x64", "--batch", "4M", "--for", format, "--output", "-"]
+    code, out, err = run("estimate", *given, *(["--plan", ",".join(plan)] if plan else []))
     return err if code == 2 else out
 
 
-def test_a_plan_that_does_not_fit_is_written_and_said_so(run):
-    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--format", "megatron"]
-    code, out, err = run("config", *given, "--plan", "tp=1")
+def test_a_plan_that_does_not_fit_is_written_and_said_so(run, tmp_path):
+    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--for", "megatron"]
+    code, out, err = run("estimate", *given, "--plan", "tp=1", "--output", "-")
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("does not fit: stage 0 needs") and "--tensor-model" in out
-    assert json.loads(run("config", *given, "--plan", "tp=1", "--json")[1])["fits"] is False
-    assert run("config", *given, "--plan", "tp=8,pp=4,zero=1")[2] == ""
+    file = tmp_path / "run.sh"
+    code, found, _ = run("estimate", *given, "--plan", "tp=1", "--output", file, "--json")
+    assert (code, json.loads(found)["fits"], file.read_text()) == (1, False, out)
+    assert run("estimate", *given, "--plan", "tp=8,pp=4,zero=1", "--output", "-")[2] == ""
 
 
 def test_deepspeed(run):
@@ -110,10 +112,11 @@ def test_the_trainer(run):
 
 def test_without_a_plan_it_is_the_fastest_that_the_system_runs(run):
     """The fastest plan of all has a schedule that Megatron-LM lacks."""
-    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M"]
-    code, out, err = run("config", *given, "--format", "megatron")
+    given = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "4M", "--for", "megatron", "--output", "-"]
+    code, out, err = run("estimate", *given)
     assert (code, err) == (0, "")
     assert "--tensor-model-parallel-size" in out
+    assert run("plan", *given) == (code, out, err)
 
 
 def test_torchrun(run):
@@ -156,11 +159,7 @@ def test_what_a_system_cannot_run_is_refused(run):
 
 
 def test_to_a_file(run, tmp_path):
-    given = [*SMALL, *PLAN, "--format", "torchrun"]
-    assert run("config", *given, "--output", tmp_path / "run.sh") == (0, "", "")
-    assert (tmp_path / "run.sh").read_text() == run("config", *given)[1]
-    assert json.loads(run("config", *given, "--json")[1]) == {
-        "format": "torchrun",
-        "fits": True,
-        "text": run("config", *given)[1],
-    }
+    given, file = [*SMALL, *PLAN, "--for", "torchrun"], tmp_path / "run.sh"
+    shown = run("estimate", *given)
+    assert run("estimate", *given, "--output", file) == shown
+    assert file.read_text() == run("estimate", *given, "--output", "-")[1]

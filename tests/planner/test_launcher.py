@@ -102,9 +102,8 @@ def test_unknown_launchers_and_formats_without_a_script():
 
 def test_the_command_line_writes_a_script(run, tmp_path):
     plan = ["--model", "llama3-70b", "--cluster", "h100x64", "--batch", "64"]
-    code, out, err = run(
-        "config", *plan, "--format", "megatron", "--plan", "tp=8,pp=4,zero=1,recompute=full", "--launcher", "slurm"
-    )
+    fields = ["--plan", "tp=8,pp=4,zero=1,recompute=full", "--for", "megatron"]
+    code, out, err = run("estimate", *plan, *fields, "--launcher", "slurm", "--output", "-")
     assert (code, err) == (0, "") and out.startswith("#!/bin/bash") and "srun torchrun --nnodes=8" in out
     only = "tp=8,pp=4,zero=1,schedule=1f1b,micro_batch=1"
     code, _, err = run(

@@ -275,21 +275,27 @@ def test_base_gives_the_other_fields():
     assert (best.dtype, best.fused_loss) == ("fp16", False)
 
 
-def test_fp8_is_shown_beside_bf16():
+def test_dtypes_are_values_of_one_search():
     model, cluster = presets.model("llama3-8b"), presets.cluster("h100x8")
     options = SearchOptions(target="megatron", zero=(0, 1), micro_batches=(1, 2))
-    found = search(model, cluster, batch=128, options=options)
-    assert {each.plan.dtype for each in found.plans} == {"bf16"}
-    assert {each.plan.dtype for each in found.fp8} == {"fp8"}
-    assert found.fp8[0].step < found.best.step
-    for each in found.fp8:
+    alone = {dtype: search(model, cluster, batch=128, options=replace(options, dtype=(dtype,))) for dtype in FORMATS}
+    both = search(model, cluster, batch=128, options=replace(options, dtype=FORMATS))
+    for dtype, found in alone.items():
+        assert {each.plan.dtype for each in found.plans} == {dtype}
+    assert sorted(both.ranking, key=lambda found: found[1]) == sorted(
+        (*alone["bf16"].ranking, *alone["fp8"].ranking), key=lambda found: found[1]
+    )
+    assert both.best.plan == alone["fp8"].best.plan and both.best.step < alone["bf16"].best.step
+    assert len(both.rejected) == sum(len(found.rejected) for found in alone.values())
+    for each in both.plans:
         assert problem(model, cluster, each.plan) is None
         assert each.peak_memory.total <= cluster.gpu.memory
         assert "megatron" in systems(model, cluster, each.plan)
-    # The fastest is the one that a search in fp8 finds.
-    asked = search(model, cluster, batch=128, options=replace(options, fixed={"dtype": "fp8"}, base=Plan(dtype="fp8")))
-    assert found.fp8[0].step == pytest.approx(asked.best.step, rel=0.02)
-    assert asked.fp8 == ()
-    # Neither a GPU without fp8 products nor a system without them has such plans.
-    assert search(model, presets.cluster("a100-80x8"), batch=128, options=options).fp8 == ()
-    assert search(model, cluster, batch=128, options=replace(options, target="deepspeed", zero=(1,))).fp8 == ()
+    # A GPU or a system without fp8 products says so.
+    with pytest.raises(ValueError, match="a100-80 has no fp8 matrix products"):
+        search(model, presets.cluster("a100-80x8"), batch=128, options=replace(options, dtype=FORMATS))
+    with pytest.raises(ValueError, match="deepspeed: .*not dtype=fp8"):
+        search(model, cluster, batch=128, options=replace(options, target="deepspeed", zero=(1,), dtype=("fp8",)))
+
+
+FORMATS = ("bf16", "fp8")

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_ops.planner.pictures.bars import COLORS, bars
-from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_html, trace_svg
+from parallel_ops.planner.pictures.trace import chrome_trace, measured, trace_svg
 from parallel_ops.planner.schedules.schedule import KINDS, Action, Times, actions, simulate
-from support.html_page import Page
 
 TIMES = Times(forward=0.010, input_grad=0.013, weight_grad=0.009, link=0.0005, input_grad_first=True)
 SLOWER = replace(TIMES, forward=0.012, link=0.002)
@@ -125,30 +124,12 @@ def test_a_pair_that_ran_one_after_the_other_has_whole_rows():
     assert together.busy == apart.busy == [6]
 
 
-def test_the_page_has_both_pipelines_and_a_row_for_each_rank():
-    planned, found = ran("zb-v")
-    text = trace_html(planned, found, title="<a run>")
-    page = Page(text)
-    assert page.open == [] and page.loads == [] and not re.search(r"https?:|url\(|@import|<script", text)
-    assert page.words.count("<a run>") == 2  # title and heading
-    assert sum(f"bubble {each.bubble:.1%}" in word for word in page.words for each in (planned, found)) == 2
-    assert text.count("<svg") == 2 and "weight gradient" in page.words
-    head, *rows = page.rows
-    assert head == ["rank", "busy, planned", "measured", "bubble, planned", "measured", "most micro-batches in flight"]
-    for rank, row in enumerate(rows):
-        busy = [f"{1e3 * each.busy[rank]:.3g} ms" for each in (planned, found)]
-        bubble = [f"{each.bubbles[rank]:.1%}" for each in (planned, found)]
-        assert row == [str(rank), *busy, *bubble, f"{found.peak_activations[rank]:.4g}"]
-    assert len(rows) == 4
-
-
 def test_pipelines_that_do_not_compare():
     planned, found = ran("1f1b")
-    for draw in (trace_svg, trace_html):
-        with pytest.raises(ValueError, match="the planned pipeline has 2 ranks, the measured one 4"):
-            draw(ran("1f1b", 2)[0], found, title="")
-        with pytest.raises(ValueError, match="takes no time"):
-            draw(simulate(planned.schedule, Times(forward=0, input_grad=0, weight_grad=0)), found, title="")
+    with pytest.raises(ValueError, match="the planned pipeline has 2 ranks, the measured one 4"):
+        trace_svg(ran("1f1b", 2)[0], found, title="")
+    with pytest.raises(ValueError, match="takes no time"):
+        trace_svg(simulate(planned.schedule, Times(forward=0, input_grad=0, weight_grad=0)), found, title="")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,7 @@ def test_half_precision_overflows_where_one_process_does(data):
 def test_what_a_run_draws(data, tmp_path):
     settings = settings_of(data, {"pp": 2, "schedule": "zb-h1"}, logging={"trace": str(tmp_path)}, run={"steps": 3})
     ranks(2).run(runs.train, settings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline.html", "pipeline.json", "pipeline.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline.json", "pipeline.svg"]
     events = json.loads((tmp_path / "pipeline.json").read_text())["traceEvents"]
     ran = [
         [e["name"] for e in sorted(events, key=lambda e: e.get("ts", -1)) if e["ph"] == "X" and e["tid"] == rank]
@@ -72,7 +72,6 @@ def test_what_a_run_draws(data, tmp_path):
     text = "".join(ElementTree.parse(tmp_path / "pipeline.svg").getroot().itertext())
     assert "Step 2: zb-h1 on 2 ranks, 8 micro-batches" in text
     assert text.count("bubble") >= 2
-    assert "<svg" in (tmp_path / "pipeline.html").read_text()
 
 
 def test_ranks_that_do_not_all_trace(data, tmp_path):

@@ -3,7 +3,6 @@
 import os
 import sys
 import warnings
-from collections.abc import Sequence as PySequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,31 +16,29 @@ from parallel_ops.planner.cli import inputs, tables
 from parallel_ops.planner.cli.options import (
     Batch,
     ClusterName,
-    Html,
     Json,
     Launcher,
     ModelName,
     Only,
+    Output,
     PlanText,
     Price,
-    SearchSoftware,
     Sequence,
     SoftwareName,
     System,
+    WrittenFor,
     completed,
 )
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.software import CURRENT, era, eras
 from parallel_ops.planner.estimate import estimate as estimate_plan
-from parallel_ops.planner.estimate import simulation
-from parallel_ops.planner.export import FORMATS, TARGETS, find_target
+from parallel_ops.planner.export import TARGETS, find_target
 from parallel_ops.planner.export import export as export_plan
 from parallel_ops.planner.export.launcher import script
 from parallel_ops.planner.export.trainer import TRAINER
-from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
+from parallel_ops.planner.feasibility import memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.pictures import drawing
-from parallel_ops.planner.pictures import html as html_page
 from parallel_ops.planner.results import Estimate, SearchResult
 from parallel_ops.planner.schedules.schedule import KINDS, Times, actions, simulate
 from parallel_ops.planner.search.options import SearchOptions
@@ -57,6 +54,11 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 def main() -> None:
     """Runs the command line. A user's error is one line on stderr and exit code 2."""
+    if sys.argv[1:2] == ["config"]:
+        fail(
+            "config is now an option of two commands: plan --for SYSTEM --output FILE writes the fastest plan, "
+            "estimate --plan FIELDS --for SYSTEM --output FILE a given one; FILE may be -"
+        )
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         run(app, "parallel-ops", errors=(ValueError, TypeError, OSError))
@@ -80,15 +82,12 @@ def plan_command(
     seq: Sequence = None,
     system: System = None,
     only: Only = None,
-    software: SearchSoftware = None,
+    software: SoftwareName = None,
     any_system: Annotated[bool, typer.Option("--any", help="Also plans that no known system runs.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
     price: Price = None,
     json: Json = False,
-    html: Html = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the best plan for the system of --for; run.toml is for `train`.")
-    ] = None,
+    output: Output = None,
     launcher: Launcher = None,
 ) -> None:
     """Ranks all plans of a model on a cluster, with reasons against those that cannot run.
@@ -98,18 +97,12 @@ def plan_command(
     Example: parallel-ops plan --model llama3-8b --cluster h100x64 --batch 4M --output run.toml
     """
     shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
-    if output is not None and output.suffix == ".toml":
-        system = system or TRAINER.name
-    if output is not None and system is None:
-        raise ValueError("--output writes the plan for a system; name it with --for")
+    system = _written_for(system, output, launcher)
     options = replace(inputs.options(machine, system, only), any_system=any_system)
     result = _search(shape, machine, batch, options, software, keep=max(top, 10))
     best, shown = result.best, result.plans[:top]
-    _save_page(html, shown, result)
-    if output is not None:
-        text = export_plan(system or "", shape, machine, best.plan)
-        text = script(find_target(system or ""), text, machine, best.plan, launcher) if launcher else text
-        output.write_text(text, encoding="utf-8")
+    if _write(best, system, output, launcher):
+        return
     if json:
         _print_json(tables.search_data(result, shown))
         return
@@ -120,11 +113,10 @@ def plan_command(
     console.print(tables.plans(shown, ties))
     console.print(f"\n{best.error_band.sentence()} {tables.tied(result, ties)}".rstrip(), highlight=False)
     console.print(f"\n{tables.whose_times(shown)}", highlight=False)
+    if machine.gpu.fp8 and not any(found.plan.dtype == "fp8" for found in shown):
+        console.print("--only dtype=bf16:fp8 ranks plans with the linears of layers in fp8, too.", highlight=False)
     console.print(f"\n{tables.NOTATION}", style="dim", highlight=False)
     console.print()
-    if result.fp8:
-        console.print(tables.in_fp8(result))
-        console.print()
     if result.misses:
         console.print(tables.misses(result))
         console.print()
@@ -141,20 +133,35 @@ def estimate_command(
     batch: Batch,
     seq: Sequence = None,
     plan: PlanText = None,
+    system: WrittenFor = None,
     software: SoftwareName = None,
     price: Price = None,
     json: Json = False,
-    html: Html = None,
+    output: Output = None,
+    launcher: Launcher = None,
 ) -> None:
     """Time, memory and traffic of one plan.
 
-    Exit code 1 if it does not fit in memory.
+    Exit code 1 if it does not fit in memory; --output writes it all the same.
 
     Example: parallel-ops estimate --model llama3-70b --cluster h100x512 --batch 4M --plan tp=8,pp=4,zero=1
     """
-    found = _estimate(model, cluster, batch, seq, plan, price, software)
-    _save_page(html, [found])
+    system = _written_for(system, output, launcher)
+    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
+    if plan is None:
+        options = inputs.options(machine, system if system in TARGETS else None, None)
+        found = _search(shape, machine, batch, options, software, keep=10).best
+    else:
+        target = find_target(system) if system else None
+        given = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), target)
+        if system:
+            export_plan(system, shape, machine, given)  # raises if the system cannot run it
+        found = estimate_plan(shape, machine, given, software=software or (target.software if target else CURRENT))
     problem = memory_problem(found.cluster, found.plan, found.memory)
+    if _write(found, system, output, launcher):
+        if problem is not None:
+            typer.echo(f"does not fit: {problem[1]}", err=True)
+        sys.exit(0 if problem is None else NO)
     if json:
         _print_json({**tables.estimate_data(found), "fits": problem is None})
         sys.exit(0 if problem is None else NO)
@@ -256,63 +263,28 @@ def validate_command(
         sys.exit(NO)
 
 
-@app.command("config")
-def config_command(
-    model: ModelName,
-    cluster: ClusterName,
-    batch: Batch,
-    format: Annotated[
-        str, typer.Option("--format", help=", ".join(FORMATS), autocompletion=completed(lambda: FORMATS))
-    ],
-    seq: Sequence = None,
-    plan: PlanText = None,
-    output: Annotated[Path | None, typer.Option(help="File to write.", show_default="print it")] = None,
-    launcher: Launcher = None,
-    json: Json = False,
-) -> None:
-    """Writes a plan as the configuration of a training system.
+def _written_for(system: str | None, output: Path | None, launcher: str | None) -> str | None:
+    """The system that a plan is written for: that of --for, or `train` for a file in TOML."""
+    if output is None and launcher is not None:
+        raise ValueError("--launcher is for the file of --output")
+    if output is not None and output.suffix == ".toml":
+        system = system or TRAINER.name
+    if output is not None and system is None:
+        raise ValueError("--output writes the plan for a system; name it with --for")
+    return system
 
-    A config of DeepSpeed, torchtitan or this package's trainer, arguments of Megatron-LM, or a torchrun command.
-    Without --plan it is the fastest that the system can run. Exit code 1 if it does not fit in memory; it is written
-    all the same.
 
-    Example: parallel-ops config --model llama3-8b --cluster h100x8 --batch 64 --format megatron
-    """
-    system = find_target(format)
-    shape, machine = inputs.model(model, seq), inputs.cluster(cluster)
-    if plan is None:
-        options = inputs.options(machine, format if format in TARGETS else None, None)
-        written = _search(shape, machine, batch, options, None, keep=10).best.plan
-    else:
-        written = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length), system)
-    text = export_plan(format, shape, machine, written)
-    text = script(system, text, machine, written, launcher) if launcher else text
-    problem = quick_memory_problem(shape, machine, written)
-    if output is not None:
+def _write(found: Estimate, system: str | None, output: Path | None, launcher: str | None) -> bool:
+    """Writes the plan to the file of --output; True if that is stdout, which then has nothing else."""
+    if output is None or system is None:
+        return False
+    text = export_plan(system, found.model, found.cluster, found.plan)
+    text = script(find_target(system), text, found.cluster, found.plan, launcher) if launcher else text
+    if str(output) != "-":
         output.write_text(text, encoding="utf-8")
-    if json:
-        _print_json({"format": format, "text": text, "fits": problem is None})
-    elif output is None:
-        print(text, end="")
-    if problem is not None:
-        typer.echo(f"does not fit: {problem[1]}", err=True)
-        sys.exit(NO)
-
-
-def _estimate(
-    model: str,
-    cluster: str,
-    batch: str,
-    seq: int | None,
-    plan: str | None,
-    price: float | None,
-    software: str | None = None,
-) -> Estimate:
-    shape, machine = inputs.model(model, seq), inputs.cluster(cluster, price)
-    if plan is None:
-        return _search(shape, machine, batch, None, software, keep=10).best
-    given = inputs.plan(plan, machine.gpus, inputs.batch(batch, shape.seq_length))
-    return estimate_plan(shape, machine, given, software=software or CURRENT)
+        return False
+    print(text, end="")
+    return True
 
 
 def _search(
@@ -333,16 +305,6 @@ def _times(text: str, link: float) -> Times:
     except ValueError:
         raise ValueError(f"--times must be three numbers, F,I,W, got {text!r}") from None
     return Times(forward=forward, input_grad=input_grad, weight_grad=weight_grad, link=link)
-
-
-def _save_page(path: Path | None, estimates: PySequence[Estimate], found: SearchResult | None = None) -> None:
-    if path is None:
-        return
-    best = estimates[0]
-    pipeline = simulation(best.model, best.cluster, best.plan, software=best.software) if best.plan.pp > 1 else None
-    rejected = tables.rejection_rows(found) if found else []
-    misses = found.misses if found else ()
-    path.write_text(html_page.page(estimates, pipeline, rejected, misses), encoding="utf-8")
 
 
 def _print_json(data: Any) -> None:

@@ -151,7 +151,10 @@ def options(cluster: Cluster, system: str | None, only: str | None) -> SearchOpt
             fixed[name] = found[0]
         else:
             raise ValueError(f"--only: {name} takes one value, got {':'.join(map(str, found))}")
-    return replace(out, **changes, base=replace(out.base, **fixed), fixed=fixed)
+    base = replace(out.base, dtype=given["dtype"][0] if "dtype" in given else out.base.dtype)
+    for dtype in given.get("dtype", ()):
+        replace(base, dtype=dtype, **fixed)  # raises for fields that do not go with a dtype
+    return replace(out, **changes, base=replace(base, **fixed), fixed=fixed)
 
 
 def _check_value(name: str, value: Any) -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Sequence as PySequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.compute.software import CURRENT, eras
-from parallel_ops.planner.export import TARGETS
+from parallel_ops.planner.export import FORMATS, TARGETS
 from parallel_ops.planner.export.launcher import LAUNCHERS
 
 
@@ -57,20 +57,28 @@ Only = Annotated[
 ]
 
 
-def _software(default: str) -> Any:
-    return typer.Option(
+WrittenFor = Annotated[
+    str | None,
+    typer.Option(
+        "--for", help=f"System whose defaults the plan has and --output writes: {', '.join(FORMATS)}.",
+        autocompletion=completed(lambda: list(FORMATS)),
+    ),
+]  # fmt: skip
+Output = Annotated[
+    Path | None,
+    typer.Option(help="Write the plan for the system of --for; run.toml is for `train`, - prints it alone."),
+]
+SoftwareName = Annotated[
+    str | None,
+    typer.Option(
         "--software",
         help=f"Era of the training software, whose kernels and overlap the times are of: {', '.join(eras())}.",
-        show_default=default, autocompletion=completed(eras),
-    )  # fmt: skip
-
-
-SoftwareName = Annotated[str | None, _software(CURRENT)]
-SearchSoftware = Annotated[str | None, _software(f"that of --for, or {CURRENT}")]
+        show_default=f"that of --for, or {CURRENT}", autocompletion=completed(eras),
+    ),
+]  # fmt: skip
 Price = Annotated[float | None, typer.Option("--price", help="Price of one GPU for one hour, for the cost.")]
 Launcher = Annotated[
     str | None,
     typer.Option(help=f"Write a bash script that runs it: {', '.join(LAUNCHERS)}.", show_default="the config alone"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Save a page with memory, pipeline and plans.")]

@@ -22,7 +22,8 @@ from parallel_ops.planner.validation.measurement import Measurement
 # Legend of Plan.describe.
 NOTATION = (
     "dp, tp, pp, cp, ep: data, tensor, pipeline, context and expert parallelism, 1 where not named; zero: ZeRO stage; "
-    "sp: sequence parallelism; b2 x 64: 64 micro-batches of 2 sequences; in italics: rules of thumb that a plan breaks."
+    "sp: sequence parallelism; b2 x 64: 64 micro-batches of 2 sequences; fp8: linears of layers, MFU of that peak; "
+    "in italics: rules of thumb that a plan breaks."
 )
 
 
@@ -67,14 +68,9 @@ def tied(result: SearchResult, ties: int) -> str:
     return f"The {ties} plans marked = are ties within this error: time them, or take the simplest, {simplest}."
 
 
-def in_fp8(result: SearchResult, count: int = 3) -> Table:
-    """The fastest plans with fp8 products, see ``SearchResult.fp8``. Their MFU is of the fp8 peak."""
-    return plans(result.fp8[:count], title="With the linears of layers in fp8 (--only dtype=fp8); MFU of the fp8 peak")
-
-
-def plans(estimates: Sequence[Estimate], ties: int = 1, title: str = "") -> Table:
+def plans(estimates: Sequence[Estimate], ties: int = 1) -> Table:
     """Ranked plans, the first ``ties`` marked as equal, each with the rules of thumb that it breaks."""
-    out = _table(title)
+    out = _table()
     out.add_column("#", justify="right")
     out.add_column("plan", ratio=1)
     # The first ± is of step, tokens/s and MFU, the second of memory.
@@ -321,7 +317,6 @@ def search_data(result: SearchResult, shown: Sequence[Estimate]) -> dict[str, An
     """A search as plain data."""
     return {
         "plans": [estimate_data(found) for found in shown],
-        "fp8": [estimate_data(found) for found in result.fp8[: len(shown)]],
         "ties": result.ties,
         "simplest": dataclasses.asdict(result.simplest.plan),
         "misses": [

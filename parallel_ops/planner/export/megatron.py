@@ -30,7 +30,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
         yield f"its interleaved schedule needs micro-batches ({plan.micro_batches}) in multiples of pp ({plan.pp})"
     if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
         yield "its experts with tensor parallelism need sequence parallelism"
-    if plan.grad_dtype in ("fp16", "fp8"):
+    if plan.grad_dtype == "fp16":
         yield f"it accumulates gradients in fp32 or bf16, not {plan.grad_dtype}"
     if plan.offload == "optimizer" and plan.zero != 1:
         yield "it offloads the optimizer of its distributed optimizer, ZeRO 1"

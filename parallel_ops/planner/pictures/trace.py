@@ -1,4 +1,4 @@
-"""Pictures of a pipeline that ran: beside the planned one as SVG and HTML, and as a Chrome trace.
+"""Pictures of a pipeline that ran: under the planned one as SVG, and as a Chrome trace.
 
 A run measures start and end of each action on each pipeline rank. ``measured`` makes a ``Simulation`` of them, so that
 a planned and a measured pipeline have the same figures and are drawn alike.
@@ -10,8 +10,7 @@ from html import escape
 from typing import Any
 
 from parallel_ops.planner.pictures.bars import NAMES
-from parallel_ops.planner.pictures.frame import document, legend, table
-from parallel_ops.planner.pictures.pipeline_picture import MARGIN, WIDTH, pipeline_marks, whole
+from parallel_ops.planner.pictures.pipeline_picture import MARGIN, WIDTH, pipeline_marks
 from parallel_ops.planner.pictures.pipeline_picture import legend as colors_of
 from parallel_ops.planner.schedules.schedule import Action, Simulation, peak_activations
 
@@ -86,7 +85,7 @@ def trace_svg(planned: Simulation, measured: Simulation, *, title: str) -> str:
     _check(planned, measured)
     parts, y = [_text(0, _LINE, title, "15", ' font-weight="600"')], 1.5 * _LINE
     for caption, pipeline in zip(_captions(planned, measured), (planned, measured), strict=True):
-        marks, tall = pipeline_marks(pipeline, whole(pipeline))
+        marks, tall = pipeline_marks(pipeline)
         parts.append(_text(0, y + 0.75 * _LINE, f"{caption}.", "12"))
         picture = f'<g font-size="10" dominant-baseline="central">{marks}</g>'
         parts.append(f'<g transform="translate(0 {y + _LINE:g})">{picture}</g>')
@@ -118,37 +117,6 @@ def _legend_marks(entries: Sequence[tuple[str, str]], y: float) -> tuple[str, fl
         out.append(_text(x + 17, y + 10, name, "11"))
         x += wide
     return "".join(out), y + _LINE
-
-
-def trace_html(planned: Simulation, measured: Simulation, *, title: str) -> str:
-    """The planned and the measured pipeline as a self-contained page, with a table of the ranks.
-
-    Arguments and errors: see ``trace_svg``.
-    """
-    _check(planned, measured)
-    parts = [f"<h1>{escape(title)}</h1>"]
-    names = "Planned pipeline", "Measured pipeline"
-    for name, caption, pipeline in zip(names, _captions(planned, measured), (planned, measured), strict=True):
-        marks, tall = pipeline_marks(pipeline, whole(pipeline))
-        picture = (
-            f'<svg viewBox="0 0 {WIDTH:g} {tall:g}" role="img" aria-label="{escape(caption)}" font-size="10" '
-            f'dominant-baseline="central">{marks}</svg>'
-        )
-        parts += [f"<h2>{name}</h2><p>{escape(caption)}.</p>", f'<div class="scroll" tabindex="0">{picture}</div>']
-    columns = "rank", "busy, planned", "measured", "bubble, planned", "measured", "most micro-batches in flight"
-    rows = [
-        (str(rank), *map(_seconds, busy), *(f"{bubble:.1%}" for bubble in bubbles), f"{peak:.4g}")
-        for rank, (busy, bubbles, peak) in enumerate(
-            zip(
-                zip(planned.busy, measured.busy, strict=True),
-                zip(planned.bubbles, measured.bubbles, strict=True),
-                measured.peak_activations,
-                strict=True,
-            )
-        )
-    ]
-    parts += [legend(colors_of(planned)), "<h2>Ranks</h2>", table(columns, rows)]
-    return document(title, parts)
 
 
 def chrome_trace(measured: Simulation) -> dict[str, Any]:

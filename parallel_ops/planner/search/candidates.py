@@ -83,12 +83,12 @@ class Candidates:
                     yield plan
 
     def _shardings(self, placed: Plan) -> Iterator[Plan]:
-        """ZeRO stages, and replicas of their shards, of one placement."""
+        """Dtypes, ZeRO stages, and replicas of their shards, of one placement."""
         alone = placed.dp * placed.cp == 1 and not self.system and 0 in self.options.zero
-        for zero in self.options.zero:
+        for dtype, zero in itertools.product(self.options.dtype, self.options.zero):
             if zero and alone:
                 continue  # nobody to share with: the same as ZeRO-0
-            plan = self._as_target_does(unchecked(placed, zero=zero))
+            plan = self._as_target_does(unchecked(placed, dtype=dtype, zero=zero))
             for replicas in self.options.dp_replicate or (1, *self._replicas(placed, zero)):
                 found = _replica_problem(plan, replicas)
                 if found:

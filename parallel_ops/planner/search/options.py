@@ -26,9 +26,10 @@ class SearchOptions:
         micro_batches: sizes of a micro-batch, in sequences.
         virtual_stages: chunks per rank of interleaved 1F1B.
         context_tokens: least tokens of a sequence per context-parallel rank.
+        dtype: dtypes to try; empty for that of ``base``.
         zero, schedules, recompute, offload, cp_kinds, sequence_parallel: as in ``Plan``. The first combination of
             ``recompute`` and ``offload`` that fits is taken, so cheaper ones come first.
-        base: plan with the other fields (dtype, fused loss, ...) of all plans.
+        base: plan with the other fields (fused loss, moments, ...) of all plans.
         any_system: also plans that none of the known systems can run.
         fixed: fields that override ``base`` and the defaults of the target.
     """
@@ -43,6 +44,7 @@ class SearchOptions:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     virtual_stages: tuple[int, ...] = (2, 4)
     context_tokens: int = 2048
+    dtype: tuple[str, ...] = ()
     zero: tuple[int, ...] = (0, 1, 2, 3)
     schedules: tuple[str, ...] = USUAL_SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE
@@ -69,11 +71,12 @@ def default_options(cluster: Cluster) -> SearchOptions:
 
 
 def within_target(options: SearchOptions) -> SearchOptions:
-    """The options without values that the target does not support.
+    """The options with their dtypes, and without values that the target does not support.
 
     Raises:
         ValueError: no value of a field is left, or the target is unknown.
     """
+    options = replace(options, dtype=options.dtype or (options.base.dtype,))
     if not options.target:
         return options
     system = find_target(options.target)

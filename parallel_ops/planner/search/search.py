@@ -1,6 +1,6 @@
 """Search over all plans of a model on a cluster.
 
-    for each factorisation of the GPUs into dp * tp * pp * cp, each ep and ZeRO stage:
+    for each factorisation of the GPUs into dp * tp * pp * cp, each ep, dtype and ZeRO stage:
         with ZeRO-3 over several nodes also shards inside a node, with one replica per node
         reject plans that cannot be placed, or whose model states alone do not fit
         for each schedule and micro-batch, with and without sequence parallelism:
@@ -25,8 +25,8 @@ from parallel_ops.planner.estimate import estimate
 from parallel_ops.planner.export import find_target, systems
 from parallel_ops.planner.garbage import without_collection
 from parallel_ops.planner.model import Model
-from parallel_ops.planner.plan import Plan, unchecked
-from parallel_ops.planner.results import Estimate, NearMiss, Rejection, SearchResult, family
+from parallel_ops.planner.plan import Plan
+from parallel_ops.planner.results import NearMiss, Rejection, SearchResult, family
 from parallel_ops.planner.search.candidates import Candidates
 from parallel_ops.planner.search.options import SearchOptions, default_options, within_target
 from parallel_ops.planner.search.sensitivity import sensitivity
@@ -38,8 +38,6 @@ NEAR, FASTER = 0.1, 0.01
 MOST_COMPARED = 60
 # Plans among which one with room for an error of the memory is looked for.
 MOST_TIGHT = 300
-# The fastest plans that are timed with fp8 products, too.
-MOST_FP8 = 300
 # Near misses that are timed, the least excess first, and that are returned.
 MISSES_TIMED, MISSES_KEPT = 2000, 5
 
@@ -76,7 +74,8 @@ def search(
     """
     given = _Given(batch=batch, keep=keep)
     options = within_target(options or default_options(cluster))
-    cluster.gpu.peak(options.base.dtype)  # raises if the GPU has no such products: no plan could run
+    for dtype in options.dtype:
+        cluster.gpu.peak(dtype)  # raises if the GPU has no such products: no plan could run
     software = software or (find_target(options.target).software if options.target else CURRENT)
     constants = constants or constants_of(cluster, software)
     rejected: list[Rejection] = []
@@ -97,7 +96,6 @@ def search(
         plans=tuple(plans),
         ranking=ranking,
         rejected=tuple(rejected),
-        fp8=_in_fp8(model, cluster, ranking, options, constants, software, given.keep),
         misses=_nearest_misses(model, cluster, constants, rejected, min((p.step for p in plans), default=math.inf)),
         sensitivity=sensitivity(model, cluster, [plan for plan, _ in ranking[:MOST_COMPARED]], constants),
         smallest=0 if plans else smallest_cluster(model, cluster, batch=batch, options=options),
@@ -153,37 +151,6 @@ def _distinct(plans: Iterable[Plan], count: int) -> list[Plan]:
         if len(chosen) == count:
             break
     return list(chosen.values())
-
-
-def _in_fp8(
-    model: Model,
-    cluster: Cluster,
-    ranking: Sequence[tuple[Plan, float]],
-    options: SearchOptions,
-    constants: Efficiency,
-    software: str,
-    keep: int,
-) -> tuple[Estimate, ...]:
-    """``SearchResult.fp8``: the fastest plans with fp8 products. They fit, since stored tensors stay in 16 bits."""
-    asked = options.base.dtype != "bf16" or options.base.grad_dtype != "fp32" or "dtype" in options.fixed
-    if not cluster.gpu.fp8 or asked:
-        return ()
-    target = find_target(options.target) if options.target else None
-    if target and "fp8" not in target.limits.get("dtype", (("fp8",), ""))[0]:
-        return ()
-    timed = []
-    for plan, _ in ranking[:MOST_FP8]:
-        made = unchecked(plan, dtype="fp8")
-        made = unchecked(made, **{**target.own(made), **options.fixed, "dtype": "fp8"}) if target else made
-        runs = options.any_system or (target.runs(model, cluster, made) if target else systems(model, cluster, made))
-        if runs:
-            timed.append((step_seconds(model, cluster, made, constants), made))
-    timed.sort(key=lambda item: item[0])
-    found = [
-        estimate(model, cluster, plan, constants=constants, software=software)
-        for plan in _distinct((plan for _, plan in timed), keep)
-    ]
-    return tuple(sorted(found, key=lambda each: (each.tight, each.step)))
 
 
 def _nearest_misses(

@@ -42,7 +42,7 @@ def titan() -> Iterator[Measurement]:
         yield Measurement(
             source=table("torchtitan")["source"],
             table="torchtitan",
-            name=f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}, {plan.dtype}",
+            name=f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}",
             model=model,
             cluster=cluster,
             plan=plan,

@@ -163,7 +163,7 @@ def _foundry() -> Iterator[Measurement]:
             global_batch=batch,
             recompute="full" if row["Activation Checkpointing"] == "True" else "none",
             dtype="fp8" if row["Precision"] == "amp_fp8" else "bf16",
-            grad_dtype="fp32" if row["MP Mode"] == "DEFAULT" else "bf16" if row["Precision"] != "amp_fp8" else "fp8",
+            grad_dtype="fp32" if row["MP Mode"] == "DEFAULT" else "bf16",
             fused_ops=False,
             inplace_loss=True,  # loss_fn: fused_crossentropy in the same configurations
         )

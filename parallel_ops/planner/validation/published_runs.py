@@ -64,7 +64,7 @@ class _System(NamedTuple):
     fp8: dict[str, Any] | None = None
 
 
-_FP8 = {"activation_dtype": "fp8", "grad_dtype": "fp8"}
+_FP8 = {"activation_dtype": "fp8"}
 # By the start of a source's name, the longest that fits. Gradients are reduced in 16 bits where grad_reduce_in_fp32 is
 # off; NeMo's optimizer stores the lower half of master weights; AutoModel's states are all in bf16; MaxText tiles its
 # loss, and XLA reduces gradients as the products make them.
@@ -110,7 +110,7 @@ def _measurement(source: str, row: dict[str, str]) -> Measurement:
     return Measurement(
         source=source,
         table=row["source"],
-        name=f"{row['release']}, {model.name} on {plan.gpus}, {plan.describe()}, {plan.dtype}",
+        name=f"{row['release']}, {model.name} on {plan.gpus}, {plan.describe()}",
         model=model,
         cluster=cluster,
         plan=plan,

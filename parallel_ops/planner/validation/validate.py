@@ -276,7 +276,7 @@ def _memory() -> Iterator[Row]:
         model, _, plan = titan_setting(row)
         # Memory reserved by the allocator, without the driver and NCCL.
         predicted = max(stage.total - RUNTIME_BYTES for stage in memory(model, plan)) / GIB
-        name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}, {plan.dtype}"
+        name = f"table {row['table']}, {row['model']}, {model.seq_length} tokens: {plan.describe()}"
         name += "" if plan.fused_ops else ", eager"
         yield _row("torchtitan", "tables 1 to 6", name, "memory", "GiB", (row["gibibytes"], predicted), "held out")
 
