@@ -37,7 +37,6 @@ _BEGIN = {
     "tp_overlap": 0.9,
     "grouped": 0.9,
     "expert_host": 1e-3,
-    "expert_sync": 1e-3,
     "host_memory": 2.5e9,
 }
 
@@ -63,7 +62,9 @@ def predicted(row: Measurement, values: Values) -> float:
         made[part].setdefault(generation, {})[name] = value
         if name == "flash_forward":
             made[part][generation]["flash_backward"] = value * FLASH_BACKWARD
-    return row.predicted(with_parts(row.cluster.gpu.generation, era(row.software), made), exact=False)
+    return row.predicted(
+        with_parts(row.cluster.gpu.generation, era(row.software), made, gpu=row.cluster.gpu.name), exact=False
+    )
 
 
 def sample() -> list[Measurement]:

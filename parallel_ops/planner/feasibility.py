@@ -80,7 +80,7 @@ class MemoryCheck:
     def problem(self, recompute: str, offload: str) -> Problem | None:
         """The problem of the plan with this ``recompute`` and ``offload``; ``None`` if it fits."""
         total, worst, most = self._memory.total, (0, 0.0, 0.0), -math.inf
-        for stage, available in self._stages if offload == "optimizer+activations" else self._deepest:
+        for stage, available in self._stages if "activations" in offload else self._deepest:
             needed = total(stage, recompute, offload)
             if needed - available > most:
                 worst, most = (stage, needed, available), needed - available
@@ -89,7 +89,7 @@ class MemoryCheck:
     def fits(self, recompute: str, offload: str) -> bool:
         """Whether ``problem`` is ``None``."""
         total = self._memory.total
-        stages = self._stages if offload == "optimizer+activations" else self._deepest
+        stages = self._stages if "activations" in offload else self._deepest
         return all(total(stage, recompute, offload) <= available for stage, available in stages)
 
 

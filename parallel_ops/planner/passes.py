@@ -88,7 +88,8 @@ def chunk_costs(
         waits += end_traffic(model, cluster, work, constants, last=False).exposed
     if last:
         exposed = end_traffic(model, cluster, work, constants, last=True).exposed
-        compute += launched(head_passes(model, gpu, constants, work), exposed, constants.host, 1)
+        host = 0.0 if work.cuda_graph else constants.host
+        compute += launched(head_passes(model, gpu, constants, work), exposed, host, 1)
         compute += Passes(constants.serial, constants.serial, 0.0)
         waits += exposed
     return compute, waits
@@ -111,12 +112,12 @@ def layer_costs(
     if paired and routed:
         total = exposed.total
         exposed = exposed.times((total - routed + beside(constants, routed, passes.total)) / total)
-    waits = constants.serial + (constants.expert_sync if sparse and work.dropless else 0.0)
-    if waits:
-        passes += Passes(waits, backward * waits, 0.0)
-    host = constants.host + (constants.expert_host if sparse else 0.0)
+    host = 0.0 if work.cuda_graph else constants.host + (constants.expert_host if sparse else 0.0)
     host *= 1 + _SOFTMAX_LAUNCHES if softmax_falls_back(model, work) else 1
-    return launched(passes, exposed, host, backward), exposed
+    late = constants.expert_sync * host if sparse and work.dropless else 0.0
+    if waits := constants.serial + late:
+        passes += Passes(waits, backward * waits, 0.0)
+    return launched(passes, exposed, host - late, backward), exposed
 
 
 def softmax_falls_back(model: Model, work: Work) -> bool:

@@ -14,7 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe
 V_SHAPED = ("zb-v", "dualpipe-v")
 # What a search tries by default. "operators" is valid too.
 RECOMPUTE = ("none", "selective", "full")
-# What a search tries.
+# What a search tries by default. "activations" is valid too, and "optimizer+parameters".
 OFFLOAD = ("none", "optimizer", "optimizer+activations")
 
 
@@ -48,8 +48,8 @@ class Plan:
             selective checkpointing in torchtitan), ``"experts"`` (the products and activation of routed experts, but
             nothing that is sent) or ``"full"`` (whole layers).
         recompute_layers: layers of the whole model that ``recompute`` applies to, spread evenly; 0 for all.
-        offload: what is kept in host memory, one of ``OFFLOAD`` or, with ZeRO-3, ``"optimizer+parameters"``: the
-            shards of parameters too (arXiv:2104.07857).
+        offload: what is kept in host memory, one of ``OFFLOAD``, ``"activations"`` or, with ZeRO-3,
+            ``"optimizer+parameters"``: the shards of parameters too (arXiv:2104.07857).
         dtype: of parameters and activations, one of ``DTYPES``.
         grad_dtype: of accumulated gradients, ``"fp32"`` or ``dtype``; with fp8 ``"bf16"``, which ``"fp8"`` means too.
         activation_dtype: of the inputs of linear layers that are kept for the backward pass: ``"fp8"`` for one byte
@@ -69,6 +69,7 @@ class Plan:
         ep_overlap: the all-to-alls of experts overlap with the computation of another micro-batch, as DualPipe's do.
         dropless: experts compute all tokens that are routed to them, however many: the host waits for their number.
             If False, each expert has a fixed capacity.
+        cuda_graph: the whole step is one CUDA graph, so nothing waits for the host.
         optimizer_barrier: parameters are updated once all ranks have their gradients, as a gradient norm over the whole
             model requires. If False, a rank may begin the next step while others finish this one (post-validation,
             arXiv:2401.10241, section 4).
@@ -114,6 +115,7 @@ class Plan:
     tp_overlap: bool = True
     ep_overlap: bool = False
     dropless: bool = True
+    cuda_graph: bool = False
     optimizer_barrier: bool = True
     input_grad_first: bool = False
     layers_per_chunk: tuple[int, ...] = ()
@@ -127,7 +129,7 @@ class Plan:
         check_choice(self, "schedule", SCHEDULES)
         check_choice(self, "cp_kind", ("ring", "all-to-all"))
         check_choice(self, "recompute", (*RECOMPUTE, "operators", "experts"))
-        check_choice(self, "offload", (*OFFLOAD, "optimizer+parameters"))
+        check_choice(self, "offload", (*OFFLOAD, "activations", "optimizer+parameters"))
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "grad_dtype", ("fp32", self.dtype, *(("bf16",) if self.dtype == "fp8" else ())))
         check_choice(self, "activation_dtype", ("", "fp8"))
@@ -234,6 +236,7 @@ class Plan:
         parts += [f"recompute {self.recompute}{some}"] if self.recompute != "none" else []
         parts += [f"layers {self._stages()}"] if self.layers_per_chunk else []
         parts += [f"offload {self.offload}"] if self.offload != "none" else []
+        parts += ["CUDA graph"] if self.cuda_graph else []
         parts += ["no barrier"] if self.pp > 1 and not self.optimizer_barrier else []
         parts += ["input grad first"] if self.pp > 1 and self.input_grad_first else []
         return ", ".join(parts)

@@ -223,11 +223,15 @@ def family(plan: Plan) -> tuple[object, ...]:
 
 
 def features(plan: Plan) -> int:
-    """How much a plan asks of a system: kinds of parallelism, ZeRO's stage, recomputation and the like."""
-    sizes = sum(getattr(plan, name) > 1 for name in ("dp", "tp", "pp", "cp", "ep", "dp_replicate"))
+    """How much a plan asks of a system and a model: kinds of parallelism, recomputation and the like.
+
+    Data parallelism and ZeRO of any stage leave the model as it is; the other kinds divide it.
+    """
+    divided = 4 * sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
+    sharded = (plan.zero > 0) + (plan.zero == 3) + (plan.dp_replicate > 1)
     uneven, schedule = bool(plan.layers_per_chunk), 2 * (plan.schedule not in ("1f1b", "interleaved"))
     memory = (plan.recompute != "none") + 2 * (plan.offload != "none")
-    return 2 * sizes + plan.zero + uneven + schedule + (plan.schedule == "interleaved") + memory
+    return divided + sharded + uneven + schedule + (plan.schedule == "interleaved") + memory
 
 
 @dataclass(frozen=True, kw_only=True)

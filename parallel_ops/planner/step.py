@@ -155,19 +155,18 @@ class StepTime:
         written."""
         width, gradient, _ = state_bytes(self.plan)
         moved = self._owned() * (2 * gradient + 24 + width)
-        if self.plan.offload != "none":
+        if "optimizer" in self.plan.offload:
             return moved / self.constants.host_memory
         return moved / (self.gpus[self.slowest].bandwidth * self.constants.memory)
 
     def host(self) -> float:
         """Exposed copies to and from the host: optimizer states once per step, activations beside the passes."""
         copies = self.traffic.host
-        if not copies:
-            return 0.0
-        # The first is once per step.
-        each = [t.seconds / t.count for t in copies[1:]]
+        # The optimizer's is first, and once per step.
+        first = 1 if "optimizer" in self.plan.offload else 0
+        each = [t.seconds / t.count for t in copies[first:]]
         waits = sum(beside(self.constants, seconds, self.busy) * self.micro_batches for seconds in each)
-        return copies[0].seconds + waits
+        return sum(t.seconds for t in copies[:first]) + waits
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All communication of the slowest stage in one step."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_ops.planner import Plan, memory, presets
+from parallel_ops.planner import Plan, SearchOptions, estimate, memory, presets, search
 from parallel_ops.planner.feasibility import memory_problem, quick_memory_problem
 from parallel_ops.planner.memory.activations import layer_activations
 from parallel_ops.planner.memory.memory import PlanMemory, deepest_stages
@@ -228,7 +228,9 @@ def test_the_quick_check_looks_at_the_stage_that_needs_most(plan, layers):
     assert max(stages[index].total for index in deepest_stages(stage_layout(plan))) == worst
 
 
-@given(plan=PLANS, layers=st.integers(8, 40), room=st.floats(0.3, 1.1), offload=st.sampled_from(OFFLOAD))
+@given(
+    plan=PLANS, layers=st.integers(8, 40), room=st.floats(0.3, 1.1), offload=st.sampled_from((*OFFLOAD, "activations"))
+)
 def test_the_quick_check_finds_the_stage_that_lacks_most(plan, layers, room, offload):
     model, plan = replace(LLAMA, num_layers=layers), replace(plan, offload=offload)
     every = PlanMemory(model, plan)
@@ -264,3 +266,41 @@ def test_parameters_gathered_one_by_one_are_few():
     # Without ranks to gather from there is nothing to gather.
     single = replace(layers, dp=1)
     assert memory(small, single) == memory(small, replace(single, gather_parameters=True))
+
+
+def test_transformer_engine_keeps_one_gradient_a_shape():
+    """In Megatron-LM's runs; as measured on a B200 (validation/runs/simumax_b200.csv)."""
+    model = presets.model("llama3-405b")
+    plan = Plan(tp=2, dp=4, zero=1, fsdp=False, sequence_parallel=True, global_batch=8)
+    h, ffn = model.hidden_size, model.ffn_hidden_size / 2
+    shapes = h * (model.query_width + model.key_value_width) / 2 + model.value_width / 2 * h + 2 * h * ffn + ffn * h
+    with_it, without = (memory(replace(model, num_layers=4), replace(plan, fsdp=on))[0].buffers for on in (False, True))
+    assert with_it - without == pytest.approx(2 * shapes)
+    # It does not grow with the layers, and is small where the optimizer's own gradients are sharded away.
+    assert memory(replace(model, num_layers=8), plan)[0].buffers == pytest.approx(with_it)
+    experts = presets.model("deepseek-v2")
+    few, many = (
+        memory(replace(experts, num_layers=4, experts=count), replace(plan, tp=1, dp=8, ep=8))[0].buffers
+        for count in (8, 160)
+    )
+    assert few == pytest.approx(many)
+
+
+def test_activations_are_offloaded_without_the_optimizer():
+    """As FSDP recipes of 2026 do on GPUs with a fast link to the host."""
+    plan = Plan(dp=8, zero=3, global_batch=8)
+    none, alone, optimizer, both = (
+        memory(LLAMA, replace(plan, offload=kind))[0]
+        for kind in ("none", "activations", "optimizer", "optimizer+activations")
+    )
+    assert alone.optimizer == none.optimizer > 0 == both.optimizer
+    assert alone.activations == both.activations < none.activations == optimizer.activations
+    assert alone.host == pytest.approx(both.host - optimizer.host) and alone.total < none.total
+    node = presets.cluster("h100x8")
+    steps = {kind: estimate(LLAMA, node, replace(plan, offload=kind)) for kind in ("none", "activations")}
+    assert steps["activations"].optimizer == steps["none"].optimizer
+    (copied,) = [each for each in steps["activations"].transfers if each.group == "host"]
+    assert copied.bytes == pytest.approx(2 * alone.host / (1 - 2 / LLAMA.num_layers), rel=1e-6)
+    assert steps["none"].step < steps["activations"].step
+    few = SearchOptions(offload=("activations",), recompute=("none",), zero=(3,), tp=(1,), pp=(1,), any_system=True)
+    assert search(LLAMA, presets.cluster("h100x64"), batch=64, options=few).best.plan.offload == "activations"

@@ -294,7 +294,7 @@ def test_dtypes_are_values_of_one_search():
     # A GPU or a system without fp8 products says so.
     with pytest.raises(ValueError, match="a100-80 has no fp8 matrix products"):
         search(model, presets.cluster("a100-80x8"), batch=128, options=replace(options, dtype=FORMATS))
-    with pytest.raises(ValueError, match="deepspeed: .*not dtype=fp8"):
+    with pytest.raises(ValueError, match=r"deepspeed: .*not dtype=fp8"):
         search(model, cluster, batch=128, options=replace(options, target="deepspeed", zero=(1,), dtype=("fp8",)))
 
 

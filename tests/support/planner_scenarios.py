@@ -220,6 +220,7 @@ GPU_NAMES = {
     "a100-80": "A100",
     "a800": "A800",
     "b200": "B200",
+    "b300": "B300",
     "gb200": "GB200",
     "gb300": "GB300",
     "h100": "H100",
@@ -239,9 +240,7 @@ def software() -> str:
 # The sources of the tables, by how these begin.
 SHORT = {
     "Narayanan et": "arXiv:2104.04473,",
-    "Korthikanti ": "arXiv:2205.05198,",
     "Qi et al., Z": "arXiv:2401.10241,",
-    "Rajbhandari ": "arXiv:1910.02054,",
     "Llama team, ": "arXiv:2407.21783 and 2412.19437,",
     "Iteration ti": "vTrain,",
     "Training thr": "llm-foundry,",

@@ -260,9 +260,8 @@ def errors(report: Report) -> list[Table]:
             out.add_column("quantity", width=18)
             for name in ("published", "planner", "error", "role"):
                 out.add_column(name, justify="right", no_wrap=True, width=8 if name == "error" else 9)
-        bound = {"at least": ">= ", "at most": "<= "}.get(row.bound, "")
         quantity = f"{row.quantity}, {row.unit}" if row.unit else row.quantity
-        figures = f"{bound}{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
+        figures = f"{row.published:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
         parts[title].add_row(row.name, quantity, *figures, row.role)
     return list(parts.values())
 

@@ -168,19 +168,19 @@ def _reductions(
 
 
 def _host(model: Model, plan: Plan, stage: int, gradient: int, width: int) -> list[Transfer]:
-    """Gradients to the host and parameters back, once per step; for every micro-batch activations both ways, or shards
-    of parameters to the device, forward and backward."""
+    """Gradients to the host and parameters back, once per step, with the optimizer there; for every micro-batch
+    activations both ways, or shards of parameters to the device, forward and backward."""
     link = Interconnect(name="host", latency=0.0, bandwidth=HOST_LINK)
     ranks = group_size(plan, "dp")
     dense, expert = stage_parameters(model, plan, stage)
     owned = dense / ranks + expert / expert_replicas(plan) if plan.zero else dense + expert
     kept = plan.offload == "optimizer+parameters"
     size = owned * (gradient if kept else gradient + width)
-    out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)]
+    out = [transfer("host", "copy", "direct", link, 1, size, size / HOST_LINK)] if "optimizer" in plan.offload else []
     if kept:
         read = 2 * owned * width
         out.append(repeat(transfer("host", "copy", "direct", link, 1, read, read / HOST_LINK), plan.micro_batches))
-    if plan.offload == "optimizer+activations":
+    if "activations" in plan.offload:
         tokens = model.seq_length * plan.micro_batch / plan.cp
         dense_layers, sparse_layers = layer_counts(model, stage_layout(plan))[stage]
         layers = dense_layers * layer_activations(model, plan, False)

@@ -28,6 +28,10 @@ from parallel_ops.planner.plan import Plan
 _FLASH_BLOCK = 128
 # Bytes of an element; 2 for other dtypes.
 _WIDTHS = {"fp8": 1, "fp32": 4}
+# Rows, inputs, outputs and count of a linear.
+Shape = tuple[float, float, float, float]
+# Of experts: expert parallelism, tensor-parallel ranks of one expert, ``Efficiency.grouped`` and ``grouped_rows``.
+Spread = tuple[int, int, float, float]
 
 
 class Passes(NamedTuple):
@@ -78,6 +82,7 @@ class Work(NamedTuple):
     grad_bytes: int
     tp_overlap: bool
     dropless: bool
+    cuda_graph: bool
 
 
 def work_of(plan: Plan) -> Work:
@@ -102,6 +107,7 @@ def work_of(plan: Plan) -> Work:
         grad_bytes=4 if "fp32" in (plan.grad_dtype, plan.dtype) else 2,
         tp_overlap=plan.tp_overlap,
         dropless=plan.dropless,
+        cuda_graph=plan.cuda_graph,
     )
 
 
@@ -114,7 +120,7 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     products = engine
     if work.dtype == "fp8":
         products = Engine(gpu.peak("fp8") * efficiency.fp8, bandwidth, gpu.multiprocessors)
-    spread = (work.ep, work.expert_shards, efficiency.grouped) if sparse else None
+    spread = (work.ep, work.expert_shards, efficiency.grouped, efficiency.grouped_rows) if sparse else None
     f, i, w = _linears(model, products, work.dtype, work.tp, spread, tokens)
     scores, scores_back = attention_seconds(model, gpu, efficiency, work, model.seq_length)
     width = 4 if work.dtype == "fp32" else 2
@@ -135,9 +141,9 @@ def layer_passes(model: Model, gpu: GPU, efficiency: Efficiency, work: Work, spa
     elif work.recompute == "operators":
         again = linears / 2 + forward
     elif work.recompute == "experts" and spread is not None:
-        rows = tuple(_expert_shapes(model, work.tp, work.ep, work.expert_shards, tokens))
-        grouped = products._replace(flops=products.flops * efficiency.grouped)
-        again = sum(linear(grouped, *shape[:3], count=shape[3], width=_WIDTHS.get(work.dtype, 2))[0] for shape in rows)
+        grouped = _expert_products(model, products, work.tp, spread, tokens)
+        width = _WIDTHS.get(work.dtype, 2)
+        again = sum(linear(engine, *shape[:3], count=shape[3], width=width)[0] for shape, engine in grouped)
         routed = model.experts_per_token / (model.experts_per_token + model.shared_experts)
         again += routed * activation[0] * tokens / bandwidth
     elif work.recompute == "selective" and work.flash_attention:
@@ -198,20 +204,17 @@ def attention_seconds(model: Model, gpu: GPU, efficiency: Efficiency, work: Work
 
 @lru_cache(maxsize=65536)
 def _linears(
-    model: Model, engine: Engine, dtype: str, tp: int, spread: tuple[int, int, float] | None, tokens: float
+    model: Model, engine: Engine, dtype: str, tp: int, spread: Spread | None, tokens: float
 ) -> tuple[float, float, float]:
     """Seconds of the linear layers: forward, gradient of the input, gradient of the weights.
 
-    Most of the ``Work`` of a search differs in other fields only. ``spread``: of a layer with experts, expert
-    parallelism, tensor-parallel ranks of one expert, and the rate of grouped products.
+    Most of the ``Work`` of a search differs in other fields only. ``spread``: of a layer with experts.
     """
     bandwidth, width = engine.bandwidth, _WIDTHS.get(dtype, 2)
     f = i = w = 0.0
-    shapes = [(shape, engine) for shape in _shapes(model, tp, tokens, sparse=spread is not None)]
+    shapes = [(shape, engine) for shape in linear_shapes(model, tp, tokens, sparse=spread is not None)]
     if spread:
-        ep, shards, rate = spread
-        grouped = engine._replace(flops=engine.flops * rate)
-        shapes += [(shape, grouped) for shape in _expert_shapes(model, tp, ep, shards, tokens)]
+        shapes += _expert_products(model, engine, tp, spread, tokens)
     for (rows, inputs, outputs, count), used in shapes:
         found = linear(used, rows, inputs, outputs, count=count, width=width)
         f, i, w = f + found[0], i + found[1], w + found[2]
@@ -224,7 +227,7 @@ def _linears(
     return f, i, w
 
 
-def _shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[tuple[float, float, float, float]]:
+def linear_shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[Shape]:
     """Rows, inputs, outputs and count of each linear of a layer on one rank, without routed experts."""
     h = model.hidden_size
     if model.latent:
@@ -247,14 +250,18 @@ def _shapes(model: Model, tp: int, tokens: float, *, sparse: bool) -> Iterator[t
         yield tokens, shared, h, 1
 
 
-def _expert_shapes(
-    model: Model, tp: int, ep: int, shards: int, tokens: float
-) -> Iterator[tuple[float, float, float, float]]:
-    """Rows, inputs, outputs and count of the linears of the routed experts of one rank, with equally used experts."""
+def _expert_products(
+    model: Model, engine: Engine, tp: int, spread: Spread, tokens: float
+) -> list[tuple[Shape, Engine]]:
+    """The linears of the routed experts of one rank, with equally used experts, and the rate of their products."""
+    ep, shards, rate, half = spread
     local = model.experts / ep
     rows = tokens * shards / tp * model.experts_per_token / local
-    yield rows, model.hidden_size, (2 if model.gated else 1) * model.expert_ffn / shards, local
-    yield rows, model.expert_ffn / shards, model.hidden_size, local
+    grouped = engine._replace(flops=engine.flops * rate * rows / (rows + half))
+    return [
+        ((rows, model.hidden_size, (2 if model.gated else 1) * model.expert_ffn / shards, local), grouped),
+        ((rows, model.expert_ffn / shards, model.hidden_size, local), grouped),
+    ]
 
 
 def _elementwise(

@@ -31,7 +31,8 @@ class Efficiency:
         interference: cost of overlap, as a share of the shorter of communication and computation. Both use the same
             multiprocessors and memory.
         tp_overlap: share of tensor-parallel communication that products hide, if the plan overlaps them.
-        grouped: rate of the products of experts, relative to others.
+        grouped: rate of the products of experts with many rows each, relative to others.
+        grouped_rows: rows of an expert at which its products reach half of ``grouped``: n rows reach n / (n + this).
         reduce_scatter: bandwidth of data-parallel reduce-scatters, relative to other collectives.
         elementwise: bytes that elementwise ops move, relative to the ops of this package: fused, or unfused without
             ``Plan.fused_ops``.
@@ -47,8 +48,8 @@ class Efficiency:
         tp_copies: both in plans with tensor parallelism, whose own collectives they delay, relative to others.
         gathered_sums: bytes up to which a tensor-parallel sum is one all-gather, of which every rank adds all.
         expert_host: seconds that the host takes to launch routing, permutation and experts, beyond ``host``.
-        expert_sync: seconds that the GPU waits in each pass of a layer whose experts drop no tokens, until the host
-            knows their number and has launched the next kernels.
+        expert_sync: share of a sparse layer's launches that the host starts only when it has read how many tokens each
+            expert gets, if none are dropped: the GPU waits for these. 0 if the numbers stay on the GPU.
 
     Raises:
         ValueError, TypeError: naming the field that is wrong.
@@ -65,6 +66,7 @@ class Efficiency:
     dispatch: float = 0.0
     tp_overlap: float = 0.0
     grouped: float = 1.0
+    grouped_rows: float = 0.0
     reduce_scatter: float = 1.0
     elementwise: float = 1.0
     host_memory: float = HOST_MEMORY
@@ -81,20 +83,20 @@ class Efficiency:
     def __post_init__(self) -> None:
         check_figures(self, [name for name in SHARES if name not in OPTIONAL])
         check_figures(self, RATES)
-        check_figures(self, (*SECONDS, *OPTIONAL, *BYTES, *COPIES), zero=True)
+        check_figures(self, (*SECONDS, *OPTIONAL, *SIZES, *COPIES), zero=True)
         for name in SHARES:
             if getattr(self, name) > 1:
                 raise ValueError(f"Efficiency: {name} must be at most 1, got {getattr(self, name)}")
 
 
-OPTIONAL = ("dispatch", "tp_overlap")  # shares that may be 0
+OPTIONAL = ("dispatch", "tp_overlap", "expert_sync")  # shares that may be 0
 RATES = ("elementwise", "host_memory")
-BYTES = ("gathered_sums",)
+SIZES = ("gathered_sums", "grouped_rows")
 COPIES = ("gather_copies", "reduce_copies", "tp_copies")
-SECONDS = ("host", "serial", "collective", "expert_host", "expert_sync")
-SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *BYTES, *COPIES))
+SECONDS = ("host", "serial", "collective", "expert_host")
+SHARES = tuple(f.name for f in fields(Efficiency) if f.name not in (*SECONDS, *RATES, *SIZES, *COPIES))
 # Those that only software has; the others have values for each GPU generation.
-SOFTWARE = (*OPTIONAL, *RATES, *BYTES, *COPIES, "grouped", "reduce_scatter", "serial", "expert_host", "expert_sync")
+SOFTWARE = (*OPTIONAL, *RATES, *SIZES, *COPIES, "grouped", "reduce_scatter", "serial", "expert_host")
 # What a machine has more or less of.
 CONSTANTS = (*SHARES, *SECONDS, *RATES)
 

@@ -21,7 +21,7 @@ from parallel_ops.planner.compute.efficiency import Efficiency, generation_const
 Parts = dict[str, dict[str, dict[str, float]]]
 
 # The default: what runs today.
-CURRENT = "megatron-bridge-2025"
+CURRENT = "megatron-bridge-2026"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,15 @@ def era(name: str) -> Software:
 
 
 @functools.cache
-def efficiency(generation: str, software: str = CURRENT) -> Efficiency:
-    """The constants of a GPU generation with the software of an era.
+def efficiency(generation: str, software: str = CURRENT, gpu: str = "") -> Efficiency:
+    """The constants of a GPU generation, and of the GPU of that name, with the software of an era.
 
     A generation without measured constants gets those of the nearest one, with a warning.
 
     Raises:
         ValueError: ``software`` is unknown, with the nearest names.
     """
-    return with_parts(generation, era(software), parts())
+    return with_parts(generation, era(software), parts(), gpu=gpu)
 
 
 @functools.cache
@@ -78,19 +78,19 @@ def constants_of(cluster: Cluster, software: str = CURRENT) -> Efficiency:
         ValueError, TypeError: a measured constant is unknown or out of range, or ``software`` is unknown.
     """
     if not cluster.constants:
-        return efficiency(cluster.gpu.generation, software)
+        return efficiency(cluster.gpu.generation, software, cluster.gpu.name)
     known = {field.name for field in fields(Efficiency)}
     for name, _ in cluster.constants:
         if name not in known:
             raise unknown("constant of Cluster", name, known)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a generation without constants
-        found = efficiency.__wrapped__(cluster.gpu.generation, software)
+        found = efficiency.__wrapped__(cluster.gpu.generation, software, cluster.gpu.name)
     return replace(found, **dict(cluster.constants))
 
 
 def parts() -> Parts:
-    """Values of the constants of each part by generation ("all" for every one): ``{"eager": {"hopper": {...}}}``."""
+    """Values of the constants of each part by generation or GPU ("all" for every one)."""
     data = _file()
     return {
         name: {generation: {key: entry["value"] for key, entry in found.items()} for generation, found in part.items()}
@@ -107,13 +107,13 @@ def measured_kernels(kernels: str, generation: str) -> str:
 
 
 def with_parts(
-    generation: str, software: Software, values: Parts, changed: Mapping[str, float] | None = None
+    generation: str, software: Software, values: Parts, changed: Mapping[str, float] | None = None, *, gpu: str = ""
 ) -> Efficiency:
     """``efficiency`` with given values of the parts. ``changed``: constants of the generation that differ."""
     known, near = generation_constants(generation)
     found = {**known, **(changed or {})}
     for part in (software.kernels, software.runtime):
-        for key in ("all", near, generation):
+        for key in ("all", near, generation, gpu):
             found.update(values[part].get(key, {}))
     if near != generation and not {generation, "all"} & set(values[software.kernels]):
         warnings.warn(

@@ -25,7 +25,7 @@ def _problems(model: Model, cluster: Cluster, plan: Plan) -> Iterator[str]:
     if plan.zero == 0 and plan.grad_dtype != plan.dtype:
         # DeepSpeedEngine._do_optimizer_sanity_check: "unsupported mix"
         yield f"without ZeRO it accumulates gradients in {plan.dtype}; add grad_dtype={plan.dtype}, or zero=1"
-    if plan.offload != "none" and not plan.zero:
+    if "optimizer" in plan.offload and not plan.zero:
         yield "it offloads the optimizer with ZeRO 1 and above"
     if "activations" in plan.offload and plan.recompute != "full":
         yield "it offloads only the inputs of recomputed layers; add recompute=full"
@@ -38,7 +38,7 @@ def _own(plan: Plan) -> dict[str, Any]:
 
 def _write(model: Model, cluster: Cluster, plan: Plan) -> str:
     zero: dict[str, Any] = {"stage": plan.zero, "overlap_comm": plan.overlap}
-    if plan.offload != "none":
+    if "optimizer" in plan.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if "parameters" in plan.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}

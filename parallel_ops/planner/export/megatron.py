@@ -134,6 +134,9 @@ def _parallelism(model: Model, cluster: Cluster, plan: Plan) -> Iterator[Option]
         yield "--data-parallel-sharding-strategy", "optim_grads" if plan.zero == 2 else "optim_grads_params"
         yield "--ckpt-format", "fsdp_dtensor"
         yield ("--no-gradient-accumulation-fusion",)
+    if plan.cuda_graph:
+        yield "--cuda-graph-impl", "local"
+        yield "--cuda-graph-scope", "full_iteration"
     if plan.overlap and plan.dp > 1:
         yield ("--overlap-grad-reduce",)
         yield from [("--overlap-param-gather",)] if plan.zero else []

@@ -24,6 +24,7 @@ PLAIN_STATES: Limits = {
     "master_bytes": ((4,), "its master weights are in fp32"),
     "inplace_loss": ((False,), "its loss keeps the logits"),
     "recompute_layers": ((0,), "it recomputes all layers or none"),
+    "cuda_graph": ((False,), "its host launches the kernels of a step"),
 }
 PLAIN_EXPERTS: Limits = {
     "expert_tp": ((0,), "its experts have the tensor parallelism of the dense layers"),

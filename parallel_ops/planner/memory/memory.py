@@ -17,6 +17,7 @@ from operator import le
 from typing import Any, NamedTuple
 
 from parallel_ops.planner.cluster import GPU
+from parallel_ops.planner.compute.compute import linear_shapes
 from parallel_ops.planner.memory.activations import both_activations
 from parallel_ops.planner.memory.states import (
     element_bytes,
@@ -154,7 +155,7 @@ class PlanMemory:
         """Peak memory of one GPU of a stage."""
         plan, found = self.plan, self.fixed(stage)
         activations, resident = self._activations(stage, found, plan.recompute), self._resident(found, plan.offload)
-        offloaded = plan.offload != "none"
+        offloaded = "optimizer" in plan.offload
         total = self.total(stage, plan.recompute, plan.offload)
         return StageMemory(
             stage=stage,
@@ -179,11 +180,11 @@ class PlanMemory:
         """``StageMemory.total`` of a stage with this ``recompute`` and ``offload``."""
         found = self._fixed[stage] if stage in self._fixed else self.fixed(stage)
         activations, states = self._activations(stage, found, recompute), found.parameters + found.gradients
-        if offload == "none":
+        if "optimizer" not in offload:
             states += found.optimizer
-        elif offload == "optimizer+parameters":
+        if "parameters" in offload:
             states -= found.parameters
-        else:
+        if "activations" in offload:
             activations *= self._resident(found, offload)
         activations += found.embedding + found.head
         return (states + activations + found.logits + found.buffers) * (1 + self._fragmentation) + self._runtime
@@ -235,7 +236,7 @@ class PlanMemory:
     @staticmethod
     def _resident(found: FixedMemory, offload: str) -> float:
         """The share of the activations that stays on the device: the current layer and the next."""
-        if offload != "optimizer+activations":
+        if "activations" not in offload:
             return 1.0
         return min(1.0, 2 / (found.held * max(1, found.dense + found.sparse)))
 
@@ -261,6 +262,23 @@ def _gathered_ends(model: Model, plan: Plan, stage: int) -> float:
     width, gradient, _ = state_bytes(plan)
     ends = end_parameters(model, plan, stage)
     return width * sum(ends) + gradient * max(ends, default=0)
+
+
+def _dummy_gradients(model: Model, plan: Plan) -> float:
+    """Bytes of the weight gradients that Transformer Engine hands to autograd, one a shape for the whole process, where
+    the GEMM adds the real one to Megatron-LM's buffer (transformer_engine/pytorch/module/base.py, ``get_dummy_wgrad``:
+    linears since 2.3, grouped ones since 2.10)."""
+    if plan.fsdp or plan.gather_parameters or plan.zero > 1:
+        return 0.0
+    sparse = model.sparse_layers
+    kinds = [*[False] * (sparse < model.num_layers), *[True] * (sparse > 0)]
+    linears = (shape for kind in kinds for shape in linear_shapes(model, plan.tp, 1.0, sparse=kind))
+    # The router is not one of its modules.
+    shapes = {(inputs, outputs) for _, inputs, outputs, _ in linears if outputs != model.experts}
+    if model.experts:
+        ffn = model.expert_ffn / plan.expert_shards
+        shapes |= {(model.hidden_size, (2 if model.gated else 1) * ffn), (ffn, model.hidden_size)}
+    return element_bytes(plan) * sum(inputs * outputs for inputs, outputs in shapes)
 
 
 def _layer_work(model: Model, plan: Plan, tokens: float) -> float:
@@ -297,8 +315,8 @@ def _largest_parameter(model: Model, plan: Plan) -> float:
 
 
 def _buffers(model: Model, plan: Plan, tokens: float) -> float:
-    """Buffers of context and expert parallelism."""
-    width, total = element_bytes(plan), 0.0
+    """Buffers of context and expert parallelism, and of Transformer Engine."""
+    width, total = element_bytes(plan), _dummy_gradients(model, plan)
     if plan.cp > 1 and plan.cp_kind == "ring":
         # Keys and values that are being received, and their gradients.
         total += 4 * width * tokens * model.key_value_width / plan.tp

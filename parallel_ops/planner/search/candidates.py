@@ -108,7 +108,7 @@ class Candidates:
     def _states_problem(self, plan: Plan) -> Problem | None:
         """The problem if parameters and gradients alone (and the optimizer, if none of the options offloads it) exceed
         a GPU's memory; else ``None``."""
-        offloaded = any(offload != "none" for offload in self.options.offload)
+        offloaded = any("optimizer" in offload for offload in self.options.offload)
         worst, needs = 0, 0.0
         for stage in {0, plan.pp // 2, plan.pp - 1}:
             states = state_memory(self.model, plan, stage, plan.zero)

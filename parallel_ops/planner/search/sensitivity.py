@@ -19,7 +19,7 @@ def _matters(name: str, model: Model, plans: Sequence[Plan]) -> bool:
     if name in ("grouped", "expert_host", "expert_sync", "dispatch"):
         return model.experts > 0
     if name == "host_memory":
-        return any(plan.offload != "none" for plan in plans)
+        return any("optimizer" in plan.offload for plan in plans)
     if name == "fp8":
         return any(plan.dtype == "fp8" for plan in plans)
     return name != "tp_overlap" or any(plan.tp > 1 for plan in plans)

@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel_ops.planner.cluster import Cluster
 from parallel_ops.planner.compute.efficiency import Efficiency
-from parallel_ops.planner.compute.software import efficiency
+from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
 from parallel_ops.planner.step import StepTime
@@ -47,9 +47,7 @@ class Measurement:
             constants: efficiencies; ``None`` for those of the GPU's generation and the software.
             exact: simulate the whole pipeline; else a smaller one, as in a search.
         """
-        step = StepTime(
-            self.model, self.cluster, self.plan, constants or efficiency(self.cluster.gpu.generation, self.software)
-        )
+        step = StepTime(self.model, self.cluster, self.plan, constants or constants_of(self.cluster, self.software))
         return step.simulated_seconds() if exact else step.seconds()
 
 

@@ -30,7 +30,7 @@ def measurements() -> tuple[Measurement, ...]:
     )
 
 
-def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
+def _setting(row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
     """Model, cluster and plan of a row of Megatron-LM's tables.
 
     Both systems of that time kept 16-bit gradients and stored attention scores; only ZeRO-3 overlapped data-parallel
@@ -45,22 +45,21 @@ def setting(name: str, row: dict[str, Any]) -> tuple[Model, Cluster, Plan]:
         zero=3 if zero3 else 0,
         fsdp=False,
         gather_parameters=zero3,
-        sequence_parallel=row.get("sequence_parallel", False),
         schedule="interleaved" if virtual_stages > 1 else "1f1b",
         virtual_stages=virtual_stages,
         micro_batch=row.get("micro_batch", 1),
         global_batch=row["batch"],
-        recompute=row.get("recompute", "full"),
+        recompute="full",
         dtype="fp16",
         grad_dtype="fp16",
         flash_attention=False,
         overlap=zero3,
     )
-    cluster = replace(presets.cluster(table(name)["cluster"]), gpus=row["gpus"], rails=1 if zero3 else 0)
+    cluster = replace(presets.cluster(table("megatron")["cluster"]), gpus=row["gpus"], rails=1 if zero3 else 0)
     return presets.model(row["model"]), cluster, plan
 
 
-def step_from_tflops(model: Model, plan: Plan, tflops: float) -> float:
+def _step_from_tflops(model: Model, plan: Plan, tflops: float) -> float:
     """Seconds of a step at a published rate, which counts the recomputed forward pass (arXiv:2104.04473, eq. 3)."""
     layers = 4 * (model.forward_flops - model.head_flops)
     tokens = plan.global_batch * model.seq_length
@@ -68,17 +67,17 @@ def step_from_tflops(model: Model, plan: Plan, tflops: float) -> float:
 
 
 def _megatron() -> Iterator[Measurement]:
-    for name, part in (("megatron", "table 1"), ("megatron", "table 2"), ("recomputation", "table 5")):
-        for row in table(name)[part]:
-            model, cluster, plan = setting(name, row)
+    for part in ("table 1", "table 2"):
+        for row in table("megatron")[part]:
+            model, cluster, plan = _setting(row)
             yield Measurement(
-                source=table(name)["source"],
+                source=table("megatron")["source"],
                 table=part,
                 name=row["row"],
                 model=model,
                 cluster=cluster,
                 plan=plan,
-                seconds=row.get("seconds") or step_from_tflops(model, plan, row["tflops"]),
+                seconds=_step_from_tflops(model, plan, row["tflops"]),
                 software="fsdp-2023" if row.get("system") == "zero3" else "megatron-2021",
             )
 

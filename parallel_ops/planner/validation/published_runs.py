@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from parallel_ops.planner import presets
 from parallel_ops.planner.cluster import Cluster
-from parallel_ops.planner.compute.software import efficiency
+from parallel_ops.planner.compute.software import constants_of
 from parallel_ops.planner.feasibility import problem, quick_memory_problem
 from parallel_ops.planner.model import Model
 from parallel_ops.planner.plan import Plan
@@ -57,11 +57,13 @@ class _System(NamedTuple):
         software: name of an era.
         plan: fields of every run.
         fp8: further fields of runs with fp8 products.
+        fitted: whether constants are fitted to these runs.
     """
 
     software: str
     plan: dict[str, Any]
     fp8: dict[str, Any] | None = None
+    fitted: bool = True
 
 
 _FP8 = {"activation_dtype": "fp8"}
@@ -88,20 +90,27 @@ _SYSTEMS = {
         "automodel-2025", {"fsdp": False, "grad_dtype": "bf16", "moment_dtype": "bf16", "master_bytes": 0}
     ),
     "NeMo": _System("nemo-2024", {"fsdp": False, "grad_dtype": "bf16", "master_bytes": 2}, _FP8),
+    # Its scripts switch the overlap of tensor parallelism off. The products of the same machine give two constants.
+    "SimuMax": _System(
+        "megatron-bridge-2026", {"fsdp": False, "inplace_loss": True, "tp_overlap": False}, fitted=False
+    ),
     "torchtitan": _System("fsdp-2023", {}),
 }
 
 
-def _system(source: str) -> _System:
+def _system(source: str, release: str) -> _System:
     found = [name for name in _SYSTEMS if source.startswith(name)]
     if not found:
         raise ValueError(f"runs: source must start with one of {', '.join(_SYSTEMS)}, got {source!r}")
-    return _SYSTEMS[max(found, key=len)]
+    name = max(found, key=len)
+    # Two digits of the year and of the month: 26.04.01.
+    newer = name == "Megatron-Bridge" and release >= "26.04"
+    return _SYSTEMS[name]._replace(software="megatron-bridge-2026") if newer else _SYSTEMS[name]
 
 
 def _measurement(source: str, row: dict[str, str]) -> Measurement:
     model, cluster = _model(row), _cluster(row)
-    system = _system(row["source"])
+    system = _system(row["source"], row["release"])
     plan = _chosen(model, cluster, system, row)
     rate = float(row["tokens_s_gpu"] or 0)
     tokens = plan.global_batch * model.seq_length
@@ -116,12 +125,16 @@ def _measurement(source: str, row: dict[str, str]) -> Measurement:
         plan=plan,
         seconds=seconds,
         software=system.software,
+        fitted=system.fitted,
         memory=float(row["memory_gib"]) if row["memory_gib"] else 0.0,
     )
 
 
 def _model(row: dict[str, str]) -> Model:
-    model = replace(presets.model(row["model"]), seq_length=int(row["seq"]))
+    name, _, layers = row["model"].partition(":")
+    model = replace(presets.model(name), seq_length=int(row["seq"]))
+    if layers:
+        model = replace(model, num_layers=int(layers), dense_layers=min(1, model.dense_layers))
     # The module for a second token has one more layer.
     return replace(model, num_layers=model.num_layers + 1) if "with MTP" in row["note"] else model
 
@@ -138,7 +151,7 @@ def _chosen(model: Model, cluster: Cluster, system: _System, row: dict[str, str]
         return _plan(model, system, row, int(row["mbs"]), int(row["vp"]))
     pp, layers = int(row["pp"]), model.num_layers
     chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
-    constants, best = efficiency(cluster.gpu.generation, system.software), None
+    constants, best = constants_of(cluster, system.software), None
     for size in (1, 2, 4, 8) if row["mbs"] == "0" else (int(row["mbs"]),):
         for v in chunks if row["vp"] == "0" else (int(row["vp"]),):
             try:
@@ -180,6 +193,7 @@ def _plan(model: Model, system: _System, row: dict[str, str], micro_batch: int, 
         fused_loss=False,
         ep_overlap="all-to-all overlapped" in row["note"],
         dropless="tokendrop" not in row["note"],
+        cuda_graph="full-iteration CUDA graph" in row["note"],
     )
     return replace(made, **{**system.plan, **((system.fp8 or {}) if made.dtype == "fp8" else {})})
 

@@ -22,7 +22,7 @@ def refitted_tables() -> tuple[str, ...]:
 
 def predicted_without(table: str, row: Measurement, *, exact: bool = False) -> float:
     """The planner's step time of ``row`` in seconds, with the constants of the fit without ``table``."""
-    return row.predicted(_constants(table, row.cluster.gpu.generation, row.software), exact=exact)
+    return row.predicted(_constants(table, row.cluster.gpu.generation, row.software, row.cluster.gpu.name), exact=exact)
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def without_own_table() -> tuple[tuple[Measurement, float], ...]:
 
 
 @functools.cache
-def _constants(table: str, generation: str, software: str) -> Efficiency:
+def _constants(table: str, generation: str, software: str, gpu: str) -> Efficiency:
     own: dict[str, float] = {}
     made: Parts = defaultdict(lambda: defaultdict(dict), {name: dict(part) for name, part in parts().items()})
     near = generation_constants(generation)[1]
@@ -46,7 +46,7 @@ def _constants(table: str, generation: str, software: str) -> Efficiency:
             own[name] = value
         elif part:
             made[part[0]][of] = {**made[part[0]][of], name: value}
-    return with_parts(generation, era(software), made, own)
+    return with_parts(generation, era(software), made, own, gpu=gpu)
 
 
 @functools.cache

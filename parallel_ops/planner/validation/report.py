@@ -14,7 +14,6 @@ class Row:
         source, table, name: where the row is from.
         quantity, unit: what is compared.
         published, predicted: in ``unit``.
-        bound: ``"at least"`` or ``"at most"`` if the authors give one end of a range; else "".
         role: ``"held out"`` (measured, not used for the fit), ``"fitted"`` (measured and used) or ``"computed"`` (by
             the authors, from a formula).
     """
@@ -27,14 +26,11 @@ class Row:
     published: float
     predicted: float
     role: str
-    bound: str = ""
 
     @property
     def error(self) -> float:
-        """``predicted / published - 1``; 0 if a bound holds."""
-        error = self.predicted / self.published - 1
-        holds = error >= 0 if self.bound == "at least" else self.bound == "at most" and error <= 0
-        return 0.0 if holds else error
+        """``predicted / published - 1``."""
+        return self.predicted / self.published - 1
 
 
 @dataclass(frozen=True, kw_only=True)
