@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 ARGS ?=
 
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.cpp csrc/*/*/*.h)
-FORMATTED := $(filter %.cpp %.h %.cu,$(SOURCES))
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
+FORMATTED := $(filter %.cpp %.h,$(SOURCES))
 
 # Test processes with one thread each: the suite's time goes into many small steps, not into large tensors. `make test`
 # has three, since ranks of process groups wait for each other while a core is free.

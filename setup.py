@@ -1,9 +1,6 @@
 """Build of the compiled extension. Everything else is declared in pyproject.toml.
 
 Environment:
-  FORCE_CUDA            unset: build csrc/cuda when there are CUDA sources, a toolkit and a GPU;
-                        1: build it or fail; 0: never.
-  TORCH_CUDA_ARCH_LIST  when set, counts as FORCE_CUDA=1 and names the architectures.
   PARALLEL_OPS_NCCL_BUILD
                         unset: build csrc/nccl if pybind11 is there, and go on without if it does not compile;
                         1: build it or fail; 0: never.
@@ -34,19 +31,6 @@ def packages() -> list[str]:
     """Every folder with an ``__init__.py`` of the two trees."""
     kernels = [f"{KERNELS}.{name}" for name in find_packages("triton_kernels")]
     return [*find_packages(include=["parallel_ops", "parallel_ops.*"]), KERNELS, *kernels]
-
-
-def cuda_sources() -> list[str]:
-    """The CUDA sources to build: none, unless asked for or unless a toolkit and a GPU are there."""
-    sources = sorted(glob("csrc/cuda/*.cu"))
-    force = os.environ.get("FORCE_CUDA")
-    if not sources or force == "0":
-        return []
-    wanted = force == "1" or bool(os.environ.get("TORCH_CUDA_ARCH_LIST"))
-    buildable = cpp_extension.CUDA_HOME is not None and torch.version.cuda is not None
-    if wanted and not buildable:
-        sys.exit("parallel_ops: FORCE_CUDA=1 needs a CUDA toolkit (CUDA_HOME) and a CUDA build of torch")
-    return sources if buildable and (wanted or torch.cuda.is_available()) else []
 
 
 def nccl_extension() -> Extension | None:
@@ -99,9 +83,6 @@ def check_compiler() -> None:
 
 
 def extension() -> Extension:
-    cuda = cuda_sources()
-    factory = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
     # NaN and infinities keep their meaning, so no -ffast-math; these two only let loops with a choice vectorise.
     flags = [
         "-O3",
@@ -115,16 +96,12 @@ def extension() -> Extension:
         "-Wno-unused-parameter",
         "-Wno-psabi",  # vectors are passed between inlined functions alone
     ]
-    return factory(
+    return cpp_extension.CppExtension(
         name="parallel_ops._C",
-        sources=[
-            "csrc/registration.cpp",
-            *sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
-            *cuda,
-        ],
+        sources=["csrc/registration.cpp", *sorted(glob("csrc/cpu/**/*.cpp", recursive=True))],
         depends=sorted(glob("csrc/**/*.h", recursive=True)),
-        define_macros=macros,
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-std=c++17"]} if cuda else flags,
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
+        extra_compile_args=flags,
         py_limited_api=True,
     )
 

@@ -64,7 +64,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -o) output=$2; shift ;;
         -MF | -I | -L) shift ;;
-        *.cpp | *.cu) test -f "$1" || exit 1 ;;
+        *.cpp) test -f "$1" || exit 1 ;;
     esac
     shift
 done
