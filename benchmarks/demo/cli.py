@@ -1,9 +1,8 @@
 """The command line of ``python -m benchmarks.demo``."""
 
-import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -11,44 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.demo import report
-from benchmarks.demo.compare import Run, train
 from benchmarks.demo.config import demo_settings, in_parallel, name_of
 from benchmarks.demo.data import STANDARD_LIBRARY, load_text
-from benchmarks.demo.runs import ALONE, PRODUCTS
-from benchmarks.demo.worker import Here, local_ranks, rank_of_torchrun, torchrun_ranks
+from benchmarks.demo.runs import ALONE, PRODUCTS, Run, train
 from parallel_ops._internal.command_line import INTERRUPTED, fail, run
 from parallel_ops.models import TransformerConfig
 from parallel_ops.train.config import Settings
-from parallel_ops.train.launch.rendezvous import first_rank
+from parallel_ops.train.launch.rendezvous import under_torchrun
 from parallel_ops.train.outputs import PLOT_FORMATS, check_file
-
-
-class Device(str, enum.Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(str, enum.Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Activation(str, enum.Enum):
-    gelu = "gelu"
-    swiglu = "swiglu"
-
-
-class Positions(str, enum.Enum):
-    learned = "learned"
-    rotary = "rotary"
-
-
-class Norm(str, enum.Enum):
-    layer_norm = "layer_norm"
-    rms_norm = "rms_norm"
-
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -72,16 +41,18 @@ def command(
     ffn_hidden_size: Annotated[
         int | None, typer.Option(help="Width of the MLP.", show_default="4 x hidden size")
     ] = None,
-    activation: Annotated[Activation, typer.Option(help="Activation of the MLP.")] = Activation.gelu,
-    positions: Annotated[Positions, typer.Option(help="How the model knows positions.")] = Positions.rotary,
-    norm: Annotated[Norm, typer.Option(help="Normalisation of each layer's input.")] = Norm.layer_norm,
+    activation: Annotated[str, typer.Option(help="Activation of the MLP: gelu or swiglu.")] = "gelu",
+    positions: Annotated[str, typer.Option(help="How the model knows positions: learned or rotary.")] = "rotary",
+    norm: Annotated[str, typer.Option(help="Norm of each layer's input: layer_norm or rms_norm.")] = "layer_norm",
     dropout: Annotated[
         float, typer.Option(help="Dropout probability. Above 0 the two models draw different masks.")
     ] = 0.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
-    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="auto is bfloat16 on a GPU, float32 on a CPU.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, or auto: bfloat16 on a GPU and float32 on a CPU.")
+    ] = "auto",
     vocabulary: Annotated[int, typer.Option(help="Size of the vocabulary, of which bytes take 256.")] = 256,
     runs: Annotated[
         str,
@@ -118,51 +89,41 @@ def command(
     them, with the time of the matrix products of a step alone, and saves a plot of the loss curves and step times.
     The loss at the end is the mean over the last tenth of the steps.
 
-    The parallel processes are started here, over gloo on CPUs and over NCCL on as many GPUs. Under torchrun, its
-    processes are used, and rank 0 trains the other models beside, on its node alone; it alone writes files.
+    The processes are started here, by the launcher of parallel-ops train: over gloo on CPUs, over NCCL on as many GPUs.
 
     Example: python -m benchmarks.demo --steps 50 --tp 2
     """
     try:
+        if under_torchrun():
+            raise ValueError("the demo starts its processes itself; leave torchrun out, and choose them with --tp")
         if text == "":  # the current folder for Path
             raise ValueError("--text is empty; name a file or a folder, or leave it out")
         source = STANDARD_LIBRARY if text is None else Path(text)
-        chosen = _chosen(runs)
-        place, (tp, cp) = _device(device), _ranks(device, tp, cp)
+        gpus = _gpus(device)
         model = TransformerConfig(
-            vocab_size=vocabulary,
-            seq_length=seq_length,
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            ffn_hidden_size=ffn_hidden_size,
-            dropout=dropout,
-            activation=activation.value,
-            positions=positions.value,
-            norm=norm.value,
-        )
-        low = dtype is Dtype.bfloat16 or (dtype is Dtype.auto and place == "cuda")
-        settings = demo_settings(
-            model, source, steps=steps, batch=batch, run={"seed": seed, "device": place}, optimizer={"lr": lr},
-            precision={"dtype": "bf16" if low else "fp32"},
+            vocab_size=vocabulary, seq_length=seq_length, num_layers=num_layers, hidden_size=hidden_size,
+            num_heads=num_heads, ffn_hidden_size=ffn_hidden_size, dropout=dropout, activation=activation,
+            positions=positions, norm=norm,
         )  # fmt: skip
-        parallel = [in_parallel(settings, tp=tp, cp=cp, sequence_parallel=sequence_parallel)] if tp * cp != 1 else []
+        settings = demo_settings(
+            model, source, steps=steps, batch=batch, run={"seed": seed, "device": "cuda" if gpus else "cpu"},
+            optimizer={"lr": lr}, precision={"dtype": _precision(dtype, gpus)},
+        )  # fmt: skip
+        plans: list[dict[str, Any]] = []
+        if (tp, cp) != (1, 1):
+            plans.append({"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel and tp > 1})
         if everything:
-            _check_four(place)
-            parallel.append(in_parallel(settings, dp=2, tp=2, zero=3, sequence_parallel=sequence_parallel))
+            plans.append({"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": sequence_parallel})
             if num_layers > 1:  # a stage needs one
-                parallel.append(in_parallel(settings, pp=2))
+                plans.append({"pp": 2})
+        each = dict.fromkeys(_chosen(runs), settings) | _parallel(settings, plans, device, gpus) | {PRODUCTS: settings}
         if (length := len(load_text(source))) < seq_length + 1:
             raise ValueError(f"the text has {length} bytes, but a sequence needs {seq_length + 1}")
         _check_outputs(output, json)
     except (ValueError, OSError) as error:
         fail(error)
     try:
-        each = dict.fromkeys(chosen, settings) | {name_of(own.plan): own for own in parallel} | {PRODUCTS: settings}
-        trained = _train(each)
-        if not trained:
-            return
-        *results, products = trained
+        *results, products = _train(each)
         console = Console()
         if not console.is_terminal:
             console.width = max(console.width, 140)  # a file has no lines that are too long
@@ -179,21 +140,8 @@ def command(
 
 
 def _train(each: dict[str, Settings]) -> list[Run]:
-    """Trains; under torchrun as one of its ranks. Only rank 0 returns runs."""
-    if torchrun_ranks() == 1:
-        return _train_all(each, {})
-    name, settings = next((name, own) for name, own in each.items() if own.plan.gpus > 1)
-    with rank_of_torchrun(settings) as here:
-        if first_rank():
-            return _train_all(each, {name: here})
-        for _ in range(settings.run.steps):
-            here.ask("step")
-        return []
-
-
-def _train_all(each: dict[str, Settings], here: dict[str, Here]) -> list[Run]:
     """Trains behind a progress bar, or with a line every tenth of the steps where stderr is no terminal."""
-    console, steps, done = Console(stderr=True), next(iter(each.values())).run.steps, 0
+    console, steps = Console(stderr=True), next(iter(each.values())).run.steps
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("starting", total=steps)
@@ -202,14 +150,13 @@ def _train_all(each: dict[str, Settings], here: dict[str, Here]) -> list[Run]:
             print(f"training {names}: {steps} steps each, which take turns; then a table", file=sys.stderr, flush=True)
 
         def show(runs: list[Run]) -> None:
-            nonlocal done
-            done += 1
+            done = len(runs[0].losses)
             losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs if run.name != PRODUCTS)
             progress.update(task, advance=1, description=f"loss: {losses}")
             if not console.is_terminal and (done % max(1, steps // 10) == 0 or done == steps):
                 print(f"step {done}/{steps}  loss: {losses}", file=sys.stderr, flush=True)
 
-        return train(each, show, here=here)
+        return train(each, show)
 
 
 def _chosen(runs: str) -> list[str]:
@@ -222,44 +169,43 @@ def _chosen(runs: str) -> list[str]:
     return names
 
 
+def _parallel(
+    settings: Settings, plans: list[dict[str, Any]], device: str, gpus: int | None
+) -> dict[str, Settings]:  # fmt: skip
+    """The settings of the parallel runs by name, of those that there are GPUs for."""
+    found = {}
+    for plan in plans:
+        own = in_parallel(settings, **plan)
+        if gpus is None or own.plan.gpus <= gpus:
+            found[name_of(own.plan)] = own
+            continue
+        needs = f"{name_of(own.plan)} needs {own.plan.gpus} GPUs, and this torch sees {gpus}"
+        if device == "cuda":
+            raise ValueError(f"--device cuda: {needs}; leave it out, or use --device cpu")
+        typer.echo(f"note: {needs}; --device cpu needs none", err=True)
+    return found
+
+
+def _precision(dtype: str, gpus: int | None) -> str:
+    known = {"auto": "bf16" if gpus else "fp32", "float32": "fp32", "bfloat16": "bf16"}
+    if dtype not in known:
+        raise ValueError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}")
+    return known[dtype]
+
+
 def _check_outputs(output: Path, json: Path | None) -> None:
     if output.suffix.lower() not in PLOT_FORMATS:
         raise ValueError(f"--output must end in {', '.join(PLOT_FORMATS)}, got {output}")
     for key, path in (("--output", output), ("--json", json)):
-        if path is not None and first_rank():
+        if path is not None:
             check_file(key, path)
 
 
-def _ranks(device: Device, tp: int, cp: int = 1) -> tuple[int, int]:
-    """The tensor-parallel and context-parallel sizes: those of the options if there are as many GPUs. Without options,
-    all processes of torchrun are tensor-parallel."""
-    world = torchrun_ranks()
-    asked = f"--tp {tp}" + (f" --cp {cp}" if cp != 1 else "")
-    if world > 1 and tp * cp not in (1, world):
-        raise ValueError(f"{asked}: torchrun started {world} processes; leave it out, or make them the same")
-    wanted = tp * cp if world == 1 else local_ranks()
-    gpus = torch.cuda.device_count() if _device(device) == "cuda" else wanted
-    if gpus >= wanted:
-        return (tp, cp) if world == 1 or tp * cp == world else (world, 1)
-    if world > 1:
-        raise ValueError(f"torchrun started {wanted} processes here, but this torch sees {gpus} GPUs; use --device cpu")
-    if device is Device.cuda:
-        raise ValueError(f"{asked}: needs {wanted} GPUs, and this torch sees {gpus}; use --tp 1 or --device cpu")
-    typer.echo(f"note: {asked} needs {wanted} GPUs, and this torch sees {gpus}; --device cpu needs none", err=True)
-    return 1, 1
-
-
-def _check_four(device: str) -> None:
-    """ValueError: the four processes of ``--all`` cannot be started."""
-    if torchrun_ranks() > 1:
-        raise ValueError("--all starts its processes itself; leave torchrun out")
-    if device == "cuda" and torch.cuda.device_count() < 4:
-        raise ValueError(f"--all: needs 4 GPUs, and this torch sees {torch.cuda.device_count()}; use --device cpu")
-
-
-def _device(device: Device) -> str:
-    if device is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device is Device.cuda and not torch.cuda.is_available():
+def _gpus(device: str) -> int | None:
+    """The GPUs of the runs; ``None`` for CPUs."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
         raise ValueError("--device cuda: this torch sees no CUDA GPU")
-    return device.value
+    return torch.cuda.device_count() if there and device != "cpu" else None

@@ -40,20 +40,14 @@ def demo_settings(
     return settings_of({name: {**own, **sections.get(name, {})} for name, own in data.items()}, "settings")
 
 
-def in_parallel(
-    settings: Settings, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1, zero: int = 0,
-    sequence_parallel: bool = False,
-) -> Settings:  # fmt: skip
-    """The same run on ``dp * tp * cp * pp`` processes; a pipeline takes one sequence after another.
+def in_parallel(settings: Settings, **plan: int | bool) -> Settings:
+    """The same run by the fields ``plan`` of ``Plan``; a pipeline takes one sequence after another.
 
     Raises:
         ValueError: The sizes do not divide the batch or the model.
     """
-    plan: dict[str, int | bool] = {"dp": dp, "tp": tp, "cp": cp, "zero": zero}
-    plan["sequence_parallel"] = sequence_parallel and tp > 1
-    if pp > 1:
-        return changed(settings, {**plan, "pp": pp, "micro_batch": 1})
-    return changed(settings, {**plan, "micro_batch": max(1, settings.plan.global_batch // max(1, dp))})
+    micro_batch = 1 if plan.get("pp", 1) > 1 else max(1, settings.plan.global_batch // max(1, plan.get("dp", 1)))
+    return changed(settings, {"micro_batch": micro_batch, **plan})
 
 
 def name_of(plan: Plan) -> str:

@@ -5,8 +5,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Folders of the standard library that are not read: installed packages, tests and tables of escapes.
@@ -15,51 +15,43 @@ SKIPPED_FOLDERS = frozenset(
 )
 
 
-def load_text(path: Path = STANDARD_LIBRARY) -> Tensor:
-    """The bytes of a text.
+def load_text(path: Path = STANDARD_LIBRARY) -> NDArray[np.uint8]:
+    """The bytes of a text, uint8 ``[n]``.
 
     Args:
         path: A file, which is memory-mapped, or a folder, whose regular files are joined in sorted order, except
             hidden ones. Of the standard library only ``*.py`` files are read, without tests and tables.
 
-    Returns:
-        ``[n]`` uint8, on the CPU.
-
     Raises:
         FileNotFoundError, PermissionError, OSError: From the file system, with the path.
         ValueError: The path is neither a file nor a folder, or is empty.
     """
-    if path == STANDARD_LIBRARY:
-        tokens = _join(sorted(file for file in _files(path, SKIPPED_FOLDERS) if file.suffix == ".py"))
-    elif path.is_dir():
-        tokens = _join(sorted(_files(path)))
+    size = path.stat().st_size if path.exists() else 0
+    text: NDArray[np.uint8]
+    if path.is_dir():
+        text = np.frombuffer(b"".join(file.read_bytes() for file in sorted(_files(path))), np.uint8)
     elif path.is_file():
-        tokens = _map(path)
+        text = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
     elif path.exists():
         raise ValueError(f"{path} is neither a file nor a folder")
     else:
         raise FileNotFoundError(f"{path} does not exist")
-    if not tokens.numel():
+    if not len(text):
         raise ValueError(f"{path} has no text in it")
-    return tokens
+    return text
 
 
-def _map(path: Path) -> Tensor:
-    size = path.stat().st_size
-    with path.open("rb"):  # torch's own message for an unreadable file does not name the reason
-        pass
-    return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-
-
-def _join(files: list[Path]) -> Tensor:
-    content = bytearray().join(file.read_bytes() for file in files)
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-
-
-def _files(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _files(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
+    library = folder == STANDARD_LIBRARY
     for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+        folders[:] = [own for own in folders if not own.startswith(".") and not (library and own in SKIPPED_FOLDERS)]
+        for name in names:
+            if (
+                not name.startswith(".")
+                and (name.endswith(".py") or not library)
+                and (file := Path(root, name)).is_file()
+            ):
+                yield file

@@ -1,43 +1,47 @@
 """The matrix products of a training step alone: a lower bound of the step time."""
 
+import math
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from parallel_ops.models import TransformerConfig
+from parallel_ops.train.config import Settings
+from parallel_ops.train.parallelize_model import PRECISIONS
+from parallel_ops.train.planner_bridge import uses_cuda
+
+
+class Timed(NamedTuple):
+    """A step without a model."""
+
+    seconds: float
+    loss: float = math.nan
 
 
 class Products:
-    """Every matrix product of a step, forward and backward, on matrices allocated once.
+    """Every matrix product of a step of a run, forward and backward, on matrices allocated once."""
 
-    Args:
-        config: The model. sequences: Sequences in a step. dtype: Dtype of the products.
-    """
-
-    def __init__(self, config: TransformerConfig, sequences: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, settings: Settings) -> None:
+        self.device = device = torch.device("cuda" if uses_cuda(settings) else "cpu")
+        dtype = PRECISIONS[settings.plan.dtype]
         self._work = [
-            (
-                torch.randn(count, m, k, device=device).to(dtype),
-                torch.randn(count, n, k, device=device).to(dtype),
-                torch.randn(count, m, n, device=device).to(dtype),
-                times,
-            )
-            for count, m, n, k, times in _shapes(config, sequences)
+            ([torch.randn(count, *size, device=device).to(dtype) for size in ((m, k), (n, k), (m, n))], times)
+            for count, m, n, k, times in _shapes(settings.config, settings.plan.global_batch)
         ]
 
-    def seconds(self) -> float:
-        """Computes ``x w^T`` and, for its gradients, ``dy w`` and ``dy^T x``; returns the time."""
+    def step(self) -> Timed:
+        """Computes ``x w^T`` and, for its gradients, ``dy w`` and ``dy^T x``."""
         start = time.perf_counter()
-        for x, w, dy, times in self._work:
+        for (x, w, dy), times in self._work:
             for _ in range(times):
                 torch.bmm(x, w.transpose(1, 2))
                 torch.bmm(dy, w)
                 torch.bmm(dy.transpose(1, 2), x)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - start
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Timed(time.perf_counter() - start)
 
 
 def _shapes(config: TransformerConfig, sequences: int) -> Iterator[tuple[int, int, int, int, int]]:

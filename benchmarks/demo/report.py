@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.table import Table
 
-from benchmarks.demo.compare import Run
+from benchmarks.demo.runs import Run
 from parallel_ops.train.config import Settings
 from parallel_ops.train.parallelize_model import PRECISIONS
 
@@ -36,12 +36,6 @@ def final_loss(run: Run) -> float:
 def loss_difference(a: Run, b: Run) -> float:
     """The largest difference of the losses of one step; NaN if a loss is NaN."""
     differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def largest_difference(runs: Sequence[Run]) -> float:
-    """The largest ``loss_difference`` of the first run and another; NaN if one is NaN."""
-    differences = [loss_difference(runs[0], run) for run in runs[1:]]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
@@ -102,7 +96,9 @@ def plot(settings: Settings, runs: Sequence[Run], path: Path) -> None:
     typical = sorted(1e3 * s for run in runs for s in run.seconds)
     times.set_ylim(0, (1.2 + 0.1 * ((len(runs) + 1) // 2)) * typical[int(0.95 * (len(typical) - 1))])
     if others:
-        losses.set_title(f"Loss (largest difference {largest_difference(runs):.1e})")
+        differences = [loss_difference(first, run) for run in others]
+        largest = math.nan if any(map(math.isnan, differences)) else max(differences)
+        losses.set_title(f"Loss (largest difference {largest:.1e})")
     for axes in (losses, times):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)

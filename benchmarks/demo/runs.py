@@ -1,11 +1,27 @@
-"""One model of the demo, trained one step at a time by ``Trainer``."""
+"""The runs of the demo: one model trained in several ways, each by the trainer's launcher in processes of its own.
 
+The runs take turns, one step each on the same batch, and the order alternates, so that other load on the machine
+affects all of them alike. The turns are keys of a store: each rank waits for its next one, takes a step and sets its
+result.
+"""
+
+import contextlib
+import json
 import math
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.demo.baseline import PlainTransformer
@@ -15,8 +31,14 @@ from parallel_ops.comm import ParallelMesh
 from parallel_ops.models import Transformer
 from parallel_ops.train.config import Settings
 from parallel_ops.train.data.tokens import TokenFile, TokenStream
+from parallel_ops.train.launch import start as launch
+from parallel_ops.train.launch.local import PLAIN, Failure
+from parallel_ops.train.launch.options import Start
+from parallel_ops.train.launch.signals import Stopping
+from parallel_ops.train.launch.watch import longest
 from parallel_ops.train.parallelize_model import PRECISIONS
 from parallel_ops.train.progress import peak_memory
+from parallel_ops.train.results import Result
 from parallel_ops.train.trainer import Trainer
 
 # The models that train on one process: plain PyTorch and this package, each eager and compiled whole.
@@ -24,23 +46,24 @@ ALONE = ("plain", "compiled", "fused", "fused-compiled")
 # Not a model: the matrix products of a step, which every model computes.
 PRODUCTS = "products"
 COMPILED = ("compiled", "fused-compiled")
+# Seconds between looks at the results of a turn, and for processes to end by themselves.
+_POLL, _GRACE = 0.01, 10.0
+_FOREVER = timedelta(seconds=longest(None))
 
 
-def demo_trainer(
-    settings: Settings,
-    kind: str = "fused",
-    tokens: Tensor | None = None,
-    mesh: ParallelMesh | None = None,
-    **options: Any,
-) -> Trainer:
-    """A trainer of one of the demo's models. All kinds have the same weights and samples.
+@dataclass
+class Run:
+    """One model's training: per step the loss in nats per byte and the seconds; the peak memory in bytes."""
 
-    Args:
-        kind: One of ``ALONE``.
-        tokens: The text, uint8 ``[n]``; ``None`` loads ``settings.data.paths``.
-        mesh: The processes that train one fused model; ``None`` for this process alone.
-    """
-    text = (load_text(settings.data.paths[0]) if tokens is None else tokens).numpy()
+    name: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_memory: int | None = None
+
+
+def demo_trainer(settings: Settings, kind: str = "fused", mesh: ParallelMesh | None = None, **options: Any) -> Trainer:
+    """A trainer of one of the demo's models, ``kind`` of ``ALONE``. All have the same weights and samples."""
+    text = load_text(settings.data.paths[0])
     stream = TokenStream.of([TokenFile(Path(), text, np.array([len(text)]))])
     model: nn.Module | None = None
     if kind in ("plain", "compiled"):
@@ -54,9 +77,47 @@ def demo_trainer(
     return trainer
 
 
-def compile_now(trainer: Trainer) -> None:
-    """Compiles what a step would compile, by a forward and backward that change nothing; for processes that start
-    together, and so compile at the same time instead of one after another."""
+@dataclass(frozen=True)
+class _Turns:
+    """Makes a rank of the run ``name`` take its steps when the store at ``port`` says so; for ``Start.trainer``."""
+
+    name: str
+    port: int
+
+    def __call__(self, settings: Settings, mesh: ParallelMesh | None = None, **options: Any) -> "_Rank":
+        if self.name == PRODUCTS:
+            return _Rank(self, settings, Products(settings))
+        trainer = demo_trainer(settings, self.name if self.name in ALONE else "fused", mesh, **options)
+        if self.name in COMPILED:
+            _compile(trainer)
+        return _Rank(self, settings, trainer)
+
+
+class _Rank(contextlib.AbstractContextManager["_Rank"]):
+    """What ``launch`` trains in the place of ``Trainer``: the same steps, each at its turn."""
+
+    def __init__(self, turns: _Turns, settings: Settings, steps: Trainer | Products) -> None:
+        self.turns, self.settings, self.steps = turns, settings, steps
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self.steps, Trainer):
+            self.steps.close()
+
+    def train(self, _: Stopping) -> Result:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        store = _store(self.turns.name, dist.TCPStore("localhost", self.turns.port, timeout=_FOREVER))  # type: ignore[attr-defined]
+        store.set(f"ready/{rank}", "null")
+        for number in range(self.settings.run.steps):
+            store.wait([f"turn/{number}"], _FOREVER)
+            step = self.steps.step()
+            store.set(f"{number}/{rank}", json.dumps([step.loss, step.seconds]))
+        store.set(f"memory/{rank}", json.dumps(peak_memory(self.steps.device)))
+        return Result(self.settings.run.steps, math.nan, None, None)
+
+
+def _compile(trainer: Trainer) -> None:
+    """Compiles what a step would compile, by a forward and backward that change nothing: runs that start together
+    compile at the same time instead of one after another."""
     batch = trainer.loader.step(trainer.samples_seen)[0].to(trainer.device)
     dtype = PRECISIONS[trainer.settings.plan.dtype]
     with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not torch.float32):
@@ -65,16 +126,98 @@ def compile_now(trainer: Trainer) -> None:
     trainer.model.zero_grad()
 
 
-def answer(run: Trainer | Products, request: str) -> Any:
-    """Takes a step, or reads the peak memory.
+def _store(name: str, store: Any) -> Any:
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
-    Returns:
-        For ``"step"`` the loss before the update, in nats per byte, and the seconds of the step. For ``"peak_memory"``
-        bytes, or ``None`` where it is not known.
+
+def _serve(name: str, settings: Settings, port: int) -> None:
+    """The main function of the process that launches a run."""
+    try:
+        launch.run(settings, Start(trainer=_Turns(name, port)))
+    except KeyboardInterrupt:
+        sys.exit(1)
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, (Failure, *PLAIN)):
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+        print(getattr(error, "trace", ""), end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):  # the demo has ended
+            store = dist.TCPStore("localhost", port)  # type: ignore[attr-defined]
+            _store(name, store).set("failed", reason.partition("\n")[0])
+        sys.exit(1)
+
+
+class _Launched:
+    """The processes of one run."""
+
+    def __init__(self, name: str, settings: Settings, store: Any) -> None:
+        self.run, self.ranks, self.store = Run(name), settings.plan.gpus, _store(name, store)
+        # Forks of a process that has imported what all need, which takes seconds, and has done nothing else: a fork of
+        # this one would carry its memory and break CUDA and OpenMP.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.demo.runs"])
+        self.process: BaseProcess = context.Process(target=_serve, args=(name, settings, store.port))
+        self.process.start()
+
+    def results(self, key: str) -> list[Any]:
+        """What all ranks set under a key. RuntimeError: the run ended before that."""
+        keys = [f"{key}/{rank}" for rank in range(self.ranks)]
+        while not self.store.check(keys):
+            if not self.process.is_alive() and not self.store.check(keys):  # which may be the last that it set
+                failed = self.store.check(["failed"])
+                reason = self.store.get("failed").decode() if failed else f"exit code {self.process.exitcode}"
+                raise RuntimeError(f"the {self.run.name} run ended early: {reason}")
+            time.sleep(_POLL)
+        return [json.loads(self.store.get(name)) for name in keys]
+
+    def step(self, number: int) -> None:
+        self.store.set(f"turn/{number}", "")
+        losses, seconds = zip(*self.results(str(number)), strict=True)
+        self.run.losses.append(losses[0])
+        self.run.seconds.append(max(seconds))
+
+
+@contextlib.contextmanager
+def _launched(each: Mapping[str, Settings]) -> Iterator[list[_Launched]]:
+    """Launches runs, and ends their processes with the block."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    runs: list[_Launched] = []
+    grace = 0.0
+    try:
+        for name, settings in each.items():
+            runs.append(_Launched(name, settings, store))
+        yield runs
+        grace = _GRACE
+    finally:
+        deadline = time.monotonic() + grace
+        for run in runs:
+            run.process.join(max(0.0, deadline - time.monotonic()))
+            run.process.terminate()
+        for run in runs:
+            run.process.join(_GRACE)
+            run.process.kill()
+
+
+def train(each: Mapping[str, Settings], on_step: Callable[[list[Run]], None] = lambda _: None) -> list[Run]:
+    """Trains every run, in lock-step.
+
+    Args:
+        each: Settings by name: one of ``ALONE`` or ``PRODUCTS`` on one process, any other name in parallel.
+        on_step: Called with the runs so far after each step of all of them.
+
+    Raises:
+        RuntimeError: A run ended early; the message has its reason.
     """
-    if isinstance(run, Products):
-        return (math.nan, run.seconds()) if request == "step" else None
-    if request == "peak_memory":
-        return peak_memory(run.device)
-    step = run.step()
-    return step.loss, step.seconds
+    with _launched(each) as launched:
+        runs = [one.run for one in launched]
+        for one in launched:
+            one.results("ready")  # model built, nothing timed yet
+        for number in range(next(iter(each.values())).run.steps):
+            for one in launched if number % 2 == 0 else reversed(launched):
+                one.step(number)
+            on_step(runs)
+        for one in launched:
+            memory = one.results("memory")
+            one.run.peak_memory = None if None in memory else max(memory)
+    return runs

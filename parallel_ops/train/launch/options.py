@@ -1,7 +1,9 @@
 """Options of a start on the command line."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class Start:
         elastic: Choose a new plan if the number of ranks differs from the plan's.
         max_restarts: Restarts of the local processes from the last checkpoint after a failure.
         command: The command line without ``--resume``, for messages; empty if there is none.
+        trainer: Makes the trainer of a rank, a context with ``train``, from the arguments of ``Trainer``; a function or
+            object that can be pickled. ``None`` for ``Trainer`` itself.
     """
 
     resume: bool = False
@@ -23,3 +27,4 @@ class Start:
     elastic: bool = False
     max_restarts: int = 0
     command: str = ""
+    trainer: Callable[..., Any] | None = None

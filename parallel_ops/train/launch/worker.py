@@ -39,12 +39,12 @@ def run_rank(
         Disagreement: Settings differ between ranks. PeerError: Another rank is lost.
         Otherwise the errors of ``Trainer``.
     """
-    if not uses_cuda(settings):
+    if start.trainer is None and not uses_cuda(settings):
         keep_freed_memory()
     with contextlib.ExitStack() as stack:
         mesh, activity = stack.enter_context(joined(settings, start, report, note))
         with waiting(lambda: activity.now[1]) if first_rank() else contextlib.nullcontext():
-            trainer = stack.enter_context(Trainer(settings, mesh, activity=activity))
+            trainer = stack.enter_context((start.trainer or Trainer)(settings, mesh, activity=activity))
             # A restarted run without checkpoints starts from the beginning.
             if start.resume and (start.path or settings.checkpoint.dir):
                 source = resuming.resume_trainer(trainer, start)

@@ -1,35 +1,30 @@
 """The main job's tensor-parallel run: the same losses as on one process."""
 
-import contextlib
 import dataclasses
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.demo import cli, worker
-from benchmarks.demo.compare import train
+from benchmarks.demo import cli
 from benchmarks.demo.config import demo_settings, in_parallel, name_of
+from benchmarks.demo.runs import train
 from parallel_ops.models import TransformerConfig
 from support import training
 from support.distributed import ranks
 from support.training import TINY
 
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(arguments, tmp_path, text, launcher=()):
-    command = [sys.executable, *launcher, "-m", "benchmarks.demo", *TINY, "--steps", "5", "--text", str(text)]
+def run(arguments, tmp_path, text):
+    command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--steps", "5", "--text", str(text)]
     command += ["--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.json"), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False, env=training.ENVIRONMENT
@@ -64,64 +59,6 @@ def test_ranks_that_share_sequences_and_weights_have_the_same_loss_curve(tmp_pat
     check(result, ["fused", "tp2-cp2"])
 
 
-@pytest.mark.runs
-def test_under_torchrun_its_processes_are_the_ranks(tmp_path, text):
-    done, result = run(["--runs", "fused"], tmp_path, text, launcher=TORCHRUN)
-    assert done.stdout.count("loss at the end") == 1
-    check(result, ["fused", "tp2"])
-    assert done.stdout.count("written to") == 1
-
-
-class TestPlaces:
-    """Where the ranks of torchrun are: this one is the second of two on the second of two nodes."""
-
-    @pytest.fixture(autouse=True)
-    def environment(self, monkeypatch):
-        for name, value in {"WORLD_SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
-
-    def test_every_run_has_the_same_threads_in_all(self, monkeypatch):
-        # torchrun sets OMP_NUM_THREADS to 1 by itself.
-        for set_to, in_all in ((1, 8), (3, 6)):
-            monkeypatch.setattr(torch, "get_num_threads", lambda set_to=set_to: set_to)
-            assert worker.cpu_threads() == in_all
-            given = []
-            monkeypatch.setattr(torch, "set_num_threads", given.append)
-            monkeypatch.setattr(worker, "joined", lambda *_: contextlib.nullcontext((None, None)))
-            monkeypatch.setattr(worker, "demo_trainer", lambda *_, **__: None)
-            with worker.rank_of_torchrun(demo_settings(MODEL)):
-                assert given == [in_all // 2]
-        monkeypatch.delenv("WORLD_SIZE")
-        assert worker.cpu_threads() == 3
-
-    def test_each_node_needs_gpus_for_its_own_ranks(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        assert cli._ranks(cli.Device.auto, 1) == (4, 1)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        with pytest.raises(ValueError, match="torchrun started 2 processes here, but this torch sees 1 GPUs"):
-            cli._ranks(cli.Device.auto, 1)
-
-    def test_rank_0_alone_writes(self, monkeypatch, text):
-        monkeypatch.setattr(cli, "_train", lambda *_: [])
-        arguments = [*TINY, "--num-heads", "4", "--text", str(text), "--output", f"{text}/demo.png"]
-        assert CliRunner().invoke(cli.app, arguments).exit_code == 0
-        monkeypatch.setenv("RANK", "0")
-        assert "is a file, where a folder is needed" in CliRunner().invoke(cli.app, arguments).stderr
-
-
-def test_a_run_takes_the_threads_that_it_is_given(text):
-    near, far = multiprocessing.Pipe()
-    near.close()
-    before = torch.get_num_threads()
-    try:
-        worker._serve("plain", demo_settings(MODEL, text), far, {}, before + 1)
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_dropout_and_clipping_do_not_depend_on_the_number_of_processes(text):
     model = dataclasses.replace(
         MODEL, num_heads=4, dropout=0.2, activation="swiglu", norm="rms_norm", positions="rotary"
@@ -147,7 +84,7 @@ def test_the_parallel_run_has_a_name_of_its_own():
 @pytest.mark.runs
 def test_a_rank_that_dies_ends_the_run(tmp_path):
     settings = demo_settings(MODEL, tmp_path / "missing", steps=2)
-    with pytest.raises(RuntimeError, match=r"the tp2 run ended early on rank [01] \(exit code 1\)"):
+    with pytest.raises(RuntimeError, match=r"the tp2 run ended early: .*missing does not exist"):
         train({"tp2": in_parallel(settings, tp=2)})
 
 
@@ -176,18 +113,20 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_torchrun_and_tp_must_agree(monkeypatch):
+def test_torchrun_is_left_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     result = CliRunner().invoke(cli.app, [*TINY, "--tp", "2"])
-    assert result.exit_code == 2
-    assert "--tp 2: torchrun started 4 processes" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the demo starts its processes itself; leave torchrun out" in result.stderr
 
 
-def test_too_few_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="--tp 2: needs 2 GPUs, and this torch sees 1"):
-        cli._ranks(cli.Device.cuda, 2)
-    assert cli._ranks(cli.Device.auto, 2) == (1, 1)
-    assert cli._ranks(cli.Device.cpu, 2) == (2, 1)
+def test_too_few_gpus(capsys):
+    settings, plans = demo_settings(MODEL), [{"tp": 2}, {"dp": 2, "tp": 2, "zero": 3}]
+    assert list(cli._parallel(settings, plans, "auto", 2)) == ["tp2"]
+    assert capsys.readouterr().err == (
+        "note: dp2-tp2-zero3 needs 4 GPUs, and this torch sees 2; --device cpu needs none\n"
+    )
+    with pytest.raises(ValueError, match="--device cuda: dp2-tp2-zero3 needs 4 GPUs, and this torch sees 2"):
+        cli._parallel(settings, plans, "cuda", 2)
+    assert list(cli._parallel(settings, plans, "cpu", None)) == ["tp2", "dp2-tp2-zero3"]

@@ -1,7 +1,9 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,10 +11,9 @@ import pytest
 import torch
 
 from benchmarks.demo.baseline import PlainTransformer
-from benchmarks.demo.compare import train
 from benchmarks.demo.config import demo_settings
 from benchmarks.demo.data import load_text
-from benchmarks.demo.runs import ALONE, demo_trainer
+from benchmarks.demo.runs import ALONE, Run, demo_trainer, train
 from parallel_ops.models import Transformer, TransformerConfig
 from support.training import ENVIRONMENT, TINY
 
@@ -22,7 +23,6 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from benchmarks.demo import cli, report
-from benchmarks.demo.compare import Run
 
 MODEL = TransformerConfig(vocab_size=256, seq_length=32, num_layers=1, hidden_size=32, num_heads=2)
 
@@ -142,9 +142,16 @@ def _trainers(config):
     return [demo_trainer(config, kind) for kind in ("plain", "fused")]
 
 
-def test_a_run_that_dies_is_reported(tmp_path):
-    with pytest.raises(RuntimeError, match=r"the plain run ended early \(exit code 1\)"):
+def test_a_run_that_dies_is_reported(tmp_path, text):
+    with pytest.raises(RuntimeError, match=r"the plain run ended early: .*missing does not exist"):
         train({"plain": demo_settings(MODEL, tmp_path / "missing", steps=2)})
+    # Killed, as when the system is out of memory.
+    with pytest.raises(RuntimeError, match="the fused run ended early: exit code -9"):
+        train(
+            {"fused": demo_settings(MODEL, text, steps=2)},
+            lambda _: [os.kill(child.pid, signal.SIGKILL) for child in multiprocessing.active_children()],
+        )
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.runs
@@ -205,6 +212,11 @@ class TestCommandErrors:
             (["--output", "empty/demo.png"], "--output: empty is a file, where a folder is needed"),
             (["--output", "demo.txt"], "--output must end in .png, .pdf, .svg, got demo.txt"),
             (["--json", "folder"], "--json: folder is a folder; name a file in it"),
+            (["--norm", "group_norm"], "norm must be one of 'layer_norm', 'rms_norm', got 'group_norm'"),
+            (["--activation", "relu"], "activation must be one of"),
+            (["--positions", "none"], "positions must be one of"),
+            (["--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
+            (["--dtype", "float16"], "--dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ],
     )
     def test_bad_input_is_one_line_and_exit_code_2(self, tmp_path, monkeypatch, arguments, message):
@@ -252,7 +264,6 @@ class TestCommandErrors:
         [
             (["--no-such-option"], "No such option: --no-such-option"),
             (["--steps", "many"], "Invalid value for '--steps'"),
-            (["--norm", "group_norm"], "Invalid value for '--norm'"),
             (["more"], "unexpected extra argument"),
         ],
     )
