@@ -99,9 +99,9 @@ class _Rank(contextlib.AbstractContextManager["_Rank"]):
     def __init__(self, turns: _Turns, settings: Settings, steps: Trainer | Products) -> None:
         self.turns, self.settings, self.steps = turns, settings, steps
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(self.steps, Trainer):
-            self.steps.close()
+            self.steps.__exit__(kind, error, trace)
 
     def train(self, _: Stopping) -> Result:
         rank = dist.get_rank() if dist.is_initialized() else 0
