@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from parallel_ops._internal.autograd import Library, Op, P, R, differentiable_op
+from parallel_ops._internal.flop_formulas import register_flops
 
 _library = Library("parallel_ops", "FRAGMENT")
 
@@ -65,7 +65,7 @@ def register(
     if cpu is not None:
         _library.impl(name, cpu, "CPU")
     if flops is not None:
-        register_flop_formula(op.overloadpacket, get_raw=True)(functools.partial(_flops, flops))
+        register_flops(op.overloadpacket, flops)
     call: Op[P, R]
     if backward is None or setup_context is None:
         call = Op(op, kernel, on_cpu)
@@ -75,10 +75,6 @@ def register(
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _autocast(call, device_type, autocast), key)
     return call
-
-
-def _flops(formula: Callable[..., int], *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return formula(*args, **kwargs)
 
 
 def _kernel(op: torch._ops.OpOverload, on_cpu: Callable[..., R], cuda: Callable[..., R]) -> Callable[..., R]:
