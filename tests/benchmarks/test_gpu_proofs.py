@@ -9,7 +9,7 @@ import parallel_ops.context_parallel
 import parallel_ops.expert_parallel
 import parallel_ops.tensor_parallel  # noqa: F401 - registers its ops
 from benchmarks import results
-from benchmarks.gpu_session import kernels, prove, status
+from benchmarks.gpu_session import gains, kernels, prove, status
 from benchmarks.gpu_session.paths import PATHS
 from benchmarks.gpu_session.processes import Processes
 from benchmarks.gpu_session.proofs import proofs
@@ -125,6 +125,15 @@ def test_the_page_has_every_path_of_the_code():
     assert all(f'enable_experimental("{name}")' in text for name in experimental.FEATURES)
     every = proofs()
     assert all(any(proof.startswith(name) for proof in every) for path in PATHS for name in path.proofs)
+
+
+def test_gains_of_experimental_features_are_measured(capsys):
+    """On a CPU they change nothing."""
+    assert gains.main("cpu", scale=32, rounds=1) == 0
+    said = capsys.readouterr().out
+    assert set(gains.WANTED) == set(experimental.FEATURES)
+    assert all(f"{feature} " in said for feature in experimental.FEATURES) and said.count("of the time without") == 4
+    assert not any(experimental.is_enabled(name) for name in experimental.FEATURES)
 
 
 def test_what_is_off_is_not_a_default():
