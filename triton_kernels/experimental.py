@@ -10,6 +10,9 @@ Their compiled machine code is executed in the tests, on a CPU. ``docs/gpu_statu
 where.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 FEATURES = ("expert_kernels", "remembered_launches", "staged_norm", "sum_partials")
 _enabled: set[str] = set()
 
@@ -19,11 +22,27 @@ def enable_experimental(*features: str) -> None:
 
     Raises:
         ValueError: An unknown feature.
+
+    Examples:
+        >>> from parallel_ops import enable_experimental
+        >>> enable_experimental("expert_kernels")
+        >>> enable_experimental()  # off again
     """
     if unknown := [name for name in features if name not in FEATURES]:
         raise ValueError(f"enable_experimental: unknown feature {unknown[0]!r}; there are {', '.join(FEATURES)}")
     _enabled.clear()
     _enabled.update(features)
+
+
+@contextlib.contextmanager
+def all_enabled() -> Iterator[None]:
+    """Enables all features; those of before are back afterwards."""
+    before = tuple(_enabled)
+    enable_experimental(*FEATURES)
+    try:
+        yield
+    finally:
+        enable_experimental(*before)
 
 
 def is_enabled(feature: str) -> bool:

@@ -124,6 +124,7 @@ def ops_launch_kernels() -> Iterator[None]:
     """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory."""
     from parallel_ops import ops  # noqa: F401  (registers them)
     from parallel_ops._internal.registration import cuda_kernels
+    from parallel_ops.triton_kernels.experimental import all_enabled
 
     library = torch.library.Library("parallel_ops", "IMPL")
     try:
@@ -132,7 +133,8 @@ def ops_launch_kernels() -> Iterator[None]:
             for name, kernel in cuda_kernels.items():
                 for key in ("CPU", "Meta"):
                     library.impl(name, kernel, key, allow_override=True)
-        yield
+        with all_enabled():
+            yield
     finally:
         library._destroy()
 

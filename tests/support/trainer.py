@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import os
 import resource
 import signal
@@ -141,6 +142,14 @@ def steps_of_each(rank: int, settings: list[Settings]) -> list[tuple[float, floa
 def resumed_from_each(rank: int, settings: Settings, checkpoints: list[Path]) -> None:
     """Each rank resumes from a checkpoint of its own."""
     trainer_of(settings).resume(checkpoints[rank])
+
+
+def printed(rank: int, settings: Settings) -> tuple[str, str]:
+    """What a whole run prints on this rank: standard output and error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        train(rank, settings)
+    return out.getvalue(), err.getvalue()
 
 
 def train(rank: int, settings: Settings, resume: Path | None = None) -> Result:

@@ -143,15 +143,16 @@ def _trainers(config):
 
 
 def test_a_run_that_dies_is_reported(tmp_path, text):
+    others = set(multiprocessing.active_children())  # of other tests, which need them
     with pytest.raises(RuntimeError, match=r"the plain run ended early: .*missing does not exist"):
         train({"plain": demo_settings(MODEL, tmp_path / "missing", steps=2)})
     # Killed, as when the system is out of memory.
     with pytest.raises(RuntimeError, match="the fused run ended early: exit code -9"):
         train(
             {"fused": demo_settings(MODEL, text, steps=2)},
-            lambda _: [os.kill(child.pid, signal.SIGKILL) for child in multiprocessing.active_children()],
+            lambda _: [os.kill(child.pid, signal.SIGKILL) for child in {*multiprocessing.active_children()} - others],
         )
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.runs
