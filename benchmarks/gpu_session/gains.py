@@ -36,7 +36,7 @@ def _norm(device: torch.device, scale: int) -> Callable[[], object]:
     x = torch.randn(8192 // scale, 16384, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = torch.ones(16384, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.ones_like(x)
-    return lambda: torch.autograd.backward([rms_norm(x, weight)], [grad])  # type: ignore[list-item]
+    return lambda: torch.autograd.backward([rms_norm(x, weight)], [grad])
 
 
 def _experts(device: torch.device, scale: int) -> Callable[[], object]:
