@@ -1,7 +1,6 @@
 """Proofs of a GPU session, run on the CPU, and the page that says what has run."""
 
 import os
-import time
 
 import pytest
 
@@ -17,17 +16,7 @@ from parallel_ops._internal.registration import cuda_kernels
 from parallel_ops.ops.attention.backends import NAMES
 from parallel_ops.planner.plan import SCHEDULES
 from parallel_ops.triton_kernels import experimental
-
-
-def answers(rank, size, what):
-    if what == "raise" and rank == 1:
-        raise ValueError("wrong on rank 1")
-    if what == "exit" and rank == 0:
-        os._exit(3)
-    if what == "hang" and rank == 1:
-        time.sleep(600)
-    if what == "variable" and os.environ.get("PROOF") != "set":
-        raise ValueError("the variable is not set")
+from support.answers import answer
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +27,14 @@ def two():
 
 
 def test_processes_go_on_after_what_one_of_them_did(two):
-    assert two.run(answers, ("variable",), 60) == []
+    assert two.run(answer, ("variable",), 60) == []
     assert "PROOF" not in os.environ
-    assert two.run(answers, ("raise",), 60) == ["rank 1: ValueError: wrong on rank 1"]
-    assert two.run(answers, ("exit",), 60) == ["rank 0: its process is gone"]
-    two.run(answers, ("variable",), 60)
+    assert two.run(answer, ("raise",), 60) == ["rank 1: ValueError: wrong on rank 1"]
+    assert two.run(answer, ("exit",), 60) == ["rank 0: its process is gone"]
+    two.run(answer, ("variable",), 60)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] did not answer within 2 s"):
-        two.run(answers, ("hang",), 2)
-    assert two.run(answers, ("variable",), 60) == []
+        two.run(answer, ("hang",), 2)
+    assert two.run(answer, ("variable",), 60) == []
     assert two.serve(2, {"PROOF": "set", "OMP_NUM_THREADS": "1"}) and not two.serve(2, {}) and not two.serve(4, {})
 
 

@@ -1,5 +1,6 @@
 """What goes wrong in a run is said clearly, and costs at most the steps since the last checkpoint."""
 
+import gc
 import json
 import os
 import re
@@ -244,12 +245,13 @@ def test_many_trainers_leave_nothing_open(data, tmp_path):
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     settings = runs.settings_of(data, evaluation={"share": 0.2}, checkpoint={"dir": str(tmp_path)})
+    gc.collect()  # of tests before
     before, kept = count(), []
     for _ in range(30):
         with Trainer(settings) as trainer:
             trainer.step()
         kept.append(trainer)
-    assert count() == before
+    assert all(now <= then for now, then in zip(count(), before, strict=True))
     assert kept[0].global_step == 1 and "layers.0.mlp.in.weight" not in kept[0].state_dict()
     for act in (kept[0].step, kept[0].save):
         with pytest.raises(AttributeError, match="the trainer is closed"):
@@ -259,11 +261,11 @@ def test_many_trainers_leave_nothing_open(data, tmp_path):
     trainer.loader.step(0)
     with pytest.raises(CheckpointError), trainer:
         trainer.resume(tmp_path / "nowhere")
-    assert count() == before
+    assert all(now <= then for now, then in zip(count(), before, strict=True))
 
 
 def test_many_trainers_leave_no_group(data, tmp_path):
     settings = runs.settings_of(data, parallel=TWO, checkpoint={"dir": str(tmp_path), "interval": 2})
-    for first, last, saved in ranks(2).run(runs.many_trainers, settings, 8):
+    for first, last, saved in ranks(2).run(runs.many_trainers, settings, 4):
         assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
-        assert saved == [f"step-{5:08}"] * 8
+        assert saved == [f"step-{5:08}"] * 4

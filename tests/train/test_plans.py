@@ -22,4 +22,4 @@ def test_any_settings_train_as_one_process(tmp_path, pytestconfig):
     assert refused > trained / 4 and trained > refused / 8
 
 
-DEFAULT = 5
+DEFAULT = 2
