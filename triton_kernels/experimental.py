@@ -35,10 +35,10 @@ def enable_experimental(*features: str) -> None:
 
 
 @contextlib.contextmanager
-def all_enabled() -> Iterator[None]:
-    """Enables all features; those of before are back afterwards."""
+def enabled(*features: str) -> Iterator[None]:
+    """Enables features as ``enable_experimental`` does; those of before are back afterwards."""
     before = tuple(_enabled)
-    enable_experimental(*FEATURES)
+    enable_experimental(*features)
     try:
         yield
     finally:

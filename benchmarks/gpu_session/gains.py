@@ -14,9 +14,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.timing import CudaTimer, HostTimer, Timer, take_turns
-from parallel_ops import enable_experimental, permute, rms_norm, route, sort_by_expert, unpermute
+from parallel_ops import permute, rms_norm, route, sort_by_expert, unpermute
 from parallel_ops.comm.sum_partials import sum_partials
 from parallel_ops.models import Transformer, TransformerConfig
+from parallel_ops.triton_kernels import experimental
 
 # Largest ratio of the time with a feature to that without at which it stays.
 WANTED = {"remembered_launches": 0.95, "staged_norm": 0.97, "expert_kernels": 1.0, "sum_partials": 1.0}
@@ -64,11 +65,8 @@ def ratio(feature: str, device: torch.device, scale: int = 1, rounds: int = 20) 
     call = CASES[feature](device, scale)
 
     def with_feature() -> None:
-        enable_experimental(feature)
-        try:
+        with experimental.enabled(feature):
             call()
-        finally:
-            enable_experimental()
 
     # The host's time counts where launches are meant to cost less of it.
     on_host = device.type == "cpu" or feature == "remembered_launches"

@@ -12,10 +12,11 @@ from torch import Tensor
 from benchmarks import attention_choice
 from benchmarks.gpu_session import capture
 from benchmarks.gpu_session.ranks import device_of
-from parallel_ops import enable_experimental, grouped_linear, rms_norm
+from parallel_ops import grouped_linear, rms_norm
 from parallel_ops._internal.weight_gradients import add_product
 from parallel_ops.ops import rms_norm_reference
 from parallel_ops.ops.float8_linear import float8_linear
+from parallel_ops.triton_kernels import experimental
 
 # Half a unit in the last place of bfloat16, and of the two kinds of float8: output gradients are rounded to e5m2.
 _BF16, _E4M3, _E5M2 = 2.0**-9, 2.0**-4, 2.0**-3
@@ -87,11 +88,8 @@ def captured_step(rank: int, size: int, kind: str, store: str) -> None:
 
 def repeated_launches(rank: int, size: int, kind: str, store: str) -> None:
     """Launches that are repeated: on other streams, with addresses of other alignment and with other sizes."""
-    enable_experimental("remembered_launches")
-    try:
+    with experimental.enabled("remembered_launches"):
         _repeat(kind)
-    finally:
-        enable_experimental()
 
 
 def _repeat(kind: str) -> None:

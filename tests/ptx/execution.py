@@ -124,7 +124,7 @@ def ops_launch_kernels() -> Iterator[None]:
     """The ops of the package launch their Triton kernels on tensors of the CPU, and on tensors without memory."""
     from parallel_ops import ops  # noqa: F401  (registers them)
     from parallel_ops._internal.registration import cuda_kernels
-    from parallel_ops.triton_kernels.experimental import all_enabled
+    from parallel_ops.triton_kernels import experimental
 
     library = torch.library.Library("parallel_ops", "IMPL")
     try:
@@ -133,7 +133,7 @@ def ops_launch_kernels() -> Iterator[None]:
             for name, kernel in cuda_kernels.items():
                 for key in ("CPU", "Meta"):
                     library.impl(name, kernel, key, allow_override=True)
-        with all_enabled():
+        with experimental.enabled(*experimental.FEATURES):
             yield
     finally:
         library._destroy()
